@@ -1,0 +1,283 @@
+"""Stream-K schedule: who does which K-iterations of which tile, as a pure function of a few integers.
+
+Usage::
+
+    schedule = make_schedule(8192, 1792, 4096, 128, 256, 64, num_programs=132)
+    for segment in schedule.segments(program):
+        ...                                   # accumulate iterations [k_begin, k_end) of segment.tile
+
+M N K are the product's sizes, T its tiles, I the K-iterations of a tile, P the programs launched. The virtual
+tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel recomputes all of this from
+(T, I, P, T_s, P_s), so the closed form below is the contract between the two:
+
+1. Tiles [0, T_s) are cut at K-iterations: programs 0..P_s-1 take consecutive shares of the T_s * I
+   iterations, the first `extra` of them one iteration more. Tiles [T_s, T) stay whole, one program each,
+   round robin over P.
+2. A program visits the tiles of its share from the last to the first, then its whole tiles. Only the last
+   tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
+3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
+   the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
+   is resident, and an interpreter that runs programs one after another, both end.
+
+Rules of `make_schedule` (the published ones of CUTLASS for Hopper; "Stream-K", Osama et al., PPoPP 2023): no
+split where waves are exact, where a tile has few iterations or where the last wave is at least half full;
+else the last full wave and the remainder are split (the two-tile hybrid), and split-K where tiles are fewer
+than programs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+# A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
+MIN_SPLIT_ITERS = 8
+
+SPLITS = ("auto", "none", "stream_k", "split_k")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Iterations [k_begin, k_end) of one tile, done by one program without a break.
+
+    finishing: this segment ends its tile, so its program writes the output. contributors: the programs (all
+    of lower id) whose fp32 partials it adds first, in this order; empty unless finishing with k_begin > 0.
+    """
+
+    tile: int
+    k_begin: int
+    k_end: int
+    finishing: bool
+    contributors: range
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The work of a GEMM cut into programs; see the module's docstring for the closed form.
+
+    tiles_m, tiles_n: tiles along M and N. iters_per_tile: cdiv(K, BLOCK_K). num_programs: the launch size P.
+    num_split_tiles: T_s. num_split_programs: P_s, the programs that share the split tiles.
+    Raises ValueError when the numbers contradict one another (values got in the message).
+    """
+
+    tiles_m: int
+    tiles_n: int
+    iters_per_tile: int
+    num_programs: int
+    num_split_tiles: int = 0
+    num_split_programs: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            _non_negative(name, getattr(self, name))
+        if self.num_tiles > 0 and self.num_programs == 0:
+            raise ValueError(f"num_programs must be at least 1 for {self.num_tiles} tiles, got 0")
+        if self.num_split_tiles > self.num_tiles:
+            raise ValueError(f"num_split_tiles is {self.num_split_tiles}, allowed 0..{self.num_tiles}")
+        if self.num_split_programs > self.num_programs:
+            raise ValueError(
+                f"num_split_programs is {self.num_split_programs}, allowed 0..{self.num_programs}"
+            )
+        if (self.num_split_tiles == 0) != (self.num_split_programs == 0):
+            raise ValueError(
+                f"{self.num_split_tiles} split tiles for {self.num_split_programs} split programs: "
+                "both must be 0 or neither"
+            )
+        if self.split_iters < self.num_split_programs:
+            raise ValueError(
+                f"{self.split_iters} split iterations for {self.num_split_programs} split programs: "
+                "each needs at least one"
+            )
+
+    @property
+    def num_tiles(self) -> int:
+        """T, the tiles of the output."""
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def split_iters(self) -> int:
+        """The K-iterations that the split programs share."""
+        return self.num_split_tiles * self.iters_per_tile
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles [T_s, T), each done by one program from first to last iteration."""
+        return self.num_tiles - self.num_split_tiles
+
+    @property
+    def waves(self) -> int:
+        """Rounds that whole-tile scheduling would take on these programs; the last may be partly idle."""
+        return _cdiv(self.num_tiles, self.num_programs) if self.num_programs else 0
+
+    @property
+    def has_shared_tiles(self) -> bool:
+        """Whether any tile is cut between two programs (equal shares of whole tiles are not cuts)."""
+        return (
+            self.num_split_programs > 0
+            and self.iters_per_tile > 1
+            and self.num_split_tiles % self.num_split_programs != 0
+        )
+
+    @property
+    def workspace_tiles(self) -> int:
+        """fp32 tiles of workspace needed, slot p for program p's partial; 0 when no tile is shared."""
+        return self.num_split_programs if self.has_shared_tiles else 0
+
+    @property
+    def kind(self) -> str:
+        """Name of the cut: data_parallel (no tile shared), split_k (every tile in equal parts) or stream_k."""
+        if not self.has_shared_tiles:
+            return "data_parallel"
+        parts, uneven = divmod(self.num_split_programs, self.num_tiles)
+        if self.whole_tiles == 0 and uneven == 0 and self.iters_per_tile % parts == 0:
+            return "split_k"
+        return "stream_k"
+
+    @property
+    def max_iters(self) -> int:
+        """Iterations of the busiest program: the length of the schedule."""
+        if self.num_programs == 0:
+            return 0
+        # Program 0 has the longest share and as many whole tiles as any other.
+        lo, hi = self.program_range(0)
+        return hi - lo + _cdiv(self.whole_tiles, self.num_programs) * self.iters_per_tile
+
+    def program_range(self, program: int) -> tuple[int, int]:
+        """[lo, hi) of the split iterations that `program` does; (0, 0) for one that has none."""
+        if program >= self.num_split_programs:
+            return 0, 0
+        base, extra = divmod(self.split_iters, self.num_split_programs)
+        lo = program * base + min(program, extra)
+        return lo, lo + base + (program < extra)
+
+    def segments(self, program: int) -> list[Segment]:
+        """The segments of `program`, 0 <= program < num_programs, in the order in which it does them.
+
+        Raises ValueError for a program out of range.
+        """
+        if not 0 <= program < self.num_programs:
+            raise ValueError(f"program is {program}, allowed 0..{self.num_programs - 1}")
+        iters = self.iters_per_tile
+        lo, hi = self.program_range(program)
+        found = []
+        if lo < hi:
+            for tile in range((hi - 1) // iters, lo // iters - 1, -1):
+                first = tile * iters
+                k_begin, k_end = max(lo - first, 0), min(hi - first, iters)
+                finishing = k_end == iters
+                shared = finishing and k_begin > 0
+                contributors = range(self._split_owner(first), program) if shared else range(0)
+                found.append(Segment(tile, k_begin, k_end, finishing, contributors))
+        for tile in range(self.num_split_tiles + program, self.num_tiles, self.num_programs):
+            found.append(Segment(tile, 0, iters, True, range(0)))
+        return found
+
+    def finisher(self, tile: int) -> int:
+        """The program that writes `tile`, 0 <= tile < num_tiles. Raises ValueError out of that range."""
+        if not 0 <= tile < self.num_tiles:
+            raise ValueError(f"tile is {tile}, allowed 0..{self.num_tiles - 1}")
+        if tile < self.num_split_tiles:
+            return self._split_owner((tile + 1) * self.iters_per_tile - 1)
+        return (tile - self.num_split_tiles) % self.num_programs
+
+    def _split_owner(self, iteration: int) -> int:
+        """The program whose share holds split iteration `iteration`: the inverse of `program_range`."""
+        base, extra = divmod(self.split_iters, self.num_split_programs)
+        longer = extra * (base + 1)
+        if iteration < longer:
+            return iteration // (base + 1)
+        return extra + (iteration - longer) // base
+
+
+def make_schedule(
+    M: int,
+    N: int,
+    K: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    num_programs: int,
+    *,
+    split: str = "auto",
+    min_split_iters: int = MIN_SPLIT_ITERS,
+) -> Schedule:
+    """Choose the schedule of an M x N x K product in steps of block_m x block_n x block_k.
+
+    num_programs: how many programs may run, as a rule the number of SMs; the schedule's own num_programs is
+    never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
+    split: "auto" follows the module's rules; "none" keeps every tile whole; "stream_k" splits even where the
+    last wave is half full or more; "split_k" cuts every tile into equal parts. The last two keep tiles whole,
+    too, where there is nothing to win (exact waves, at most `min_split_iters` iterations a tile) or where no
+    equal cut exists.
+    min_split_iters: no program's share of the split iterations is shorter than this.
+
+    Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
+    iteration count below 1, and for an unknown `split`.
+    """
+    for name, size in (("M", M), ("N", N), ("K", K)):
+        _non_negative(name, size)
+    counts = (("block_m", block_m), ("block_n", block_n), ("block_k", block_k))
+    for name, size in (*counts, ("num_programs", num_programs), ("min_split_iters", min_split_iters)):
+        if _non_negative(name, size) == 0:
+            raise ValueError(f"{name} must be at least 1, got 0")
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, allowed {', '.join(SPLITS)}")
+
+    tiles_m, tiles_n, iters = _cdiv(M, block_m), _cdiv(N, block_n), _cdiv(K, block_k)
+    tiles = tiles_m * tiles_n
+    whole = Schedule(tiles_m, tiles_n, iters, min(num_programs, tiles))
+    full_waves, remainder = divmod(tiles, num_programs)
+    if split == "none" or remainder == 0 or iters <= min_split_iters:
+        return whole
+    if split == "auto" and 2 * remainder >= num_programs:
+        return whole
+    if full_waves > 0:
+        if split == "split_k":
+            return whole
+        # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
+        return Schedule(tiles_m, tiles_n, iters, num_programs, num_programs + remainder, num_programs)
+
+    sharers = min(num_programs, tiles * iters // min_split_iters)
+    parts = _equal_parts(iters, sharers // tiles)
+    # Equal parts leave each program one segment, not two, which is worth a share up to a quarter longer.
+    if parts > 1 and (
+        split == "split_k" or (split == "auto" and 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers))
+    ):
+        return Schedule(tiles_m, tiles_n, iters, tiles * parts, tiles, tiles * parts)
+    if split == "split_k" or sharers == tiles:
+        return whole
+    return Schedule(tiles_m, tiles_n, iters, sharers, tiles, sharers)
+
+
+def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """(pm, pn), the place of virtual tile `tile`: down columns of `group_m` tiles, for reuse in L2.
+
+    Example: tiles_m = 3, tiles_n = 2, group_m = 2 gives (0,0) (1,0) (0,1) (1,1) | (2,0) (2,1).
+    """
+    width = group_m * tiles_n
+    group, within = divmod(tile, width)
+    first = group * group_m
+    size = min(tiles_m - first, group_m)
+    return first + within % size, within // size
+
+
+def _equal_parts(iters: int, limit: int) -> int:
+    """The largest divisor of `iters` that is at most `limit`, at least 1: split-K parts must be equal."""
+    return next((parts for parts in range(min(limit, iters), 1, -1) if iters % parts == 0), 1)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _non_negative(name: str, value: int) -> int:
+    """`value` if it is an integer of 0 or more; TypeError or ValueError with the value got otherwise."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
+    return number
