@@ -1,0 +1,37 @@
+"""Symmetric heap for ranks of one machine: host API, device API (`pyrocshmem.device`) and signals (`pyrocshmem.signal`).
+
+    import pyrocshmem
+
+    def rank_main(rank, world_size):
+        with pyrocshmem.Heap(1 << 20) as heap:      # the default process group
+            x = heap.zeros(1024)
+            heap.peer_view(x, (rank + 1) % world_size).fill_(rank)
+            heap.barrier()
+            return float(x[0])
+
+    print(pyrocshmem.spawn(rank_main, 2))           # [1.0, 0.0]
+
+Import this package before Triton: `pyrocshmem.target` decides whether kernels are compiled or interpreted.
+"""
+
+from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+from pyrocshmem.errors import (
+    CallMismatch,
+    HeapOutOfMemory,
+    InitTimeout,
+    PeerAborted,
+    PeerTimeout,
+    ShmemError,
+    WorkspaceBusy,
+)
+
+__all__ = [
+    "CallMismatch",
+    "HeapOutOfMemory",
+    "InitTimeout",
+    "PeerAborted",
+    "PeerTimeout",
+    "ShmemError",
+    "WorkspaceBusy",
+    "target",
+]

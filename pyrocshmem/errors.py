@@ -1,0 +1,113 @@
+"""Faults of the heap and of ops on it, as one small tree.
+
+    ShmemError
+    ├── HeapOutOfMemory   an allocation does not fit; nothing was allocated on any rank
+    ├── PeerTimeout       a wait for a peer ran out
+    ├── PeerAborted       a peer said that it gave up, with its reason
+    ├── CallMismatch      ranks made different calls
+    ├── InitTimeout       ranks were missing, or had no memory, when a group or heap formed
+    └── WorkspaceBusy     a workspace is in use by another call
+
+The caller's own mistakes are `ValueError` and `TypeError`, raised before anything starts. Every fault keeps its facts as
+attributes and survives pickling, because ranks send theirs to the process that started them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class ShmemError(RuntimeError):
+    """Base of every fault of this library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle as class(*args); ours take facts, not a message, so they are rebuilt without __init__.
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuild(kind: type[ShmemError], args: tuple[Any, ...], facts: dict[str, Any]) -> ShmemError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class HeapOutOfMemory(ShmemError):
+    """An allocation of `requested` bytes does not fit: `free` bytes are left, `largest` of them in one piece."""
+
+    def __init__(self, requested: int, free: int, largest: int, rank: int | None = None) -> None:
+        self.requested, self.free, self.largest, self.rank = requested, free, largest, rank
+        where = "" if rank is None else f" on rank {rank}"
+        super().__init__(
+            f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, {largest} the largest "
+            "free block; no rank allocated anything. Free tensors, or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
+        )
+
+
+class PeerTimeout(ShmemError):
+    """`rank` waited `waited_s` seconds in `op` for `peer`; `tile`, `expected` and `seen` say what for (None: not known)."""
+
+    def __init__(
+        self,
+        op: str,
+        rank: int,
+        peer: int,
+        tile: int | None = None,
+        expected: int | str | None = None,
+        seen: int | str | None = None,
+        waited_s: float | None = None,
+    ) -> None:
+        self.op, self.rank, self.peer, self.tile = op, rank, peer, tile
+        self.expected, self.seen, self.waited_s = expected, seen, waited_s
+        waited = "" if waited_s is None else f" {waited_s:.2f} s"
+        facts = ", ".join(
+            f"{name} {value}"
+            for name, value in (("tile", tile), ("expected", expected), ("seen", seen))
+            if value is not None
+        )
+        super().__init__(
+            f"{op}: rank {rank} waited{waited} in vain for rank {peer}"
+            + (f" ({facts})" if facts else "")
+            + f". "
+            f"Look at what rank {peer} was doing: it died, is stopped, is late, or made another call"
+        )
+
+
+class PeerAborted(ShmemError):
+    """`peer` gave up, so `rank` did too. `message` is what the peer said."""
+
+    def __init__(self, rank: int, peer: int, message: str) -> None:
+        self.rank, self.peer, self.message = rank, peer, message
+        super().__init__(f"rank {rank} stopped because rank {peer} gave up: {message}")
+
+
+class CallMismatch(ShmemError):
+    """Ranks made different calls; `calls[r]` is the call of rank r. Nothing was done on any rank."""
+
+    def __init__(self, calls: Sequence[str]) -> None:
+        self.calls = list(calls)
+        listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
+        super().__init__(
+            f"ranks made different calls, nothing was done; every rank must make the same ones in order:{listing}"
+        )
+
+
+class InitTimeout(ShmemError):
+    """A group or heap did not form. `missing` are the ranks that did not arrive, or that could not take part (`reason`)."""
+
+    def __init__(
+        self, missing: Sequence[int], what: str, waited_s: float, world_size: int, reason: str = ""
+    ) -> None:
+        self.missing, self.what, self.waited_s = list(missing), what, waited_s
+        self.world_size, self.reason = world_size, reason
+        named = ("rank " if len(self.missing) == 1 else "ranks ") + ", ".join(map(str, self.missing))
+        text = f"{what}: {named} of {world_size} could not take part: {reason}"
+        if not reason:
+            text = (
+                f"{what}: {named} of {world_size} did not arrive within {waited_s:.1f} s. "
+                "Look at whether they started and reached this call (PYROCSHMEM_INIT_SECONDS sets the time)"
+            )
+        super().__init__(text)
+
+
+class WorkspaceBusy(ShmemError):
+    """A workspace is in use by a call on another stream or thread; give each its own workspace."""

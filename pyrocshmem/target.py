@@ -1,0 +1,96 @@
+"""Where kernels run: on a GPU, or on the CPU through Triton's interpreter. Decided once, when this module is imported.
+
+Import it (importing `pyrocshmem` does) before Triton: `TRITON_INTERPRET` is read when Triton is imported.
+
+- `PYROCSHMEM_BACKEND=auto` (the default): a GPU when there is one, otherwise the CPU.
+- `PYROCSHMEM_BACKEND=cpu`: the CPU, GPUs or not.
+- `PYROCSHMEM_BACKEND=gpu`: a GPU, `RuntimeError` without one.
+- `TRITON_INTERPRET=0` set by the caller on a machine with no GPU is kept: kernels can then be compiled, not run.
+"""
+
+import os
+import sys
+
+import torch
+
+BACKENDS = ("auto", "gpu", "cpu")
+
+
+def _choose() -> tuple[bool, str]:
+    """(whether the CPU target is used, why)."""
+    asked = os.environ.get("PYROCSHMEM_BACKEND", "auto")
+    if asked not in BACKENDS:
+        raise ValueError(f"PYROCSHMEM_BACKEND={asked!r}, allowed are {', '.join(BACKENDS)}")
+    interpret = os.environ.get("TRITON_INTERPRET", "")
+    if asked == "cpu":
+        return True, "PYROCSHMEM_BACKEND=cpu"
+    if asked == "gpu":
+        if interpret == "1":
+            raise RuntimeError("PYROCSHMEM_BACKEND=gpu contradicts TRITON_INTERPRET=1; unset one of them")
+        if not _num_gpus():
+            raise RuntimeError(f"PYROCSHMEM_BACKEND=gpu, but torch {torch.__version__} sees no GPU here")
+        return False, "PYROCSHMEM_BACKEND=gpu"
+    if interpret == "1":
+        return True, "TRITON_INTERPRET=1"
+    return (
+        (False, f"{_num_gpus()} GPUs found")
+        if _num_gpus()
+        else (True, f"torch {torch.__version__} sees no GPU")
+    )
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def _apply(on_cpu: bool) -> None:
+    # The default of this setting changes in Triton 3.10: results must not.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    if not on_cpu or os.environ.get("TRITON_INTERPRET") in ("0", "1"):
+        return
+    if "triton" in sys.modules:
+        raise RuntimeError(
+            "Triton was imported before pyrocshmem, without TRITON_INTERPRET=1: its kernels can't run on this CPU target. "
+            "Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+_on_cpu, _reason = _choose()
+_apply(_on_cpu)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter. False where they are compiled, even if only to be read."""
+    return _on_cpu and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def backend() -> str:
+    """The backend of `finegrained_alloc` for this target: "host", "cuda" or "hip"."""
+    if _on_cpu:
+        return "host"
+    return "hip" if torch.version.hip else "cuda"
+
+
+def num_devices() -> int:
+    """GPUs that ranks of this target can use; 0 on the CPU target."""
+    return 0 if _on_cpu else _num_gpus()
+
+
+def device(local_rank: int = 0) -> torch.device:
+    """The device of a rank of this machine. `ValueError` when there are fewer GPUs than that."""
+    if _on_cpu:
+        return torch.device("cpu")
+    if not 0 <= local_rank < _num_gpus():
+        raise ValueError(f"local rank {local_rank} has no GPU of its own: this machine has {_num_gpus()}")
+    return torch.device("cuda", local_rank)
+
+
+def describe() -> str:
+    """Where kernels run and why, in one line."""
+    if interpreted():
+        return f"CPU (Triton interpreter), because {_reason}"
+    if _on_cpu:
+        return f"CPU, kernels compiled but not run (TRITON_INTERPRET=0), because {_reason}"
+    name = torch.cuda.get_device_name(0)
+    return f"{_num_gpus()} x {name} ({backend()}), because {_reason}"
