@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def kind(self) -> str:
-        """Name of the cut: data_parallel (no tile shared), split_k (every tile in equal parts) or stream_k."""
+        """data_parallel (no tile is shared), split_k (every tile cut into equal parts) or stream_k."""
         if not self.has_shared_tiles:
             return "data_parallel"
         parts, uneven = divmod(self.num_split_programs, self.num_tiles)
@@ -240,9 +240,8 @@ def make_schedule(
     sharers = min(num_programs, tiles * iters // min_split_iters)
     parts = _equal_parts(iters, sharers // tiles)
     # Equal parts leave each program one segment, not two, which is worth a share up to a quarter longer.
-    if parts > 1 and (
-        split == "split_k" or (split == "auto" and 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers))
-    ):
+    equal_wins = 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers)
+    if parts > 1 and (split == "split_k" or (split == "auto" and equal_wins)):
         return Schedule(tiles_m, tiles_n, iters, tiles * parts, tiles, tiles * parts)
     if split == "split_k" or sharers == tiles:
         return whole

@@ -1,0 +1,204 @@
+"""The accuracy bound that every GEMM here must keep, checked elementwise against float64.
+
+Usage::
+
+    a, b = make_operand((M, K), dtype, seed, 0, tag="a"), make_operand((K, N), dtype, seed, 0, tag="b")
+    result = check(out, a, b, baseline=torch.matmul(a, b))
+    print(result); assert result.ok
+
+For an op over ranks, `a` and `b` are the full matrices (every rank can rebuild its peers' shards with
+`make_operand`), `baseline` is what the reference op gave, and K is the global K.
+
+The bound, for each element, with ref64 = A @ B in float64 and baseline the reference implementation:
+
+    |out - ref64| <= |baseline - ref64| + sqrt(K) * 2**-23 * (|A| @ |B|) + one rounding of the output dtype
+
+One rounding is its unit roundoff times |ref64|, plus half its smallest subnormal. Where the baseline is NaN or
+infinite the bound means nothing: there `out` must be NaN, or the same infinity, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reference.ops import shard_range
+
+EPS32 = 2.0**-23
+
+# Elements of a float64 block held at once (256 MiB): a few such blocks fit beside the operands on any GPU.
+_BLOCK_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far an output is from float64, and how far it may be.
+
+    max_error: the largest |out - ref64| (inf where NaN or infinity is misplaced); bound_at_max: what is allowed
+    at that element; worst_ratio: the largest error / bound over all elements, at most 1 when right; num_bad:
+    elements over their bound, of num_elements; first_bad: (row, column) of the first in row-major order.
+    """
+
+    max_error: float
+    bound_at_max: float
+    worst_ratio: float
+    num_bad: int
+    num_elements: int
+    first_bad: tuple[int, int] | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every element is within its bound."""
+        return self.num_bad == 0
+
+    def __str__(self) -> str:
+        text = f"max error {self.max_error:.3e}, bound there {self.bound_at_max:.3e}, worst error/bound"
+        text = f"{text} {self.worst_ratio:.3f}"
+        if self.ok:
+            return text
+        return f"{text}; {self.num_bad} of {self.num_elements} elements bad, the first at {self.first_bad}"
+
+
+def bound(
+    ref64: torch.Tensor, baseline: torch.Tensor, magnitude: torch.Tensor, k: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The largest allowed |out - ref64|, elementwise, float64; inf or NaN where the baseline is.
+
+    ref64: the result in float64. baseline: the reference implementation's, any floating dtype. magnitude:
+    |A| @ |B| in float64. All of one shape. k: the global K. dtype: the output's, whose rounding is allowed.
+    """
+    info = torch.finfo(dtype)
+    rounding = info.eps / 2 * ref64.abs() + info.smallest_normal * info.eps / 2
+    return (baseline.double() - ref64).abs() + math.sqrt(k) * EPS32 * magnitude + rounding
+
+
+def compare(
+    out: torch.Tensor, ref64: torch.Tensor, baseline: torch.Tensor, allowed: torch.Tensor
+) -> Accuracy:
+    """Hold `out` [m, n] against `ref64`, given what is `allowed` (from `bound`) and the `baseline`.
+
+    For results that are not a plain product (a bias, an activation): the caller brings ref64 and magnitude.
+    """
+    if out.numel() == 0:
+        return Accuracy(0.0, 0.0, 0.0, 0, 0, None)
+    value, expected = out.double(), baseline.double()
+    error = (value - ref64).abs()
+    special = ~torch.isfinite(expected)
+    same = (value == expected) | (value.isnan() & expected.isnan())
+    misplaced = torch.where(special, ~same, ~torch.isfinite(value))
+    error = torch.where(misplaced, math.inf, torch.where(special, 0.0, error))
+    allowed = torch.where(special, 0.0, allowed)
+    ratio = torch.where(error == 0, 0.0, error / allowed)
+    bad = error > allowed
+    num_bad = int(bad.sum())
+    at = int(error.argmax())
+    # argmax of a byte tensor is the first 1: the first bad element in row-major order.
+    first = divmod(int(bad.flatten().byte().argmax()), out.shape[1]) if num_bad else None
+    return Accuracy(
+        float(error.flatten()[at]),
+        float(allowed.flatten()[at]),
+        float(ratio.max()),
+        num_bad,
+        out.numel(),
+        first,
+    )
+
+
+def check(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    baseline: torch.Tensor,
+    *,
+    num_partials: int = 1,
+    partial_roundings: int = 0,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> Accuracy:
+    """Hold `out` [M, N] against the full a [M, K] @ b [K, N], and the reference's `baseline` [M, N].
+
+    num_partials, partial_roundings: for sums over ranks whose partial products travel in the output's dtype.
+    The bound then also allows that many roundings of each partial (K cut by `shard_range`): 1 where partials
+    are rounded to be sent and added in fp32, R where a library rounds after every addition. By default 0: the
+    bound as it stands in the module's docstring.
+
+    Works on out's device, in blocks of about `block_elements` float64 elements, so that large shapes fit; the
+    operands may lie elsewhere. Raises ValueError for shapes that don't fit one another, TypeError for an
+    output that is not floating.
+    """
+    if not out.dtype.is_floating_point:
+        raise TypeError(f"out must be floating point, got {out.dtype}")
+    shapes = [tuple(t.shape) for t in (out, a, b, baseline)]
+    rows, columns, depth = a.shape[0], b.shape[-1], a.shape[-1]
+    if shapes != [(rows, columns), (rows, depth), (depth, columns), (rows, columns)]:
+        raise ValueError(f"out, a, b, baseline must be [M, N], [M, K], [K, N], [M, N], got {shapes}")
+    step_n = max(1, min(columns, block_elements // max(depth, 1)))
+    step_m = max(1, min(rows, block_elements // max(depth, step_n)))
+    results = []
+    for n in range(0, columns, step_n):
+        b64 = b[:, n : n + step_n].to(out.device, torch.float64)
+        for m in range(0, rows, step_m):
+            a64 = a[m : m + step_m].to(out.device, torch.float64)
+            part = (slice(m, m + step_m), slice(n, n + step_n))
+            expected = baseline[part].to(out.device)
+            ref64, wire = _sum_of_partials(a64, b64, num_partials)
+            allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype)
+            allowed += partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
+            results.append(_moved(compare(out[part], ref64, expected, allowed), m, n))
+    return _merged(results)
+
+
+def make_operand(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    seed: int,
+    rank: int,
+    *,
+    tag: str = "",
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Standard normal data [shape], the same on every process for the same (seed, rank, tag, kind of device).
+
+    tag: tells operands of one rank apart ("a", "b"), which would otherwise begin with the same numbers.
+    """
+    digest = hashlib.sha256(f"{seed}/{rank}/{tag}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(tuple(shape), dtype=torch.float32, device=device, generator=generator).to(dtype)
+
+
+def _sum_of_partials(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """a @ b as the sum of `count` products over shards of K, and the sum of their absolute values."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    absolute = torch.zeros_like(total)
+    for rank in range(count):
+        begin, end = shard_range(a.shape[1], rank, count)
+        partial = a[:, begin:end] @ b[begin:end]
+        total += partial
+        absolute += partial.abs()
+    return total, absolute
+
+
+def _moved(found: Accuracy, row: int, column: int) -> Accuracy:
+    """`found` of a block that begins at (row, column), in the coordinates of the whole."""
+    first = found.first_bad and (found.first_bad[0] + row, found.first_bad[1] + column)
+    return Accuracy(
+        found.max_error, found.bound_at_max, found.worst_ratio, found.num_bad, found.num_elements, first
+    )
+
+
+def _merged(parts: list[Accuracy]) -> Accuracy:
+    """One Accuracy for blocks that together are the output (none: an empty output, which is right)."""
+    if not parts:
+        return Accuracy(0.0, 0.0, 0.0, 0, 0, None)
+    worst = max(parts, key=lambda part: part.max_error)
+    return Accuracy(
+        worst.max_error,
+        worst.bound_at_max,
+        max(part.worst_ratio for part in parts),
+        sum(part.num_bad for part in parts),
+        sum(part.num_elements for part in parts),
+        min((part.first_bad for part in parts if part.first_bad is not None), default=None),
+    )

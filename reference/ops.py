@@ -1,0 +1,186 @@
+"""The fused ops' unfused counterparts: torch.matmul, then a torch.distributed collective.
+
+Usage (inside ranks whose process group exists; NCCL, RCCL and gloo all do)::
+
+    c = gemm_all_reduce(a, b, group)                       # allocates its result
+    gemm_reduce_scatter(a, b, group, out=c, partial=p)     # allocates nothing: for timing
+
+C = A x B on R ranks, M N K global sizes. Every rank calls the same function with the same sizes, and gets an
+ordinary tensor of the operands' dtype and device. Results are what the collective library gives: partial sums
+are rounded to the operands' dtype before they are added, which is what the fused ops are compared with.
+
+Every `out` and scratch argument is optional; one that is given must be contiguous and have exactly the stated
+shape and the operands' dtype and device. All raise ValueError (value got, value wanted) before communicating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Group: TypeAlias = dist.ProcessGroup | None
+
+
+def shard_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[begin, end) of `size` items that `rank` holds: equal shares, the first `size % world_size` one longer.
+
+    Example: 131 items on 3 ranks are (0, 44), (44, 88), (88, 131).
+    """
+    base, extra = divmod(size, world_size)
+    begin = rank * base + min(rank, extra)
+    return begin, begin + base + (rank < extra)
+
+
+def all_reduce(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over ranks of `x`, same shape, on every rank. `out` may be `x` itself."""
+    out = _buffer("out", out, tuple(x.shape), x)
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    if out.numel() > 0:
+        dist.all_reduce(out, group=group)
+    return out
+
+
+def all_gather(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The ranks' `x` [m, ...], of equal shapes, one after another along dimension 0: [R * m, ...]."""
+    shape = (dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    out = _buffer("out", out, shape, x)
+    if out.numel() > 0:
+        _single("all_gather_single", "all_gather_into_tensor")(out, x.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows [r * m / R, (r + 1) * m / R) of the sum over ranks of `x` [m, ...]: [m / R, ...] on rank r.
+
+    Raises ValueError where m is not divisible by the number of ranks.
+    """
+    ranks = dist.get_world_size(group)
+    if x.shape[0] % ranks != 0:
+        raise ValueError(f"reduce_scatter needs rows divisible by the {ranks} ranks, got {x.shape[0]} rows")
+    out = _buffer("out", out, (x.shape[0] // ranks, *x.shape[1:]), x)
+    if out.numel() > 0:
+        _single("reduce_scatter_single", "reduce_scatter_tensor")(out, x.contiguous(), group=group)
+    return out
+
+
+def gemm_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Row-parallel: sum over ranks of a [M, K/R] @ b [K/R, N] -> [M, N] on every rank.
+
+    The ranks' shares of K may differ in length.
+    """
+    out = _buffer("out", out, _product_shape(a, b), a)
+    torch.matmul(a, b, out=out)
+    return all_reduce(out, group, out=out)
+
+
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: Group = None,
+    *,
+    out: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Row-parallel: rows r of the sum over ranks of a [M, K/R] @ b [K/R, N] -> [M/R, N] on rank r.
+
+    partial: scratch [M, N], the local product. Raises ValueError where M is not divisible by R.
+    """
+    ranks = dist.get_world_size(group)
+    shape = _product_shape(a, b)
+    if shape[0] % ranks != 0:
+        raise ValueError(f"gemm_reduce_scatter needs M divisible by the {ranks} ranks, got M = {shape[0]}")
+    partial = _buffer("partial", partial, shape, a)
+    out = _buffer("out", out, (shape[0] // ranks, shape[1]), a)
+    torch.matmul(a, b, out=partial)
+    return reduce_scatter(partial, group, out=out)
+
+
+def gemm_all_gather(
+    a: torch.Tensor,
+    b_local: torch.Tensor,
+    group: Group = None,
+    *,
+    num_columns: int | None = None,
+    out: torch.Tensor | None = None,
+    block: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Column-parallel: a [M, K] @ b_local [K, N/R], the ranks' column blocks gathered -> [M, N] everywhere.
+
+    The counterpart of `gemm_all_scatter`. num_columns: N, by default R times b_local's width; where R does
+    not divide it, rank r holds the columns `shard_range(N, r, R)` and blocks travel padded to W = ceil(N/R).
+    block, gathered: scratch [M, W], the local product, and [R, M, W], the blocks as they arrive. The last
+    step copies them into row-major order, as every user of a collective that gathers along rows must.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, width = _product_shape(a, b_local)
+    columns = ranks * width if num_columns is None else num_columns
+    shards = [shard_range(columns, peer, ranks) for peer in range(ranks)]
+    mine = shards[rank][1] - shards[rank][0]
+    if width != mine:
+        raise ValueError(f"b_local must have {mine} of the {columns} columns on rank {rank}, got {width}")
+    padded = -(-columns // ranks)
+    block = _buffer("block", block, (rows, padded), a)
+    gathered = _buffer("gathered", gathered, (ranks, rows, padded), a)
+    out = _buffer("out", out, (rows, columns), a)
+    torch.matmul(a, b_local, out=block[:, :width])
+    block[:, width:].zero_()
+    all_gather(block, group, out=gathered.view(ranks * rows, padded))
+    for peer, (begin, end) in enumerate(shards):
+        out[:, begin:end] = gathered[peer, :, : end - begin]
+    return out
+
+
+def all_gather_gemm(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    group: Group = None,
+    *,
+    out: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gather a_shard [M/R, K] of all ranks along rows, then A [M, K] @ b [K, N/R] -> [M, N/R] on each rank.
+
+    gathered: scratch [M, K]. The shards must have equal shapes on all ranks.
+    """
+    ranks = dist.get_world_size(group)
+    rows, columns = _product_shape(a_shard, b)
+    gathered = _buffer("gathered", gathered, (ranks * rows, a_shard.shape[1]), a_shard)
+    out = _buffer("out", out, (ranks * rows, columns), a_shard)
+    all_gather(a_shard, group, out=gathered)
+    return torch.matmul(gathered, b, out=out)
+
+
+def _single(name: str, older: str) -> Callable[..., object]:
+    """The collective on one tensor, by the name that this torch wants: 2.13 warns of the older."""
+    function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, older)
+    return function
+
+
+def _product_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int]:
+    """(rows, columns) of a @ b; ValueError unless both are matrices that fit one another."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
+        got = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
+        raise ValueError(f"operands must be [m, k] and [k, n] of one dtype, got {got}")
+    return a.shape[0], b.shape[1]
+
+
+def _buffer(
+    name: str, given: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
+) -> torch.Tensor:
+    """`given` if it is usable as a [shape] buffer beside `like`, a new one if None; ValueError otherwise."""
+    if given is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    got = (tuple(given.shape), given.dtype, given.device)
+    wanted = (shape, like.dtype, like.device)
+    if got != wanted or not given.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {wanted}, got {got}, contiguous: {given.is_contiguous()}"
+        )
+    return given
