@@ -1,0 +1,54 @@
+"""Memory that peers can map: fine-grained on AMD GPUs, plain on NVIDIA GPUs, a file in /dev/shm on a CPU.
+
+One rank allocates and exports, its peers open, all of them read and write while kernels run::
+
+    with finegrained_alloc.alloc(1 << 20, "host") as memory:
+        handle = memory.export()                        # fixed-length bytes, sent by any means
+        ...
+        with finegrained_alloc.open_handle(handle) as view:   # at the peer
+            view.ptr, view.nbytes
+
+    with finegrained_alloc.pool():                      # any PyTorch tensor on such memory
+        x = torch.empty(4096, device="cuda")
+
+Protocol: the owner may ``seal()`` once all peers have opened, so that nothing is left behind when a rank is killed; peers
+close before the owner frees. The work is done by a C library without dependencies, built by ``finegrained_alloc/build.sh``;
+it is loaded at the first call, not at import.
+"""
+
+from finegrained_alloc.library import BACKENDS, NotBuilt, StaleHandle, Unavailable, available, load
+from finegrained_alloc.memory import (
+    Allocation,
+    Mapping,
+    Stats,
+    alloc,
+    can_access_peer,
+    device_count,
+    enable_peer_access,
+    export_pointer,
+    handle_bytes,
+    live,
+    open_handle,
+)
+from finegrained_alloc.torch_pool import pool
+
+__all__ = [
+    "BACKENDS",
+    "Allocation",
+    "Mapping",
+    "NotBuilt",
+    "StaleHandle",
+    "Stats",
+    "Unavailable",
+    "alloc",
+    "available",
+    "can_access_peer",
+    "device_count",
+    "enable_peer_access",
+    "export_pointer",
+    "handle_bytes",
+    "live",
+    "load",
+    "open_handle",
+    "pool",
+]

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Builds libfinegrained_alloc.so beside this file, or at the path given: build.sh [OUTPUT]
+# Does nothing when the library is newer than every source. Several ranks may run it at once: the compiler writes to a name
+# of its own, which is then moved into place. CC and CFLAGS are respected. No GPU compiler and no GPU header is needed.
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+output=${1:-$here/libfinegrained_alloc.so}
+
+current=yes
+for source in "$here"/*.c "$here"/*.h "$here/build.sh"; do
+    # A source exactly as old as the library counts as newer: file times are coarse.
+    [ "$output" -nt "$source" ] || current=no
+done
+[ "$current" = no ] || exit 0
+
+temporary=$(mktemp "$output.XXXXXX")
+trap 'rm -f "$temporary"' EXIT
+# shellcheck disable=SC2086 # CC and CFLAGS may hold several words
+${CC:-cc} -std=c11 -O2 -g -fPIC -shared -fvisibility=hidden -pthread -Wall -Wextra ${CFLAGS:-} \
+    -o "$temporary" "$here"/*.c -ldl
+chmod 755 "$temporary"
+mv -f "$temporary" "$output"

@@ -1,0 +1,78 @@
+/* What the core and the backends share. Not part of the ABI. */
+#ifndef FGA_INTERNAL_H
+#define FGA_INTERNAL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "finegrained_alloc.h"
+
+#define FGA_PAYLOAD_BYTES 96
+#define FGA_MAX_DEVICES 64
+/* An allocation of whole 2 MiB pages shares none of them with anything else, and IPC handles work in such pages. */
+#define FGA_GPU_PAGE (UINT64_C(2) << 20)
+
+typedef struct fga_memory {
+    struct fga_memory *next;
+    uint64_t id;
+    void *ptr;
+    uint64_t nbytes; /* asked for */
+    uint64_t held;   /* rounded up by the backend */
+    int backend;
+    int device;
+    unsigned references; /* the owner's, and one for each mapping of this process */
+    bool owned;          /* false once fga_free was called */
+    bool named;          /* host: the file still has its name */
+    uint8_t payload[FGA_PAYLOAD_BYTES]; /* host: filled by alloc; GPUs: by export */
+} fga_memory;
+
+typedef struct {
+    const char *name;
+    int (*available)(char *text, size_t text_bytes);
+    int (*device_count)(int *count);
+    int (*alloc)(fga_memory *memory); /* reads nbytes and device; sets ptr, held, named, payload */
+    int (*release)(fga_memory *memory);
+    int (*seal)(fga_memory *memory);  /* NULL where there is nothing to seal */
+    int (*export_payload)(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_BYTES]);
+    int (*open)(const uint8_t payload[FGA_PAYLOAD_BYTES], uint64_t held, int device, void **ptr);
+    int (*close)(void *ptr, uint64_t held, int device);
+    void (*discard)(const uint8_t payload[FGA_PAYLOAD_BYTES]); /* NULL, or: remove what a dead owner left */
+    int (*can_access_peer)(int device, int peer, int *yes);
+    int (*enable_peer_access)(int device, int peer);
+} fga_backend;
+
+extern const fga_backend fga_host_backend;
+extern const fga_backend fga_cuda_backend;
+extern const fga_backend fga_hip_backend;
+
+/* NULL (and FGA_INVALID set) for an unknown number. */
+const fga_backend *fga_find_backend(int backend);
+
+/* Records the text for fga_last_error() and returns code. */
+int fga_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* 0 on overflow. unit is a power of two. */
+uint64_t fga_round_up(uint64_t nbytes, uint64_t unit);
+
+/* Frees the live allocation at ptr, as fga_free does by id. */
+int fga_free_pointer(const void *ptr);
+
+/* Who this process is, in a form that a recycled pid cannot forge. */
+typedef struct {
+    uint64_t token[2];
+    uint64_t pid_namespace; /* 0 where /proc does not tell */
+    uint64_t start_time;    /* in clock ticks since boot; 0 where /proc does not tell */
+    uint32_t pid;
+} fga_identity;
+
+int fga_random(void *bytes, size_t count);
+int fga_make_identity(fga_identity *identity);
+/* False also where that cannot be known: in another pid namespace, or without /proc. */
+bool fga_is_dead(const fga_identity *identity);
+
+/* The library named by environment variable env if set; else one already loaded whose name starts with stem (two copies of a
+ * GPU runtime in a process do not share pointers); else the first of names (NULL-terminated) that loads. */
+void *fga_load_library(const char *env, const char *stem, const char *const *names, char *path, size_t path_bytes);
+
+#endif

@@ -1,0 +1,172 @@
+"""Allocations, exported handles and mappings of peers' allocations.
+
+Every object names a piece of raw memory by address; none of them is freed by the garbage collector, because tensors made
+from the address would outlive it unseen. Free and close by hand or with ``with``; ``live()`` shows what was forgotten.
+All functions may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from types import TracebackType
+
+from finegrained_alloc.library import BACKENDS, CStats, backend_number, c_number, check, load
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What this process holds. ``bytes`` counts whole pages; mappings hold no memory of their own."""
+
+    allocations: int
+    bytes: int
+    mappings: int
+    total_allocations: int
+    total_mappings: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory of this process, made by ``alloc``. A context manager that frees.
+
+    ``ptr``: address of the first byte. ``nbytes``: as asked for. ``backend``, ``device``: where it lives.
+    ``number``: its name in the C library, never used again after ``free``.
+    """
+
+    ptr: int
+    nbytes: int
+    backend: str
+    device: int
+    number: int
+
+    def export(self) -> bytes:
+        """A handle of ``handle_bytes()`` bytes that a process of the same user on this machine can open.
+
+        Raises ``ValueError`` when the memory was freed or sealed.
+        """
+        return export_pointer(self.ptr)
+
+    def seal(self) -> None:
+        """Takes the name off host memory once every peer has opened it: it goes with its last user, even a killed one.
+
+        Nothing on GPUs, where the driver does that anyway. Raises ``ValueError`` when the memory was freed.
+        """
+        check(load().fga_seal(self.number))
+
+    def free(self) -> None:
+        """Gives the memory back; where threads of this process still have it open, with the last of them.
+
+        Raises ``ValueError`` when it was freed before.
+        """
+        check(load().fga_free(self.number))
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A peer's memory in this process, made by ``open_handle``. A context manager that closes."""
+
+    ptr: int
+    nbytes: int
+    backend: str
+    device: int
+    number: int
+
+    def close(self) -> None:
+        """Unmaps. Raises ``ValueError`` when it was closed before."""
+        check(load().fga_close(self.number))
+
+    def __enter__(self) -> Mapping:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def alloc(nbytes: int, backend: str, device: int = 0) -> Allocation:
+    """Allocates ``nbytes`` bytes: page-aligned and zeroed on "host", 2 MiB-aligned and not zeroed on "cuda" and "hip".
+
+    Raises ``ValueError`` / ``TypeError`` for bad arguments, ``MemoryError`` (with backend, bytes and the system's text)
+    when there is not enough, ``Unavailable`` when this machine has no such backend, ``NotBuilt``.
+    """
+    number = backend_number(backend)
+    nbytes = c_number("nbytes", nbytes, 64)
+    if nbytes < 1:
+        raise ValueError(f"nbytes is {nbytes}, expected at least 1")
+    device = c_number("device", device, 32)
+    ptr, name = ctypes.c_void_p(), ctypes.c_uint64()
+    check(load().fga_alloc(number, device, nbytes, ctypes.byref(ptr), ctypes.byref(name)))
+    assert ptr.value is not None
+    return Allocation(ptr.value, nbytes, backend, device, name.value)
+
+
+def handle_bytes() -> int:
+    """Length of every handle."""
+    return int(load().fga_handle_size())
+
+
+def export_pointer(ptr: int) -> bytes:
+    """The handle of the allocation that starts at address ``ptr`` (PyTorch's from ``pool()`` included).
+
+    Raises ``ValueError`` when ``ptr`` is not the base of a live allocation: a handle never stands for a part.
+    """
+    handle = ctypes.create_string_buffer(handle_bytes())
+    check(load().fga_export(ptr, handle, len(handle)))
+    return handle.raw
+
+
+def open_handle(handle: bytes, device: int = 0) -> Mapping:
+    """Maps the memory that a peer exported, for use on ``device`` of this process (ignored for host memory: 0).
+
+    A handle made by this very process maps nothing: the pointer is the owner's, with peer access between the two devices.
+    Raises ``ValueError`` for a handle that is truncated, damaged or not one of ours, ``StaleHandle`` when its owner has
+    ended or given the memory back, ``RuntimeError`` with the runtime's text when mapping fails, ``NotBuilt``.
+    """
+    if not isinstance(handle, bytes):
+        raise TypeError(f"handle is a {type(handle).__name__}, expected bytes")
+    device = c_number("device", device, 32)
+    ptr, nbytes, number, name = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int(), ctypes.c_uint64()
+    results = [ctypes.byref(result) for result in (ptr, nbytes, number, name)]
+    check(load().fga_open(handle, len(handle), device, *results))
+    assert ptr.value is not None
+    return Mapping(ptr.value, nbytes.value, BACKENDS[number.value], device, name.value)
+
+
+def device_count(backend: str) -> int:
+    """Devices of the backend, 1 for "host". Raises ``Unavailable`` when this machine has none."""
+    count = ctypes.c_int()
+    check(load().fga_device_count(backend_number(backend), ctypes.byref(count)))
+    return count.value
+
+
+def can_access_peer(backend: str, device: int, peer: int) -> bool:
+    """Whether kernels on ``device`` can reach memory on ``peer``; always true on "host". Raises as ``alloc`` does."""
+    yes = ctypes.c_int()
+    pair = c_number("device", device, 32), c_number("peer", peer, 32)
+    check(load().fga_can_access_peer(backend_number(backend), *pair, ctypes.byref(yes)))
+    return yes.value != 0
+
+
+def enable_peer_access(backend: str, device: int, peer: int) -> None:
+    """Lets kernels on ``device`` reach memory on ``peer``, for the life of the process; nothing when they already can.
+
+    Raises ``RuntimeError`` when the two are not linked.
+    """
+    pair = c_number("device", device, 32), c_number("peer", peer, 32)
+    check(load().fga_enable_peer_access(backend_number(backend), *pair))
+
+
+def live() -> Stats:
+    """What this process holds now, counted by the C library, PyTorch's allocations from ``pool()`` included."""
+    stats = CStats()
+    load().fga_get_stats(ctypes.byref(stats))
+    return Stats(*(int(getattr(stats, name)) for name, _ in CStats._fields_))
