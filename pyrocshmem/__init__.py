@@ -1,4 +1,4 @@
-"""Symmetric heap for ranks of one machine: host API, device API (`pyrocshmem.device`) and signals (`pyrocshmem.signal`).
+"""Symmetric heap for ranks of one machine: host API, device API (`pyrocshmem.device`), signals (`.signal`).
 
     import pyrocshmem
 

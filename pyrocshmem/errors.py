@@ -8,8 +8,8 @@
     ├── InitTimeout       ranks were missing, or had no memory, when a group or heap formed
     └── WorkspaceBusy     a workspace is in use by another call
 
-The caller's own mistakes are `ValueError` and `TypeError`, raised before anything starts. Every fault keeps its facts as
-attributes and survives pickling, because ranks send theirs to the process that started them.
+The caller's own mistakes are `ValueError` and `TypeError`, raised before anything starts. Every fault keeps
+its facts as attributes and survives pickling, because ranks send theirs to the process that started them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class ShmemError(RuntimeError):
     """Base of every fault of this library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle as class(*args); ours take facts, not a message, so they are rebuilt without __init__.
+        # Exceptions pickle as class(*args); ours take facts, not a message: rebuilt without __init__.
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
@@ -32,19 +32,21 @@ def _rebuild(kind: type[ShmemError], args: tuple[Any, ...], facts: dict[str, Any
 
 
 class HeapOutOfMemory(ShmemError):
-    """An allocation of `requested` bytes does not fit: `free` bytes are left, `largest` of them in one piece."""
+    """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece."""
 
     def __init__(self, requested: int, free: int, largest: int, rank: int | None = None) -> None:
         self.requested, self.free, self.largest, self.rank = requested, free, largest, rank
         where = "" if rank is None else f" on rank {rank}"
         super().__init__(
-            f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, {largest} the largest "
-            "free block; no rank allocated anything. Free tensors, or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
+            f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
+            f"{largest} the largest free block; no rank allocated anything. "
+            "Free tensors, or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
         )
 
 
 class PeerTimeout(ShmemError):
-    """`rank` waited `waited_s` seconds in `op` for `peer`; `tile`, `expected` and `seen` say what for (None: not known)."""
+    """`rank` waited `waited_s` seconds in `op` for `peer`; `tile`, `expected`, `seen` say what for (None:
+    unknown)."""
 
     def __init__(
         self,
@@ -67,8 +69,7 @@ class PeerTimeout(ShmemError):
         super().__init__(
             f"{op}: rank {rank} waited{waited} in vain for rank {peer}"
             + (f" ({facts})" if facts else "")
-            + f". "
-            f"Look at what rank {peer} was doing: it died, is stopped, is late, or made another call"
+            + f". Look at what rank {peer} was doing: it died, is stopped, is late, or made another call"
         )
 
 
@@ -87,12 +88,12 @@ class CallMismatch(ShmemError):
         self.calls = list(calls)
         listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
         super().__init__(
-            f"ranks made different calls, nothing was done; every rank must make the same ones in order:{listing}"
+            f"ranks made different calls, nothing was done; all must make the same ones in the same order:{listing}"
         )
 
 
 class InitTimeout(ShmemError):
-    """A group or heap did not form. `missing` are the ranks that did not arrive, or that could not take part (`reason`)."""
+    """A group or heap did not form: `missing` ranks did not arrive, or could not take part (`reason`)."""
 
     def __init__(
         self, missing: Sequence[int], what: str, waited_s: float, world_size: int, reason: str = ""

@@ -1,8 +1,8 @@
 """The record that a kernel leaves when a wait ends without what it waited for, and the faults made of it.
 
-`Heap.status` is an int64[16] tensor in host memory, written by the device and read by the host without a synchronisation.
-Its words are those of `Word`; CODE is written last, and the first record stands. `pyrocshmem.signal` writes it.
-`abort` words on the heap hold 0, or 1 + the rank that gave up.
+`Heap.status` is an int64[16] tensor in host memory, written by the device and read by the host without
+synchronising. Its words are those of `Word`; CODE is written last, the first record stands.
+`pyrocshmem.signal` writes it. `abort` words on the heap hold 0, or 1 + the rank that gave up.
 """
 
 import enum
@@ -22,7 +22,7 @@ class Code(enum.IntEnum):
 
 
 class Word(enum.IntEnum):
-    """Index of each fact in the record. Times are microseconds; a tile of -1 means that no tile was waited for."""
+    """Index of each fact in the record. A tile of -1 means that no tile was waited for."""
 
     CODE = 0
     OP = 1

@@ -1,11 +1,11 @@
-"""Where kernels run: on a GPU, or on the CPU through Triton's interpreter. Decided once, when this module is imported.
+"""Where kernels run: on a GPU, or on the CPU through Triton's interpreter. Decided once, when first imported.
 
 Import it (importing `pyrocshmem` does) before Triton: `TRITON_INTERPRET` is read when Triton is imported.
 
 - `PYROCSHMEM_BACKEND=auto` (the default): a GPU when there is one, otherwise the CPU.
 - `PYROCSHMEM_BACKEND=cpu`: the CPU, GPUs or not.
 - `PYROCSHMEM_BACKEND=gpu`: a GPU, `RuntimeError` without one.
-- `TRITON_INTERPRET=0` set by the caller on a machine with no GPU is kept: kernels can then be compiled, not run.
+- `TRITON_INTERPRET=0` set by the caller on a machine with no GPU is kept: kernels are then compiled, not run.
 """
 
 import os
@@ -50,8 +50,8 @@ def _apply(on_cpu: bool) -> None:
         return
     if "triton" in sys.modules:
         raise RuntimeError(
-            "Triton was imported before pyrocshmem, without TRITON_INTERPRET=1: its kernels can't run on this CPU target. "
-            "Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
+            "Triton was imported before pyrocshmem, without TRITON_INTERPRET=1: its kernels can't run on "
+            "this CPU target. Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
         )
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -1,0 +1,331 @@
+"""Groups of ranks that can vote: exchange a few bytes, by name, with every failure told to all.
+
+    group = as_group(None)       # the default process group; or a ProcessGroup, a 1-D DeviceMesh, a
+    ThreadGroup replies = group.exchange(b"...", "what this call is")
+    group.abort("the reason")    # the others' pending exchange raises PeerAborted with it
+
+Protocol, over a key-value store that all ranks see (torch.distributed's, or a dictionary for threads): in
+round n each rank sets `<channel>/<n>/<rank>` to the call's name and payload, then polls until every rank's
+key is there. Its key of round n - 2 goes at the start of round n: by then all have posted round n - 1, hence
+have read round n - 2. Polling, rather than a collective of NCCL or gloo, lets the missing ranks be named and
+an abort be seen.
+
+Nothing here initialises torch.distributed.
+"""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
+
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.01
+_LOOK_FOR_ABORT_S = 0.05
+
+
+def init_seconds() -> float:
+    """How long forming a group or heap may take, in seconds: `PYROCSHMEM_INIT_SECONDS`, 30 by default."""
+    text = os.environ.get("PYROCSHMEM_INIT_SECONDS", "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"PYROCSHMEM_INIT_SECONDS={text!r}, allowed are numbers greater than 0")
+    return seconds
+
+
+class Board(Protocol):
+    """The key-value store under a group."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values, or None while one is missing."""
+
+    def delete(self, key: str) -> None: ...
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for at most so long; may return sooner when something changed."""
+
+
+class StoreBoard:
+    """A `torch.distributed.Store`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        if not self._store.check(list(keys)):
+            return None
+        return [self._store.get(key) for key in keys]
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class MemoryBoard:
+    """A dictionary shared by threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        with self._changed:
+            return [self._values[key] for key in keys] if all(key in self._values for key in keys) else None
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
+
+    def pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
+
+
+_live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
+
+
+class Group:
+    """Ranks 0 .. `world_size` - 1 that exchange bytes in rounds. Made by `as_group`.
+
+    Attributes: `rank`, `world_size`, `name` (for messages), `global_ranks` (each rank's in the default
+    group). A group serves one thread at a time; `channel` gives independent ones.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, world_size: int, name: str, global_ranks: Sequence[int] | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of a group of {world_size}, allowed are 0..{world_size - 1}")
+        self.rank, self.world_size, self.name = rank, world_size, name
+        self.global_ranks = tuple(global_ranks if global_ranks is not None else range(world_size))
+        self._board = board
+        self._round = 0
+        self._channels: Counter[str] = Counter()
+        self._failed: ShmemError | None = None
+        self._lock = threading.Lock()
+        _live_groups.add(self)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, rank {self.rank} of {self.world_size})"
+
+    def channel(self, label: str) -> "Group":
+        """A group of the same ranks with rounds of its own. All ranks make theirs in the same order for a
+        label."""
+        number = self._channels[label]
+        self._channels[label] += 1
+        name = f"{self.name}/{label}{number}"
+        return Group(self._board, self.rank, self.world_size, name, self.global_ranks)
+
+    def exchange(self, payload: bytes, what: str, timeout: float | None = None) -> list[bytes]:
+        """Give `payload` to every rank and return all ranks' payloads, in rank order.
+
+        Args:
+            payload: any bytes, of any length.
+            what: the call in words; ranks that bring different ones all raise `CallMismatch`.
+            timeout: seconds, `init_seconds()` when None.
+
+        Raises:
+            InitTimeout: naming the ranks that did not come; the group is unusable afterwards.
+            PeerAborted: a rank called `abort`, or has left.
+            CallMismatch: the ranks' `what` differ; the group stays usable.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                messages = self._run_round(_pack(what, payload), what, timeout)
+            except ShmemError as error:
+                self._failed = error
+                raise
+            except (RuntimeError, ValueError) as error:  # what a torch store raises when its host has gone
+                self._failed = ShmemError(
+                    f"{what}: the store of {self.name} is gone ({error}); its host process ended"
+                )
+                raise self._failed from error
+        calls, payloads = zip(*map(_unpack, messages), strict=True)
+        if len(set(calls)) > 1:
+            raise CallMismatch(calls)
+        return list(payloads)
+
+    def barrier(self, what: str = "barrier", timeout: float | None = None) -> None:
+        """Return once every rank has come here. Errors as `exchange`."""
+        self.exchange(b"", what, timeout)
+
+    def abort(self, message: str) -> None:
+        """Tell the others that this rank gives up: their pending or next exchange raises `PeerAborted` at
+        once."""
+        if self._failed is None:
+            self._failed = PeerAborted(self.rank, self.rank, message)
+        if self._read("abort") is None:  # the first reason is the cause, later ones its consequences
+            self._board.set(self._key("abort"), json.dumps([self.rank, message]).encode())
+
+    def abort_record(self) -> tuple[int, str] | None:
+        """(rank, message) of the first abort, or None."""
+        record = self._read("abort")
+        return None if record is None else tuple(json.loads(record))
+
+    def leave(self, message: str) -> None:
+        """Say that this rank makes no more exchanges here; a peer that waits for one raises `PeerAborted`."""
+        self._board.set(self._key(f"left/{self.rank}"), message.encode())
+
+    def wait_until_all_left(self, timeout: float) -> bool:
+        """Whether every rank has called `leave` within `timeout` seconds."""
+        keys = [self._key(f"left/{peer}") for peer in range(self.world_size)]
+        deadline = time.monotonic() + timeout
+        while self._board.get_all(keys) is None:
+            if time.monotonic() >= deadline:
+                return False
+            self._board.pause(_LONGEST_PAUSE_S)
+        return True
+
+    def _key(self, suffix: str) -> str:
+        return f"{self.name}/{suffix}"
+
+    def _read(self, suffix: str) -> bytes | None:
+        values = self._board.get_all([self._key(suffix)])
+        return None if values is None else values[0]
+
+    def _run_round(self, message: bytes, what: str, timeout: float | None) -> list[bytes]:
+        seconds = init_seconds() if timeout is None else timeout
+        number, self._round = self._round, self._round + 1
+        keys = [self._key(f"{number}/{peer}") for peer in range(self.world_size)]
+        if number >= 2:
+            self._board.delete(self._key(f"{number - 2}/{self.rank}"))
+        self._board.set(keys[self.rank], message)
+        start = time.monotonic()
+        look_for_abort = start + _FIRST_PAUSE_S
+        pause = _FIRST_PAUSE_S
+        while (messages := self._board.get_all(keys)) is None:
+            now = time.monotonic()
+            if now >= look_for_abort:
+                self._raise_if_given_up(keys)
+                look_for_abort = now + _LOOK_FOR_ABORT_S
+            if now - start >= seconds:
+                missing = [p for p in range(self.world_size) if self._board.get_all([keys[p]]) is None]
+                # A rank that comes later must not take this call for a live one.
+                self._board.delete(keys[self.rank])
+                raise InitTimeout(missing, what, now - start, self.world_size)
+            self._board.pause(min(pause, max(0.0, start + seconds - now)))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return messages
+
+    def _raise_if_given_up(self, keys: Sequence[str]) -> None:
+        if (record := self.abort_record()) is not None:
+            raise PeerAborted(self.rank, *record)
+        for peer in range(self.world_size):
+            # Looked at in this order: a rank that posts and then leaves has taken part.
+            message = self._read(f"left/{peer}")
+            if message is not None and self._board.get_all([keys[peer]]) is None:
+                raise PeerAborted(self.rank, peer, message.decode())
+
+
+def _pack(what: str, payload: bytes) -> bytes:
+    name = what.encode()
+    return len(name).to_bytes(4, "little") + name + payload
+
+
+def _unpack(message: bytes) -> tuple[str, bytes]:
+    end = 4 + int.from_bytes(message[:4], "little")
+    return message[4:end].decode(), message[end:]
+
+
+class ThreadGroup(Group):
+    """A group whose ranks are threads of this process."""
+
+    @classmethod
+    def create(cls, num_ranks: int) -> "list[ThreadGroup]":
+        """One group object for each of `num_ranks` threads."""
+        if num_ranks < 1:
+            raise ValueError(f"{num_ranks} thread ranks, allowed are 1 or more")
+        board = MemoryBoard()
+        return [cls(board, rank, num_ranks, "threads") for rank in range(num_ranks)]
+
+
+_of_process_group: "weakref.WeakKeyDictionary[Any, Group]" = weakref.WeakKeyDictionary()
+_names_used: Counter[str] = Counter()
+_solo: Group | None = None
+_solo_lock = threading.Lock()
+
+
+def as_group(group: Any = None) -> Group:
+    """The `Group` of what torch calls one: the same object every time for the same ranks.
+
+    Args:
+        group: None (the default process group when there is one, otherwise this process alone), a
+            `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a `Group`, which is returned as it is.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a mesh of several dimensions, or a process group that this rank is not in.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None:
+        return _from_process_group(dist.group.WORLD) if dist.is_initialized() else _alone()
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"a DeviceMesh of {group.ndim} dimensions; give one of them, as in mesh[{names[0]!r}]"
+            )
+        return _from_process_group(group.get_group())
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group it was given; only members may use it")
+    if isinstance(group, dist.ProcessGroup):
+        return _from_process_group(group)
+    raise TypeError(
+        f"group is a {type(group).__name__}, allowed: None, ProcessGroup, 1-D DeviceMesh, Group, ThreadGroup"
+    )
+
+
+def abort_all(message: str) -> None:
+    """`abort` every live group of this process: for a rank that is about to end with an exception."""
+    for group in list(_live_groups):
+        try:
+            group.abort(message)
+        except (RuntimeError, ValueError):  # this group's store is gone; the others still want to know
+            continue
+
+
+def _alone() -> Group:
+    global _solo
+    with _solo_lock:
+        if _solo is None:
+            _solo = Group(MemoryBoard(), 0, 1, "alone")
+        return _solo
+
+
+def _from_process_group(process_group: Any) -> Group:
+    if (known := _of_process_group.get(process_group)) is not None:
+        return known
+    ranks = dist.get_process_group_ranks(process_group)
+    label = f"pyrocshmem/{process_group.group_name}"
+    # A process group made again under an old name, over the same store, must not read the old one's keys.
+    name = f"{label}.{_names_used[label]}"
+    _names_used[label] += 1
+    board = StoreBoard(process_group.get_group_store())
+    made = Group(board, dist.get_rank(process_group), len(ranks), name, ranks)
+    _of_process_group[process_group] = made
+    return made
