@@ -1,0 +1,179 @@
+"""What every test shares: the target, the order, the skips, the passes, and the leak check.
+
+A pytest process has one target, since `TRITON_INTERPRET` is read when Triton is imported. So `tests/run.sh`
+starts one process for each pass (`--pass`):
+
+- `cpu`      everything but `tests/compile`, on the CPU target; where there are GPUs, without the tests
+             marked `gpu`, which have their own pass
+- `compile`  `tests/compile` alone, with `TRITON_INTERPRET=0`: compiles for GPUs that need not exist
+- `gpu`      the tests marked `gpu` and those that run on any target; not those marked `cpu`
+
+Without `--pass`, pytest runs what it is given on the target that the environment selects.
+
+Within a pass, modules run in the order of their constant `TIER`: 0 cheapest .. 4 slowest, 2 if not set.
+`--max-tier N` leaves out dearer ones. `--tally FILE` writes the counts that `tests/run.sh` adds up.
+A heap file of ours that is left in `/dev/shm` at the end fails the session.
+"""
+
+import json
+import os
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPILE_DIR = ROOT / "tests" / "compile"
+SHM = Path("/dev/shm")
+DEFAULT_TIER = 2
+TIERS = range(5)
+LEAK_GRACE_S = 3.0
+BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
+LEAKED: pytest.StashKey[list[Path]] = pytest.StashKey()
+
+# A rank on a shared core may be descheduled for longer than hypothesis' default of 200 ms an example.
+hypothesis.settings.register_profile("pyrocshmem", deadline=None)
+hypothesis.settings.load_profile("pyrocshmem")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pyrocshmem")
+    group.addoption("--pass", dest="test_pass", choices=("cpu", "compile", "gpu"), help="which pass this is")
+    group.addoption("--max-tier", type=int, default=TIERS[-1], help="leave out modules with a higher TIER")
+    group.addoption("--tally", metavar="FILE", help="write {passed, failed, skipped} as JSON to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEFORE] = _heap_files()
+    config.args[:] = paths_of_pass(config.args, config.getoption("test_pass"))
+    if not config.args:
+        pytest.exit("nothing of what was asked for belongs to this pass", pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def paths_of_pass(args: Iterable[str], test_pass: str | None) -> list[str]:
+    """The path arguments that belong to a pass. A folder above `tests/compile` stands for it in its pass."""
+    if test_pass is None:
+        return list(args)
+    kept = []
+    for arg in args:
+        path = Path(arg.split("::")[0]).resolve()
+        inside = path == COMPILE_DIR or COMPILE_DIR in path.parents
+        if test_pass == "compile" and path in COMPILE_DIR.parents:
+            kept += [str(COMPILE_DIR)] if COMPILE_DIR.exists() else []
+        elif inside == (test_pass == "compile"):
+            kept.append(arg)
+    return kept
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    test_pass = config.getoption("test_pass")
+    skip_compile = test_pass in ("cpu", "gpu") or (test_pass is None and target.interpreted())
+    return True if skip_compile and collection_path == COMPILE_DIR else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    test_pass = config.getoption("test_pass")
+    return f"target: {target.describe()}" + (f" (pass: {test_pass})" if test_pass else "")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _tier(item: pytest.Item) -> int:
+    tier = getattr(getattr(item, "module", None), "TIER", DEFAULT_TIER)
+    if tier not in TIERS:
+        raise pytest.UsageError(f"{item.path}: TIER is {tier!r}, allowed are 0..{TIERS[-1]}")
+    return tier
+
+
+def _skip_reason(item: pytest.Item, on_gpu: bool, num_gpus: int) -> str | None:
+    if item.get_closest_marker("gpu") and not on_gpu:
+        return "needs a GPU, this is the CPU target"
+    if (marker := item.get_closest_marker("num_gpus")) and num_gpus < marker.args[0]:
+        return f"needs {marker.args[0]} GPUs, this machine has {num_gpus}"
+    if on_gpu and (marker := item.get_closest_marker("num_ranks")) and num_gpus < marker.args[0]:
+        return f"starts {marker.args[0]} ranks, this machine has {num_gpus} GPUs"
+    return None
+
+
+def _left_to_another_pass(item: pytest.Item, test_pass: str | None, num_gpus: int) -> bool:
+    if test_pass == "cpu":
+        return num_gpus > 0 and item.get_closest_marker("gpu") is not None
+    return test_pass == "gpu" and item.get_closest_marker("cpu") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_gpu, num_gpus = not target.interpreted(), _num_gpus()
+    test_pass, max_tier = config.getoption("test_pass"), config.getoption("max_tier")
+    kept, dropped = [], []
+    for item in items:
+        if item.get_closest_marker("num_gpus"):
+            item.add_marker("gpu")
+        left_out = _tier(item) > max_tier or _left_to_another_pass(item, test_pass, num_gpus)
+        (dropped if left_out else kept).append(item)
+        if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = sorted(kept, key=_tier)  # stable: the order inside a module stays
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+
+
+def _heap_files() -> set[Path]:
+    return set(SHM.glob("pyrocshmem-*")) if SHM.is_dir() else set()
+
+
+def _mapped_elsewhere(path: Path) -> bool:
+    """Whether another process maps `path`: then it belongs to a running job and isn't a leak of ours."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name == str(os.getpid()):
+            continue
+        try:
+            if str(path) in maps.read_text(errors="replace"):
+                return True
+        except OSError:
+            continue  # the process ended, or is another user's
+    return False
+
+
+def leaked_files(before: set[Path], grace_s: float = LEAK_GRACE_S) -> list[Path]:
+    """Heap files newer than `before` that no other process maps and that stay for `grace_s` seconds."""
+    deadline = time.monotonic() + grace_s
+    while left := [p for p in sorted(_heap_files() - before) if not _mapped_elsewhere(p)]:
+        if time.monotonic() >= deadline:
+            return left
+        time.sleep(0.1)
+    return []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, None, None]:
+    leaked = leaked_files(session.config.stash[BEFORE])
+    session.config.stash[LEAKED] = leaked
+    if leaked and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    leaked = config.stash.get(LEAKED, [])
+    if leaked:
+        terminalreporter.section("leaked heap files", red=True)
+        for path in leaked:
+            terminalreporter.line(str(path))
+    if tally := config.getoption("tally"):
+        outcomes = ("passed", "xfailed", "failed", "error", "skipped")
+        count = {k: len(terminalreporter.getreports(k)) for k in outcomes}
+        result = {
+            "passed": count["passed"] + count["xfailed"],
+            "failed": count["failed"] + count["error"] + len(leaked),
+            "skipped": count["skipped"],
+        }
+        Path(tally).write_text(json.dumps(result))
