@@ -13,8 +13,8 @@ The bound, for each element, with ref64 = A @ B in float64 and baseline the refe
 
     |out - ref64| <= |baseline - ref64| + sqrt(K) * 2**-23 * (|A| @ |B|) + one rounding of the output dtype
 
-One rounding is its unit roundoff times |ref64|, plus half its smallest subnormal. Where the baseline is NaN or
-infinite the bound means nothing: there `out` must be NaN, or the same infinity, and nowhere else.
+One rounding is its unit roundoff times |ref64|, plus half its smallest subnormal. Where the baseline is NaN
+or infinite the bound means nothing: there `out` must be NaN, or the same infinity, and nowhere else.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _BLOCK_ELEMENTS = 1 << 25
 class Accuracy:
     """How far an output is from float64, and how far it may be.
 
-    max_error: the largest |out - ref64| (inf where NaN or infinity is misplaced); bound_at_max: what is allowed
-    at that element; worst_ratio: the largest error / bound over all elements, at most 1 when right; num_bad:
-    elements over their bound, of num_elements; first_bad: (row, column) of the first in row-major order.
+    max_error: the largest |out - ref64| (inf where NaN or infinity is misplaced); bound_at_max: what is
+    allowed at that element; worst_ratio: the largest error / bound of all elements, at most 1 when right;
+    num_bad: elements over their bound, of num_elements; first_bad: (row, column) of the first, row by row.
     """
 
     max_error: float

@@ -1,0 +1,149 @@
+"""`python -m reference -n 2 -c all_gather`: run a reference op on this machine, check it, time it.
+
+Prints where it runs and why, the problem, each rank's share, the error beside its bound, and the time. Exits
+with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for options that make no sense here.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# A Llama-70B layer on 8 GPUs, each rank with 1/8 of the hidden width. On a CPU: about a second.
+_GPU_SIZE, _GPU_SHARE = 8192, 3584
+_CPU_SIZE = 512
+
+
+class Collective(StrEnum):
+    """What follows the product."""
+
+    all_gather = "all_gather"
+    all_reduce = "all_reduce"
+    reduce_scatter = "reduce_scatter"
+
+
+class Dtype(StrEnum):
+    """Of operands and result."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Backend(StrEnum):
+    """Where ranks run."""
+
+    auto = "auto"
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+def main(
+    num_gpus: Annotated[
+        int, typer.Option("-n", "--num-gpus", help="Ranks: GPUs, or processes on a CPU.")
+    ] = 2,
+    collective: Annotated[Collective, typer.Option("-c", "--collective", help="Collective operation.")] = (
+        Collective.all_gather
+    ),
+    shape: Annotated[str | None, typer.Option("--shape", help="Global sizes as M,N,K.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Default: bfloat16, on a CPU float16.")
+    ] = None,
+    backend: Annotated[Backend, typer.Option("--backend", help="Where to run.")] = Backend.auto,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random operands.")] = 0,
+    iters: Annotated[int, typer.Option("--iters", help="Timed calls.")] = 10,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Run torch.matmul and a torch.distributed collective (NCCL, RCCL or gloo), check it and time it."""
+    console = Console()
+    if backend is not Backend.auto:
+        # Read when pyrocshmem is imported, here and in the ranks: hence before the imports below.
+        os.environ["PYROCSHMEM_BACKEND"] = backend.value
+    try:
+        ok = _run(console, num_gpus, collective.value, shape, dtype and dtype.value, seed, iters, json)
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if ok else 1)
+
+
+def _run(
+    console: Console,
+    num_ranks: int,
+    collective: str,
+    shape: str | None,
+    dtype_name: str | None,
+    seed: int,
+    iters: int,
+    json_path: Path | None,
+) -> bool:
+    """Run the job on `num_ranks` ranks and print everything; whether every rank's result is right."""
+    import torch
+
+    # RuntimeError here is a backend that this machine does not have: the caller's mistake, too.
+    try:
+        from pyrocshmem import target
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    from pyrocshmem.launch import spawn
+
+    from reference import report
+    from reference.job import Job, check_job, describe_bound, describe_share, run_rank
+
+    on_gpu = target.backend() != "host"
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks asked for, allowed 1 or more")
+    if on_gpu and num_ranks > target.num_devices():
+        raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
+    sizes = parse_shape(shape) if shape else _default_shape(collective, num_ranks, on_gpu)
+    name = dtype_name or ("bfloat16" if on_gpu else "float16")
+    job = Job(collective, sizes, getattr(torch, name), seed, iters)
+    check_job(job, num_ranks)
+
+    M, N, K = sizes
+    facts = {
+        "runs on": target.describe(),
+        "op": f"matmul, then {collective} over {'NCCL/RCCL' if on_gpu else 'gloo'}, {num_ranks} ranks",
+        "C = A x B": f"M N K = {M} {N} {K}, {name}, seed {seed}",
+        "per rank": describe_share(job, num_ranks),
+        "bound": describe_bound(job, num_ranks),
+    }
+    report.print_facts(console, "reference", facts)
+    results = spawn(run_rank, num_ranks, job)
+    accuracy = [result.accuracy for result in results]
+    timings = [report.Timing("reference", report.slowest([result.seconds for result in results]))]
+    report.print_errors(console, accuracy)
+    report.print_times(console, timings, 2.0 * M * N * K)
+    if json_path is not None:
+        report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
+    return all(found.ok for found in accuracy)
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """(M, N, K) from "M,N,K"; ValueError with what was got for anything else."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--shape must be M,N,K, three sizes of 0 or more, got {text!r}")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def _default_shape(collective: str, num_ranks: int, on_gpu: bool) -> tuple[int, int, int]:
+    if not on_gpu:
+        # Rows divide by the ranks, so that every collective works with any number of them.
+        return _CPU_SIZE // num_ranks * num_ranks or num_ranks, _CPU_SIZE, _CPU_SIZE
+    long = num_ranks * _GPU_SHARE
+    rows = _GPU_SIZE // num_ranks * num_ranks
+    return (rows, long, _GPU_SIZE) if collective == "all_gather" else (rows, _GPU_SIZE, long)
+
+
+# Plain help and errors: rich's panels are hard to read in a log.
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
+
+if __name__ == "__main__":
+    app(prog_name="python -m reference")

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs torch.matmul and a torch.distributed collective on this machine: sets the environment up, then `python -m reference`.
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+usage() {
+  cat <<'USAGE'
+Usage: ./run.sh [OPTIONS]
+
+Options:
+  -n, --num-gpus NUM      Number of GPUs to use, or of ranks on a CPU (default: 2)
+  -c, --collective NAME   Collective operation to run: all_gather, all_reduce, reduce_scatter (default: all_gather)
+  --shape M,N,K           Global sizes of C = A x B (default: a Llama layer on GPUs, a small product on a CPU)
+  --dtype NAME            float16, bfloat16 or float32 (default: bfloat16, on a CPU float16)
+  --backend NAME          auto, gpu or cpu (default: auto)
+  --seed NUM              Seed of the random operands (default: 0)
+  --iters NUM             Timed calls (default: 10)
+  --json FILE             Write the results to FILE
+  -h, --help              Show this help message and exit
+
+Example:
+  ./run.sh -n 4 -c all_reduce  # Run with 4 GPUs using all_reduce
+USAGE
+}
+
+for arg in "$@"; do
+  case $arg in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+  esac
+done
+
+# shellcheck source=/dev/null
+source "$here/../activate.sh"
+exec python -m reference "$@"
