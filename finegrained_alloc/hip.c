@@ -32,8 +32,7 @@ static int fail(hipError_t error, const char *call, int device, uint64_t nbytes)
 }
 
 static int load_locked(void) {
-    static const char *const names[] = {"libamdhip64.so",   "libamdhip64.so.7", "libamdhip64.so.6",
-                                        "libamdhip64.so.5", NULL};
+    static const char *const names[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", NULL};
     if (ready)
         return FGA_OK;
     void *library = fga_load_library("PYROCSHMEM_HIP_LIBRARY", "libamdhip64", names, library_path, sizeof library_path);
@@ -49,6 +48,13 @@ static int load_locked(void) {
     } while (0);
     FGA_HIP_FUNCTIONS(RESOLVE)
 #undef RESOLVE
+    int version = 0;
+    /* HIP 6 is the first with MI300X; before it FGA_HIP_IPC_LAZY_PEER_ACCESS had another value. */
+    if (hip.hipRuntimeGetVersion(&version) != FGA_HIP_SUCCESS || version < 60000000) {
+        hip.hipGetLastError();
+        return fga_fail(FGA_UNAVAILABLE, "hip: %s is of version %d.%d, expected 6.0 or newer", library_path,
+                        version / 10000000, version / 100000 % 100);
+    }
     hipError_t error = hip.hipGetDeviceCount(&num_devices);
     if (error != FGA_HIP_SUCCESS || num_devices == 0) {
         hip.hipGetLastError();

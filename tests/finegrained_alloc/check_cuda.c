@@ -1,0 +1,28 @@
+/* Compiled by test_runtime_headers.py against NVIDIA's real header: the build fails when a prototype, a type or a constant
+ * of cuda_abi.h differs from theirs. */
+#include <cuda.h>
+
+#ifndef CUDA_VERSION
+#error "the macro that cuda_abi.h looks for has changed: the check would compare cuda_abi.h with itself"
+#endif
+
+#include "cuda_abi.h"
+
+#define ASSIGN(name, arguments) CUresult (*const checked_##name) arguments = name;
+void use(void);
+void use(void) {
+    FGA_CUDA_FUNCTIONS(ASSIGN)
+#define USE(name, arguments) (void)checked_##name;
+    FGA_CUDA_FUNCTIONS(USE)
+}
+
+_Static_assert(CUDA_SUCCESS == FGA_CUDA_SUCCESS, "CUDA_SUCCESS");
+_Static_assert(CUDA_ERROR_OUT_OF_MEMORY == FGA_CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY");
+_Static_assert(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED == FGA_CUDA_PEER_ALREADY_ENABLED,
+               "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED");
+_Static_assert(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS == FGA_CUDA_IPC_LAZY_PEER_ACCESS,
+               "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS");
+_Static_assert(sizeof(CUipcMemHandle) == 64 && _Alignof(CUipcMemHandle) == 1, "CUipcMemHandle");
+_Static_assert(sizeof(CUresult) == sizeof(unsigned int), "CUresult");
+_Static_assert(sizeof(CUdevice) == sizeof(int), "CUdevice");
+_Static_assert(sizeof(CUdeviceptr) == sizeof(unsigned long long), "CUdeviceptr");

@@ -1,0 +1,108 @@
+"""What the tests of the allocator share: the built library, child processes that cannot outlive a test, files in /dev/shm.
+
+Children run a few lines of Python that import finegrained_alloc alone: without torch they start in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+PACKAGE = ROOT / "finegrained_alloc"
+SHM = Path("/dev/shm")
+TIMEOUT_S = 60
+
+PREAMBLE = """
+import ctypes, json, os, sys, threading
+import finegrained_alloc as fga
+def say(**facts): print(json.dumps(facts), flush=True)
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+"""
+
+
+def build_library() -> None:
+    """Builds the library where it is missing or old, as activate.sh does."""
+    subprocess.run(["sh", str(PACKAGE / "build.sh")], check=True, timeout=TIMEOUT_S)
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)} | extra
+
+
+def run_child(code: str, *arguments: str, **extra: str) -> list[dict[str, Any]]:
+    """Runs PREAMBLE and ``code`` in a fresh process; what it said with ``say``. ``extra``: environment variables.
+
+    Fails when the child fails, so a child that dies from a signal is never taken for a silent one.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + code, *arguments],
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"child ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@contextlib.contextmanager
+def child(code: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """A process running PREAMBLE and ``code``, with pipes; killed and reaped at the end whatever happens."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + code, *arguments],
+        env=environment(extra),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def hear(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next facts that the child says."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the child ended with {process.wait(TIMEOUT_S)} and said nothing"
+    return json.loads(line)
+
+
+def tell(process: subprocess.Popen[str], line: str = "") -> None:
+    """One line to the child's standard input."""
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def heap_files() -> set[Path]:
+    """Files of this library that have a name now."""
+    return set(SHM.glob("pyrocshmem-*"))
+
+
+OWNER = """
+memory = fga.alloc(int(sys.argv[1]), "host")
+say(handle=memory.export().hex(), pid=os.getpid())
+sys.stdin.readline()
+"""
+
+
+def own(nbytes: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """A child that holds one host allocation, says its handle, and ends after one line on its standard input."""
+    return child(OWNER, str(nbytes))
