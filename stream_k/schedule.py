@@ -143,7 +143,12 @@ class Schedule:
         return hi - lo + _cdiv(self.whole_tiles, self.num_programs) * self.iters_per_tile
 
     def program_range(self, program: int) -> tuple[int, int]:
-        """[lo, hi) of the split iterations that `program` does; (0, 0) for one that has none."""
+        """[lo, hi) of the split iterations that `program` does; (0, 0) for one that has none.
+
+        Raises ValueError for a negative program.
+        """
+        if program < 0:
+            raise ValueError(f"program is {program}, allowed 0 or more")
         if program >= self.num_split_programs:
             return 0, 0
         base, extra = divmod(self.split_iters, self.num_split_programs)
@@ -207,8 +212,8 @@ def make_schedule(
     never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
     split: "auto" follows the module's rules; "none" keeps every tile whole; "stream_k" splits even where the
     last wave is half full or more; "split_k" cuts every tile into equal parts. The last two keep tiles whole,
-    too, where there is nothing to win (exact waves, at most `min_split_iters` iterations a tile) or where no
-    equal cut exists.
+    too, where there is nothing to win (exact waves, at most `min_split_iters` iterations a tile, a cut that
+    makes no program's work shorter) or where no equal cut exists.
     min_split_iters: no program's share of the split iterations is shorter than this.
 
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
@@ -231,20 +236,27 @@ def make_schedule(
         return whole
     if split == "auto" and 2 * remainder >= num_programs:
         return whole
-    if full_waves > 0:
-        if split == "split_k":
-            return whole
+    if full_waves == 0:
+        cut = _cut_all(tiles_m, tiles_n, iters, num_programs, split, min_split_iters)
+    elif split == "split_k":
+        return whole
+    else:
         # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
-        return Schedule(tiles_m, tiles_n, iters, num_programs, num_programs + remainder, num_programs)
+        cut = Schedule(tiles_m, tiles_n, iters, num_programs, num_programs + remainder, num_programs)
+    return cut if cut.max_iters < whole.max_iters else whole
 
+
+def _cut_all(
+    tiles_m: int, tiles_n: int, iters: int, num_programs: int, split: str, min_split_iters: int
+) -> Schedule:
+    """The schedule for fewer tiles than programs: every tile cut, in equal parts where they cost little."""
+    tiles = tiles_m * tiles_n
     sharers = min(num_programs, tiles * iters // min_split_iters)
     parts = _equal_parts(iters, sharers // tiles)
     # Equal parts leave each program one segment, not two, which is worth a share up to a quarter longer.
-    equal_wins = 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers)
-    if parts > 1 and (split == "split_k" or (split == "auto" and equal_wins)):
-        return Schedule(tiles_m, tiles_n, iters, tiles * parts, tiles, tiles * parts)
-    if split == "split_k" or sharers == tiles:
-        return whole
+    equal_wins = parts > 1 and 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers)
+    if split == "split_k" or (split == "auto" and equal_wins):
+        sharers = tiles * parts
     return Schedule(tiles_m, tiles_n, iters, sharers, tiles, sharers)
 
 

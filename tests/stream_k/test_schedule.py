@@ -1,0 +1,332 @@
+"""The Stream-K schedule on random products and at its edges; planted mistakes must be caught."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_k import schedule as schedule_module
+from stream_k.schedule import MIN_SPLIT_ITERS, SPLITS, Schedule, Segment, make_schedule, tile_coords
+from tests.stream_k.schedule_checks import check_schedule, simulate
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def random_case(rng: random.Random) -> tuple[tuple[int, ...], dict[str, object]]:
+    """Arguments of make_schedule: log-uniform, prime and zero sizes, at most some thousand tiles."""
+    primes = (2, 3, 7, 13, 97, 131, 193, 509, 1021, 4093)
+    block_m, block_n = rng.choice((16, 64, 128, 256)), rng.choice((16, 64, 128, 256))
+
+    def size(block: int) -> int:
+        how = rng.random()
+        if how < 0.03:
+            return 0
+        return (
+            rng.choice(primes) if how < 0.3 else int(2 ** rng.uniform(0, 6) * block * rng.uniform(0.5, 1.0))
+        )
+
+    block_k = rng.choice((32, 64, 128))
+    K = 0 if rng.random() < 0.03 else rng.choice((rng.randrange(1, 9000), rng.choice(primes)))
+    programs = rng.choice((1, 2, 3, 7, 16, 78, 132, 304, rng.randrange(1, 400)))
+    options = {"split": rng.choice(("auto", "auto", *SPLITS)), "min_split_iters": rng.choice((1, 4, 8, 8))}
+    return (size(block_m), size(block_n), K, block_m, block_n, block_k, programs), options
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_products(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds: Counter[str] = Counter()
+    for _ in range(300):
+        arguments, options = random_case(rng)
+        schedule = make_schedule(*arguments, **options)
+        kinds[schedule.kind] += 1
+        try:
+            check_schedule(schedule)
+            check_choice(schedule, arguments, options)
+        except AssertionError as error:
+            raise AssertionError(f"make_schedule{arguments} {options} -> {schedule}: {error}") from error
+    assert min(kinds["data_parallel"], kinds["stream_k"], kinds["split_k"]) > 0, kinds
+
+
+def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[str, object]) -> None:
+    """What make_schedule promises beyond a right schedule: its sizes, its rules, and that a split pays."""
+    M, N, K, block_m, block_n, block_k, programs = arguments
+    assert (schedule.tiles_m, schedule.tiles_n) == (-(-M // block_m), -(-N // block_n))
+    assert schedule.iters_per_tile == -(-K // block_k)
+    assert schedule.num_programs <= programs
+    tiles, remainder = schedule.num_tiles, schedule.num_tiles % programs
+    if schedule.kind == "data_parallel":
+        assert schedule.num_split_tiles == 0
+        assert schedule.num_programs == min(programs, tiles)
+        return
+    assert options["split"] != "none"
+    assert options["split"] != "split_k" or schedule.kind == "split_k"
+    assert remainder > 0
+    assert schedule.iters_per_tile > options["min_split_iters"]
+    assert options["split"] != "auto" or 2 * remainder < programs
+    lo, hi = schedule.program_range(schedule.num_split_programs - 1)
+    assert hi - lo >= options["min_split_iters"]
+    assert schedule.num_split_tiles == (remainder if tiles < programs else remainder + programs)
+    assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_valid_numbers_make_a_schedule(data: st.DataObject) -> None:
+    tiles_m, tiles_n = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 12))
+    iters, programs = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 80))
+    tiles = tiles_m * tiles_n
+    programs = min(programs, tiles)
+    split_tiles = data.draw(st.integers(0, tiles)) if iters else 0
+    # Every program needs work: whole tiles go to the lowest ids, so where they run out all must share.
+    most = min(programs, split_tiles * iters)
+    least = 1 if tiles - split_tiles >= programs else programs
+    split_programs = data.draw(st.integers(least, most)) if split_tiles and least <= most else 0
+    split_tiles = split_tiles if split_programs else 0
+    check_schedule(Schedule(tiles_m, tiles_n, iters, programs, split_tiles, split_programs))
+
+
+SPLIT = Schedule(3, 3, 10, 4, 7, 4)
+
+
+class WithoutExtra(Schedule):
+    """The planted off-by-one: shares forget the iterations that don't divide evenly."""
+
+    def program_range(self, program: int) -> tuple[int, int]:
+        lo, hi = super().program_range(program)
+        extra = self.split_iters % self.num_split_programs
+        return lo, hi - (program < extra)
+
+
+class ContributesLast(Schedule):
+    def segments(self, program: int) -> list[Segment]:
+        return super().segments(program)[::-1]
+
+
+class OneContributorShort(Schedule):
+    def segments(self, program: int) -> list[Segment]:
+        return [replace(s, contributors=s.contributors[1:]) for s in super().segments(program)]
+
+
+class FirstProgramFinishes(Schedule):
+    """The program with a tile's first iterations finishes it, so it waits for higher ids."""
+
+    def segments(self, program: int) -> list[Segment]:
+        return [replace(s, finishing=s.k_begin == 0) for s in super().segments(program)]
+
+
+class WholeTilesFromOne(Schedule):
+    def segments(self, program: int) -> list[Segment]:
+        return [
+            replace(s, tile=s.tile + 1) if s.tile >= self.num_split_tiles else s
+            for s in super().segments(program)
+        ]
+
+
+class WrongFinisher(Schedule):
+    def finisher(self, tile: int) -> int:
+        return super().finisher(tile) - (tile == 0)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        WithoutExtra,
+        ContributesLast,
+        OneContributorShort,
+        FirstProgramFinishes,
+        WholeTilesFromOne,
+        WrongFinisher,
+    ],
+)
+def test_checker_catches_a_planted_mistake(mutant: type[Schedule]) -> None:
+    check_schedule(SPLIT)
+    numbers = {field.name: getattr(SPLIT, field.name) for field in fields(SPLIT)}
+    with pytest.raises(AssertionError):
+        check_schedule(mutant(**numbers))
+
+
+def test_simulation_catches_a_wait_that_nobody_ends() -> None:
+    # Two programs that each finish a tile before they contribute to the other's.
+    first = [Segment(0, 4, 8, True, range(1, 2)), Segment(1, 0, 4, False, range(0))]
+    second = [Segment(1, 4, 8, True, range(1)), Segment(0, 0, 4, False, range(0))]
+    with pytest.raises(AssertionError, match="deadlock"):
+        simulate([first, second], [0, 1], resident=2)
+    # A wait for a higher id ends only where both are resident.
+    waits_up = [[Segment(0, 4, 8, True, range(1, 2))], [Segment(0, 0, 4, False, range(0))]]
+    simulate(waits_up, [0, 1], resident=2)
+    with pytest.raises(AssertionError, match="deadlock"):
+        simulate(waits_up, [0, 1], resident=1)
+
+
+def test_example_of_the_documentation() -> None:
+    schedule = make_schedule(5 * 128, 256, 12 * 64, 128, 256, 64, 4)
+    assert schedule == Schedule(5, 1, 12, 4, 5, 4)
+    none = range(0)
+    assert [schedule.segments(program) for program in range(4)] == [
+        [Segment(1, 0, 3, False, none), Segment(0, 0, 12, True, none)],
+        [Segment(2, 0, 6, False, none), Segment(1, 3, 12, True, range(1))],
+        [Segment(3, 0, 9, False, none), Segment(2, 6, 12, True, range(1, 2))],
+        [Segment(4, 0, 12, True, none), Segment(3, 9, 12, True, range(2, 3))],
+    ]
+    text = (ROOT / "docs" / "schedule.md").read_text()
+    for program in range(4):
+        assert f"| {program} | {documented(schedule, program)} |" in text
+
+
+def documented(schedule: Schedule, program: int) -> str:
+    """A program's row in docs/schedule.md: its share, then what it does, in order."""
+    lo, hi = schedule.program_range(program)
+    steps = []
+    for s in schedule.segments(program):
+        what = "finishes" if s.finishing else "contributes"
+        adds = "".join(f", adds program {peer}" for peer in s.contributors)
+        steps.append(f"tile {s.tile} [{s.k_begin}, {s.k_end}) {what}{adds}")
+    return f"[{lo}, {hi}) | " + " | ".join(steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ((4096, 4096, 4096, 128, 128, 64, 128), "data_parallel"),  # 1024 tiles: 8 exact waves
+        ((4096, 4096, 512, 128, 256, 64, 132), "data_parallel"),  # 8 iterations a tile
+        ((4096, 1792, 4096, 128, 256, 64, 132), "data_parallel"),  # 224 tiles: last wave 92 of 132
+        ((128 * 12, 256 * 14, 4096, 128, 256, 64, 132), "stream_k"),  # 168 tiles: last wave 36 of 132
+        ((16, 8192, 8192, 128, 256, 64, 132), "split_k"),  # 32 tiles in 4 parts
+        ((16, 256, 64 * 127, 128, 256, 64, 132), "stream_k"),  # one tile of 127 iterations: no equal cut
+        ((0, 4096, 4096, 128, 256, 64, 132), "data_parallel"),
+        ((4096, 0, 4096, 128, 256, 64, 132), "data_parallel"),
+        ((4096, 4096, 0, 128, 256, 64, 132), "data_parallel"),
+    ],
+)
+def test_rules(arguments: tuple[int, ...], kind: str) -> None:
+    schedule = make_schedule(*arguments)
+    assert schedule.kind == kind
+    check_schedule(schedule)
+
+
+def test_hybrid_shares_are_between_one_and_two_tiles() -> None:
+    schedule = make_schedule(128 * 300, 256, 4096, 128, 256, 64, 132)
+    assert (schedule.num_split_tiles, schedule.whole_tiles, schedule.num_split_programs) == (168, 132, 132)
+    lo, hi = schedule.program_range(131)
+    assert schedule.iters_per_tile < hi - lo < 2 * schedule.iters_per_tile
+
+
+def test_split_k_cuts_every_tile_into_equal_parts() -> None:
+    schedule = make_schedule(16, 8192, 8192, 128, 256, 64, 132)
+    assert (schedule.num_programs, schedule.workspace_tiles) == (128, 128)
+    for program in range(128):
+        (segment,) = schedule.segments(program)
+        assert (segment.tile, segment.k_begin, segment.k_end) == (
+            program // 4,
+            program % 4 * 32,
+            program % 4 * 32 + 32,
+        )
+
+
+def test_empty_products() -> None:
+    assert make_schedule(0, 8, 8, 16, 16, 16, 4).num_programs == 0
+    schedule = make_schedule(100, 100, 0, 16, 16, 16, 4)
+    assert schedule.segments(1)[0] == Segment(1, 0, 0, True, range(0))  # writes zeros
+    assert schedule.max_iters == 0
+
+
+@pytest.mark.parametrize(
+    ("tiles_m", "tiles_n", "group_m"), [(3, 2, 2), (1, 1, 8), (7, 5, 3), (13, 1, 4), (64, 31, 8)]
+)
+def test_tile_coords_is_a_bijection(tiles_m: int, tiles_n: int, group_m: int) -> None:
+    places = [tile_coords(tile, tiles_m, tiles_n, group_m) for tile in range(tiles_m * tiles_n)]
+    assert sorted(places) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    # Within a group of rows, column after column: this is what makes a wave re-use its operands.
+    assert places == sorted(places, key=lambda place: (place[0] // group_m, place[1], place[0]))
+
+
+BAD_ARGUMENTS = [
+    ("M", -1, ValueError, r"M must be 0 or more, got -1"),
+    ("K", 1.5, TypeError, r"K must be an integer, got 1\.5"),
+    ("N", None, TypeError, r"N must be an integer, got None"),
+    ("M", True, TypeError, r"M must be an integer, got True"),
+    ("block_m", 0, ValueError, r"block_m must be at least 1, got 0"),
+    ("num_programs", 0, ValueError, r"num_programs must be at least 1, got 0"),
+    ("min_split_iters", 0, ValueError, r"min_split_iters must be at least 1, got 0"),
+    ("split", "fast", ValueError, r"split is 'fast', allowed auto, none, stream_k, split_k"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "text"), BAD_ARGUMENTS)
+def test_bad_arguments(name: str, value: object, error: type[Exception], text: str) -> None:
+    good = {"M": 64, "N": 64, "K": 64, "block_m": 16, "block_n": 16, "block_k": 16, "num_programs": 4}
+    with pytest.raises(error, match=text):
+        make_schedule(**{**good, name: value})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((2, 2, 4, 0), "num_programs must be at least 1"),
+        ((2, 2, 4, 4, 5, 4), "num_split_tiles is 5, allowed 0..4"),
+        ((2, 2, 4, 4, 4, 5), "num_split_programs is 5, allowed 0..4"),
+        ((2, 2, 4, 4, 4, 0), "both must be 0 or neither"),
+        ((2, 2, 1, 4, 1, 2), "each needs at least one"),
+        ((2, 2, 0, 4, 4, 4), "each needs at least one"),
+        ((2, -2, 4, 4), "tiles_n must be 0 or more, got -2"),
+    ],
+)
+def test_contradictory_numbers(numbers: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Schedule(*numbers)
+
+
+def test_out_of_range_lookups() -> None:
+    for program in (-1, 4):
+        with pytest.raises(ValueError, match=f"program is {program}, allowed 0..3"):
+            SPLIT.segments(program)
+    with pytest.raises(ValueError, match="program is -1, allowed 0 or more"):
+        SPLIT.program_range(-1)
+    assert SPLIT.program_range(4) == (0, 0)
+    for tile in (-1, 9):
+        with pytest.raises(ValueError, match=f"tile is {tile}, allowed 0..8"):
+            SPLIT.finisher(tile)
+
+
+def test_imports_neither_torch_nor_triton() -> None:
+    # Loaded by path: the package around it may import what it likes.
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='schedule');"
+        "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, schedule_module.__file__], check=True, timeout=60)
+
+
+def test_minimum_of_iterations_is_the_default() -> None:
+    shape = (640, 256, 10 * 64, 128, 256, 64, 132)
+    schedule = make_schedule(*shape)
+    lo, hi = schedule.program_range(schedule.num_split_programs - 1)
+    assert hi - lo >= MIN_SPLIT_ITERS
+    assert make_schedule(*shape, min_split_iters=9).kind == "data_parallel"
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "schedule.svg"
+    command = [sys.executable, "-m", "stream_k.schedule_plot", "--shape", "640,256,768", "--programs", "4"]
+    subprocess.run([*command, "--out", str(out)], check=True, cwd=ROOT, timeout=100, capture_output=True)
+    texts = [node.text for node in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}text")]
+    # Both panels name their length; the lower one shows tile 4 and the cut tiles.
+    assert "whole tiles: 24 iterations" in texts
+    assert "stream_k: 15 iterations" in texts
+    assert Counter(texts)["tile 1"] == 3
+    command += ["--out", str(out), "--tile", "1,2"]
+    wrong = subprocess.run(command, check=False, cwd=ROOT, timeout=100, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "three integers" in wrong.stderr
