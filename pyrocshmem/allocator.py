@@ -1,5 +1,4 @@
-"""Which bytes of a heap are free: a best-fit list of free blocks that merges neighbours; memory is not
-touched.
+"""Which bytes of a heap are free: a best-fit list that merges neighbours. No memory is touched here.
 
     blocks = FreeList(1 << 20)
     offset = blocks.alloc(1000)      # None when nothing is large enough

@@ -1,7 +1,7 @@
 """Groups of ranks that can vote: exchange a few bytes, by name, with every failure told to all.
 
-    group = as_group(None)       # the default process group; or a ProcessGroup, a 1-D DeviceMesh, a
-    ThreadGroup replies = group.exchange(b"...", "what this call is")
+    group = as_group(None)       # or a ProcessGroup, a 1-D DeviceMesh, a ThreadGroup
+    replies = group.exchange(b"...", "what this call is")
     group.abort("the reason")    # the others' pending exchange raises PeerAborted with it
 
 Protocol, over a key-value store that all ranks see (torch.distributed's, or a dictionary for threads): in
@@ -321,7 +321,7 @@ def _from_process_group(process_group: Any) -> Group:
     if (known := _of_process_group.get(process_group)) is not None:
         return known
     ranks = dist.get_process_group_ranks(process_group)
-    label = f"pyrocshmem/{process_group.group_name}"
+    label = f"pyrocshmem/{process_group.group_name}/{'-'.join(map(str, ranks))}"
     # A process group made again under an old name, over the same store, must not read the old one's keys.
     name = f"{label}.{_names_used[label]}"
     _names_used[label] += 1

@@ -45,8 +45,7 @@ class HeapOutOfMemory(ShmemError):
 
 
 class PeerTimeout(ShmemError):
-    """`rank` waited `waited_s` seconds in `op` for `peer`; `tile`, `expected`, `seen` say what for (None:
-    unknown)."""
+    """`rank` waited in `op` for `peer`; `tile`, `expected` and `seen` tell for what, None where unknown."""
 
     def __init__(
         self,
@@ -88,7 +87,8 @@ class CallMismatch(ShmemError):
         self.calls = list(calls)
         listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
         super().__init__(
-            f"ranks made different calls, nothing was done; all must make the same ones in the same order:{listing}"
+            "ranks made different calls, nothing was done; all must make the same ones in the same order:"
+            f"{listing}"
         )
 
 

@@ -1,0 +1,347 @@
+"""The symmetric heap: on every rank of a group the same size and the same offsets, mapped by all its peers.
+
+    heap = Heap(1 << 26)                       # of the default process group; or heap_for(group)
+    x = heap.zeros(1024)                       # collective: every rank makes the same call
+    heap.peer_view(x, peer).copy_(y)           # the same tensor in a peer's memory
+    heap.barrier()
+    heap.free(x)                               # collective
+    heap.close()
+
+Layout: `SYSTEM_WORDS` int32 words for signals (word 0: abort, 64 onwards: barrier flags; see
+`pyrocshmem.signal`; the last four belong to `forming`), then the blocks. Every allocation and free is a vote
+of all ranks: they bring their call and the offset they would give it, and unless all agree nothing happens
+anywhere. A rank that fails brings its failure.
+
+Memory stays mapped while any tensor on it lives, even after `close`: a late access is never a crash.
+"""
+
+import atexit
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyrocshmem.allocator import FreeList
+from pyrocshmem.bootstrap import Group, as_group
+from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
+from pyrocshmem.forming import (
+    SYSTEM_BYTES,
+    SYSTEM_WORDS,
+    SharedMemory,
+    live_memories,
+    storage_at,
+    synchronize,
+    tensor_on,
+)
+from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, live_heaps
+from pyrocshmem.tensors import Plan, TensorFactories
+
+__all__ = ["SYSTEM_BYTES", "SYSTEM_WORDS", "Heap", "Usage", "abort_all", "close_all", "heap_for"]
+
+_DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one
+
+_heaps_of: dict[Group, "Heap"] = {}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes that tensors can use (`total`), of them `used`, `free` and `largest` in one piece."""
+
+    total: int
+    used: int
+    free: int
+    largest: int
+    num_allocations: int
+
+
+@dataclass(eq=False)
+class _Block:
+    """A live allocation; the storages of its tensors refer to it."""
+
+    memory: SharedMemory
+    offset: int
+    nbytes: int
+    live: bool = True
+
+
+class Heap(Lifecycle, TensorFactories):
+    """A symmetric heap. Forming it, allocating, freeing and `barrier` are collective; the rest is local.
+
+    Args:
+        nbytes: bytes for tensors, the same on all ranks; None: `PYROCSHMEM_HEAP_BYTES`, otherwise 64 MiB on
+            a CPU, and on GPUs 8 GiB or an eighth of the smallest one.
+        group: what `as_group` takes.
+        device: of this rank; None: the current GPU, or the CPU. One device serves any number of heaps.
+        timeout: seconds that a vote waits for the others.
+        debug: fill fresh and freed memory with NaN bytes.
+
+    Attributes:
+        rank, world_size, group, device, nbytes, timeout, debug.
+        base: address of the own heap. bases: of every rank's heap, in this process.
+        heap_bases: int64[1 + max(R, 8)] on `device`: the own base, that of each rank, the own one as padding.
+        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed.
+        status: int64[16] in host memory that kernels write when a wait runs out; see `pyrocshmem.status`.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+        InitTimeout: ranks were missing, or had no memory for the heap.
+        CallMismatch: the ranks asked for different sizes. ShmemError: a peer's memory could not be mapped.
+    """
+
+    def __init__(
+        self,
+        nbytes: int | None = None,
+        group: Any = None,
+        device: torch.device | str | int | None = None,
+        timeout: float = 30.0,
+        debug: bool = False,
+    ) -> None:
+        super().__init__(nbytes, group, device, timeout, debug)
+        self._free_list = FreeList(self.nbytes, ALIGNMENT)
+        self._live: dict[int, _Block] = {}
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give the block of `tensor` back, on all ranks, once all of them have finished what they launched.
+
+        Raises `ValueError` on all ranks, and frees nothing, when on any rank the tensor isn't on this heap,
+        isn't the start of its block, or was freed before; `CallMismatch` when the ranks free different
+        blocks.
+        """
+        with self._lock:
+            self._require_usable()
+            facts: dict[str, Any]
+            mistake: Exception | None = None
+            try:
+                self._refuse_capture("free")
+                block = self._block_of(tensor)
+                if self.offset(tensor) != SYSTEM_BYTES + block.offset:
+                    raise ValueError("the tensor starts inside its block; free the one that was allocated")
+                facts = {"offset": block.offset}
+                synchronize(self.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                mistake = error
+                facts = {"error": f"{type(error).__name__}: {error}"}
+            replies = self._vote("free", facts)
+            if mistake is not None:
+                raise mistake
+            for rank, reply in enumerate(replies):
+                if "error" in reply:
+                    raise ValueError(f"free: nothing was freed, because rank {rank} raised {reply['error']}")
+            self._require_same_offsets("free", replies)
+            self._give_back(block)
+            if self.debug:
+                self._fill_with_nan(block)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether all of `tensor`'s storage lies in a live allocation of this heap."""
+        try:
+            self._block_of(tensor)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Bytes from the heap's base to the first element of `tensor`. `ValueError` when it isn't on this
+        heap."""
+        self._block_of(tensor)
+        # Through the storage, because torch gives a tensor without elements the address 0.
+        start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        return start - self.base
+
+    def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The tensor of the same shape, strides and dtype, at the same offset of the heap of `rank`.
+
+        Nothing is ordered: call `barrier`, or wait for a signal, before reading. It stays valid after
+        `free`, which gives the bytes to other tensors. Raises `ValueError` when `tensor` isn't on this heap
+        or `rank` isn't in the group.
+        """
+        self._require_usable()
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"rank is a {type(rank).__name__}, allowed is int")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank {rank}, allowed are 0..{self.world_size - 1}: ranks count within the heap's group, "
+                f"whose members are global ranks {list(self.group.global_ranks)}"
+            )
+        block = self._block_of(tensor)
+        inside = tensor.untyped_storage().data_ptr() - self.base
+        nbytes = tensor.untyped_storage().nbytes()
+        owner = block if rank == self.rank else block.memory
+        storage = storage_at(self.bases[rank] + inside, nbytes, self.device, owner)
+        return tensor_on(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def usage(self) -> Usage:
+        """What is used and what is free. Local, and the same on all ranks."""
+        blocks = self._free_list
+        used = blocks.total - blocks.free_bytes
+        return Usage(blocks.total, used, blocks.free_bytes, blocks.largest, blocks.num_allocations)
+
+    def close(self) -> None:
+        """Leave the heap. Local, and harmless when repeated.
+
+        The memory itself is given back when no tensor on it lives any more. Peers that still wait for this
+        rank in a vote raise `PeerAborted`; a kernel that waits for it raises `PeerTimeout`.
+        """
+        super().close()
+        if self._closed:
+            self._live.clear()
+
+    def _refuse_capture(self, call: str) -> None:
+        if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"heap.{call} under CUDA graph capture: allocate and free outside of the capture"
+            )
+
+    def _allocate(self, name: str, make_plan: Callable[[], Plan]) -> torch.Tensor:
+        with self._lock:
+            self._require_usable()
+            try:
+                self._refuse_capture(name)
+                plan = make_plan()
+                nbytes = plan.dtype.itemsize * torch.Size(plan.shape).numel()
+            except (TypeError, ValueError, RuntimeError) as error:
+                # So that the others don't wait; when they made a proper call, this mistake is what matters
+                # here.
+                with contextlib.suppress(CallMismatch):
+                    self._vote(f"{name}: {type(error).__name__}: {error}", {})
+                raise
+            return self._allocate_plan(f"{name}({list(plan.shape)}, {plan.dtype})", plan, nbytes)
+
+    def _allocate_plan(self, call: str, plan: Plan, nbytes: int) -> torch.Tensor:
+        offset = self._free_list.alloc(nbytes)
+        if offset is None:
+            facts: dict[str, Any] = {"short": [nbytes, self._free_list.free_bytes, self._free_list.largest]}
+            self._settle(call, self._vote(call, facts))
+            raise AssertionError("the vote let an allocation pass that has no memory")
+        assert self._memory is not None
+        block = _Block(self._memory, offset, nbytes)
+        self._live[offset] = block
+        try:
+            storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, block)
+            tensor = tensor_on(storage, plan.dtype, plan.shape)
+            failure: Exception | None = None
+            facts = {"offset": offset}
+            try:
+                self._fill(tensor, block, plan)
+            except (TypeError, ValueError, RuntimeError) as error:
+                failure = error
+                facts = {"error": f"{type(error).__name__}: {error}"}
+            replies = self._vote(call, facts)
+            if failure is not None:
+                raise failure
+            self._settle(call, replies)
+        except BaseException:
+            self._give_back(block)
+            raise
+        return tensor
+
+    def _fill(self, tensor: torch.Tensor, block: _Block, plan: Plan) -> None:
+        # Before the vote, so that once any rank has its tensor, no rank's own filling can overwrite what a
+        # peer puts in it.
+        if self.debug:
+            self._fill_with_nan(block)
+        if plan.fill is not None:
+            plan.fill(tensor)
+            synchronize(self.device)
+
+    def _fill_with_nan(self, block: _Block) -> None:
+        size = max(block.nbytes, 1)
+        storage = storage_at(self.base + SYSTEM_BYTES + block.offset, size, self.device, block.memory)
+        tensor_on(storage, torch.uint8, (size,)).fill_(_DEBUG_BYTE)
+        synchronize(self.device)
+
+    def _give_back(self, block: _Block) -> None:
+        block.live = False
+        if self._live.pop(block.offset, None) is block:
+            self._free_list.free(block.offset)
+
+    def _vote(self, call: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(reply) for reply in self.vote(call, json.dumps(facts).encode())]
+
+    def _settle(self, call: str, replies: list[dict[str, Any]]) -> None:
+        """Raise on all ranks when an allocation failed on one."""
+        if any("error" in reply for reply in replies):
+            raise CallMismatch([f"{call}: {reply.get('error', 'could be done')}" for reply in replies])
+        for rank, reply in enumerate(replies):
+            if "short" in reply:
+                requested, free, largest = reply["short"]
+                raise HeapOutOfMemory(requested, free, largest, rank)
+        self._require_same_offsets(call, replies)
+
+    def _require_same_offsets(self, call: str, replies: list[dict[str, Any]]) -> None:
+        offsets = [reply["offset"] for reply in replies]
+        if len(set(offsets)) > 1:
+            raise CallMismatch([f"{call} at offset {offset}" for offset in offsets])
+
+    def _block_of(self, tensor: torch.Tensor) -> _Block:
+        """The live block that holds all of `tensor`'s storage; `TypeError` or `ValueError` when there is
+        none."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a tensor, got a {type(tensor).__name__}")
+        if tensor.device != self.device:
+            raise ValueError(f"the tensor is on {tensor.device}, the heap on {self.device}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"the tensor has the layout {tensor.layout}, allowed is {torch.strided}")
+        storage = tensor.untyped_storage()
+        owner = getattr(storage, "pyrocshmem_owner", None)
+        if isinstance(owner, _Block) and owner.memory is self._memory and not owner.live:
+            raise ValueError("the tensor was freed")
+        start = storage.data_ptr() - self.base - SYSTEM_BYTES
+        for block in self._live.values():
+            if block.offset <= start and start + storage.nbytes() <= block.offset + max(block.nbytes, 1):
+                return block
+        raise ValueError(f"the tensor is not on this heap (nor on it before, if it was freed): {self!r}")
+
+
+def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
+    """The heap of a group, formed at the first call (then collective), the same one until it is closed.
+
+    Args:
+        group: what `as_group` takes, or a `Heap`, which is returned.
+        nbytes: at least so many; None: the default size, or whatever the heap has.
+
+    Raises:
+        ValueError: the group's heap is there already and smaller than `nbytes`.
+    """
+    if isinstance(group, Heap):
+        heap = group
+    else:
+        key = as_group(group)
+        if key not in _heaps_of or _heaps_of[key].closed:
+            _heaps_of[key] = Heap(nbytes, key)
+        heap = _heaps_of[key]
+    if nbytes is not None and nbytes > heap.nbytes:
+        raise ValueError(
+            f"the group's heap has {heap.nbytes} bytes, {nbytes} asked; close it, then ask for more"
+        )
+    return heap
+
+
+def close_all() -> None:
+    """Close every heap of this process."""
+    for heap in list(live_heaps):
+        heap.close()
+    _heaps_of.clear()
+
+
+def abort_all(message: str) -> None:
+    """`abort` every heap of this process: for a rank that is about to end with an exception."""
+    for heap in list(live_heaps):
+        heap.abort(message)
+
+
+def _at_exit() -> None:
+    # Set when an exception ended the program, and at a prompt after any exception.
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is not None and not hasattr(sys, "ps1"):
+        abort_all(f"{type(uncaught).__name__}: {uncaught}")
+    close_all()
+    for memory in list(live_memories):
+        memory.release()  # tensors that still live are never read again
+
+
+atexit.register(_at_exit)

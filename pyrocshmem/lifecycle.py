@@ -1,0 +1,274 @@
+"""What a heap is besides memory: ranks that vote, one fault that ends it for all, an end that harms nobody.
+
+`Heap` inherits `Lifecycle`. Faults travel three ways: a rank that waits in a vote sees the abort in the
+group's store; a kernel that waits sees the abort word of its heap; a host that launched the kernel finds the
+record in `status`. After the first fault a heap is broken: every later call raises it again, `close` is left.
+"""
+
+import contextlib
+import copy
+import os
+import sys
+import threading
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from pyrocshmem import bootstrap, status, target
+from pyrocshmem.bootstrap import as_group
+from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
+from pyrocshmem.forming import (
+    SYSTEM_BYTES,
+    SYSTEM_WORDS,
+    SharedMemory,
+    form,
+    storage_at,
+    synchronize,
+    tensor_on,
+)
+
+ALIGNMENT = 256
+PADDED_RANKS = 8
+CPU_HEAP_BYTES = 64 << 20
+GPU_HEAP_BYTES = 8 << 30
+_MESSAGE_S = 0.3
+
+live_heaps: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
+
+
+def default_bytes(device: torch.device) -> int:
+    """Bytes of a heap whose size wasn't given, before the ranks agree on the smallest."""
+    text = os.environ.get("PYROCSHMEM_HEAP_BYTES")
+    if text is not None:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"PYROCSHMEM_HEAP_BYTES={text!r}, allowed are whole numbers of 1 or more")
+        return int(text)
+    if device.type == "cpu":
+        return CPU_HEAP_BYTES
+    return min(GPU_HEAP_BYTES, torch.cuda.get_device_properties(device).total_memory // 8)
+
+
+def own_device(device: torch.device | str | int | None) -> torch.device:
+    """The device of this rank, the current one when None. `ValueError` when the target has no such device."""
+    on_cpu = target.backend() == "host"
+    if device is None:
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if given.type != ("cpu" if on_cpu else "cuda"):
+        allowed = "cpu" if on_cpu else f"cuda:0..{target.num_devices() - 1}"
+        raise ValueError(f"device {given}, allowed are {allowed}: {target.describe()}")
+    if on_cpu:
+        return torch.device("cpu")  # tensors never say cpu:0
+    return target.device(torch.cuda.current_device() if given.index is None else given.index)
+
+
+def _store_may_be_gone() -> contextlib.suppress:
+    """For last words to the peers: the store ends with its host process, and then nobody listens."""
+    return contextlib.suppress(RuntimeError, ValueError)
+
+
+class Lifecycle:
+    """Forming, votes, faults and the end of a heap; see `Heap` for the arguments and attributes."""
+
+    def __init__(
+        self,
+        nbytes: int | None = None,
+        group: Any = None,
+        device: torch.device | str | int | None = None,
+        timeout: float = 30.0,
+        debug: bool = False,
+    ) -> None:
+        self._closed = True  # until formed: `close` and `__del__` of a heap that never was do nothing
+        self._failure: ShmemError | None = None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self.group = as_group(group)
+        self.rank, self.world_size = self.group.rank, self.group.world_size
+        self.timeout, self.debug = timeout, debug
+        self._channel = self.group.channel("heap")
+        try:
+            self.device = own_device(device)
+            self.nbytes = self._agree_on_size(nbytes)
+        except (TypeError, ValueError) as error:
+            self._channel.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
+            raise
+        seconds = bootstrap.init_seconds()
+        memory = form(self._channel, SYSTEM_BYTES + self.nbytes, self.device, target.backend(), seconds)
+        self._memory: SharedMemory | None = memory
+        self.bases = memory.bases
+        self.base = memory.bases[self.rank]
+        # Padded, so that a kernel can read the table as one block of 8 lanes.
+        padding = [self.base] * (PADDED_RANKS - self.world_size)
+        table = [self.base, *self.bases, *padding]
+        self.heap_bases = torch.tensor(table, dtype=torch.int64, device=self.device)
+        storage = storage_at(self.base, SYSTEM_BYTES, self.device, memory)
+        self._system: torch.Tensor | None = tensor_on(storage, torch.int32, (SYSTEM_WORDS,))
+        on_gpu = self.device.type != "cpu"
+        self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        self._closed = False
+        live_heaps.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "broken" if self.broken else f"{self.nbytes} bytes"
+        return f"Heap(rank {self.rank} of {self.world_size}, {self.device}, {state})"
+
+    def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
+        """Give `payload` to all ranks and return all of theirs, in rank order. Doesn't wait for devices.
+
+        Raises `CallMismatch` when the ranks' `call` differ (the heap stays usable), `PeerTimeout` when one
+        doesn't come within `timeout`, `PeerAborted` when one gave up; after these two the heap is broken.
+        """
+        with self._lock:
+            self._require_usable()
+            try:
+                return self._channel.exchange(payload, call, self.timeout)
+            except InitTimeout as error:
+                late = PeerTimeout(call, self.rank, error.missing[0], waited_s=error.waited_s)
+                self._fail(late)
+                raise late from None
+            except CallMismatch:
+                raise
+            except ShmemError as error:
+                self._fail(error)
+                raise
+
+    def barrier(self) -> None:
+        """Return once everything that any rank launched before has finished. Raises as `vote` and `check`."""
+        self.synchronize()
+        self.vote("barrier")
+
+    def synchronize(self) -> None:
+        """Wait for what this rank launched on its device, then `check`."""
+        self._require_usable()
+        synchronize(self.device)
+        self.check()
+
+    @property
+    def broken(self) -> bool:
+        """Whether a wait ran out, a peer gave up, or this rank did: the heap can then only be closed."""
+        return self._failure is not None
+
+    @property
+    def system(self) -> torch.Tensor:
+        """int32[SYSTEM_WORDS]: the start of the own heap. `ValueError` after `close`."""
+        if self._system is None:
+            raise ValueError("the heap is closed")
+        return self._system
+
+    def check(self) -> None:
+        """Raise the fault that kernels of this rank have recorded, if any. Doesn't wait for the device."""
+        self._require_usable()
+        words = self.status.tolist()
+        if words[status.Word.CODE] != status.Code.OK:
+            fault = status.to_error(words, self.rank, self._message_of)
+            assert fault is not None
+            self._fail(fault)
+            raise fault
+        if self.device.type == "cpu" and (word := int(self.system[0])) != 0:
+            aborted = PeerAborted(self.rank, word - 1, self._message_of(word - 1))
+            self._fail(aborted)
+            raise aborted
+
+    def abort(self, message: str) -> None:
+        """Give up: peers that wait for this rank, on the host or in a kernel, raise `PeerAborted`.
+
+        Leaving `with heap:` by an exception does this. The heap can afterwards only be closed.
+        """
+        if self._closed or self.broken or os.getpid() != self._pid:
+            return
+        self._failure = PeerAborted(self.rank, self.rank, message)
+        # The message first: a kernel that sees the abort word ends at once, and its host looks for one.
+        with _store_may_be_gone():
+            self._channel.abort(message)
+        self._set_abort_words()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """See `Heap.close`."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        live_heaps.discard(self)
+        with _store_may_be_gone():
+            self._channel.leave("it closed the heap")
+        self._system = None
+        self._memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __del__(self) -> None:
+        # While the interpreter ends, modules are half gone; the exit handler of `heap` has closed every heap.
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
+
+    def _agree_on_size(self, nbytes: int | None) -> int:
+        if nbytes is not None:
+            if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+                raise TypeError(f"nbytes is a {type(nbytes).__name__}, allowed are int and None")
+            if nbytes < 1:
+                raise ValueError(f"nbytes is {nbytes}, allowed are 1 or more")
+            return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        mine = default_bytes(self.device)
+        replies = self._channel.exchange(str(mine).encode(), "Heap of the default size")
+        return max(ALIGNMENT, min(int(reply) for reply in replies) // ALIGNMENT * ALIGNMENT)
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ShmemError(
+                f"the heap formed in process {self._pid} and is used in its fork {os.getpid()}; "
+                "form it after the fork, or start ranks with pyrocshmem.spawn"
+            )
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        if self._closed:
+            raise ValueError("the heap is closed")
+
+    def _message_of(self, peer: int) -> str:
+        # A kernel that gives up sets the abort words at once; its host says why a moment later.
+        deadline = time.monotonic() + _MESSAGE_S
+        while time.monotonic() < deadline:
+            try:
+                record = self._channel.abort_record()
+            except (RuntimeError, ValueError):
+                break
+            if record is not None and record[0] == peer:
+                return record[1]
+            time.sleep(0.01)
+        return "a wait of its own ran out, or it was told to stop"
+
+    def _fail(self, fault: ShmemError) -> None:
+        """Break the heap, and tell the peers: those that wait in a vote would otherwise wait in vain."""
+        if self._failure is None:
+            self._failure = fault
+            with _store_may_be_gone():
+                self._channel.abort(f"{type(fault).__name__}: {fault}")
+
+    def _set_abort_words(self) -> None:
+        assert self._memory is not None
+        word = torch.tensor([1 + self.rank], dtype=torch.int32)
+        words = [self._memory.words(base)[:1] for base in self.bases]
+        if self.device.type == "cpu":
+            for place in words:
+                place.copy_(word)
+            return
+        # The copy engine, on a stream of its own: kernels that wait may hold every SM and the current stream.
+        pinned = word.pin_memory()
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)) as _:
+            for place in words:
+                place.copy_(pinned, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
