@@ -130,7 +130,6 @@ def gemm_all_gather(
     gathered = _buffer("gathered", gathered, (ranks, rows, padded), a)
     out = _buffer("out", out, (rows, columns), a)
     torch.matmul(a, b_local, out=block[:, :width])
-    block[:, width:].zero_()
     all_gather(block, group, out=gathered.view(ranks * rows, padded))
     for peer, (begin, end) in enumerate(shards):
         out[:, begin:end] = gathered[peer, :, : end - begin]

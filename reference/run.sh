@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs torch.matmul and a torch.distributed collective on this machine: sets the environment up, then `python -m reference`.
 set -euo pipefail
-
+unset CDPATH
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {

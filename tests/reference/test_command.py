@@ -1,0 +1,150 @@
+"""`python -m reference` and reference/run.sh as a user runs them: what they print, and how they exit."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyrocshmem.launch
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pyrocshmem import target
+from reference import report
+from reference.__main__ import app, parse_shape
+from reference.accuracy import Accuracy
+from reference.job import Job, Result
+
+TIER = 2
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = Accuracy(0.5, 1.0, 0.5, 0, 12, None)
+BAD = Accuracy(math.inf, 0.0, math.inf, 3, 12, (1, 2))
+
+
+def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "reference", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "shape", "dtype"),
+    [
+        pytest.param("all_gather", 2, "64,47,80", "float16", marks=pytest.mark.num_ranks(2)),
+        pytest.param("all_reduce", 3, "97,193,131", "float32", marks=pytest.mark.num_ranks(3)),
+        pytest.param("reduce_scatter", 2, "64,48,81", "bfloat16", marks=pytest.mark.num_ranks(2)),
+    ],
+)
+def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ("--shape", shape, "--dtype", dtype, "--iters", "2", "--seed", "5", "--json", str(out))
+    done = reference("-n", str(ranks), "-c", collective, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("runs on", "because", "per rank", "bound there", "median", shape.replace(",", " "), dtype):
+        assert part in done.stdout
+    assert done.stdout.count("right") == ranks
+    result = json.loads(out.read_text())
+    assert result["ok"] is True
+    assert len(result["accuracy"]) == ranks == result["num_ranks"]
+    assert all(0 < found["max_error"] <= found["bound_at_max"] for found in result["accuracy"])
+    assert len(result["seconds"]["reference"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--shape", "1,2"), "three sizes of 0 or more, got '1,2'"),
+        (("-n", "0"), "0 ranks asked for, allowed 1 or more"),
+        (("-n", "2", "-c", "reduce_scatter", "--shape", "97,8,8"), "divisible by the 2 ranks, got M = 97"),
+        (("--iters", "0"), "iters is 0, allowed 1 or more"),
+        (("-c", "broadcast"), "all_gather"),
+        (("--backend", "tpu"), "gpu"),
+    ],
+)
+def test_bad_options(arguments: tuple[str, ...], text: str) -> None:
+    done = reference(*arguments)
+    assert done.returncode == 2
+    assert text in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_more_gpus_than_there_are() -> None:
+    done = reference("-n", "99")
+    assert done.returncode == 2
+    assert f"99 GPUs asked for, this machine has {torch.cuda.device_count()}" in done.stdout
+
+
+@pytest.mark.cpu
+def test_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = reference("--backend", "gpu")
+    assert done.returncode == 2
+    assert "sees no GPU here" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "code", "text"), [([GOOD, GOOD], 0, "right"), ([GOOD, BAD], 1, "WRONG: 3 of 12")]
+)
+def test_a_wrong_rank_fails_the_run(
+    accuracy: list[Accuracy], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawned(*arguments: object) -> list[Result]:
+        assert isinstance(arguments[2], Job)
+        return [Result(found, (0.25, 0.5)) for found in accuracy]
+
+    monkeypatch.setattr(pyrocshmem.launch, "spawn", spawned)
+    monkeypatch.setattr(target, "num_devices", lambda: 2)
+    done = CliRunner().invoke(app, ["-n", "2", "--shape", "6,2,2"], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    assert text in done.output
+
+
+def test_help_of_the_script_names_every_option() -> None:
+    # An empty environment with a bare PATH: help needs no set-up.
+    done = subprocess.run(
+        ["/usr/bin/env", "-i", "PATH=/usr/bin:/bin", str(ROOT / "reference" / "run.sh"), "-h"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.stdout.startswith("Usage: ./run.sh [OPTIONS]")
+    assert "Example:\n  ./run.sh -n 4 -c all_reduce" in done.stdout
+    listed = set(re.findall(r"(?<!\S)-{1,2}[a-z][a-z-]*", done.stdout.split("Example:", maxsplit=1)[0]))
+    options = {name for option in typer.main.get_command(app).params for name in option.opts}
+    assert listed == options | {"-h", "--help"}
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c", "-1,2,3", "1.5,2,3", "1,,3"])
+def test_parse_shape_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"got {text!r}")):
+        parse_shape(text)
+
+
+def test_parse_shape() -> None:
+    assert parse_shape("97, 193,0") == (97, 193, 0)
+
+
+def test_report_texts(tmp_path: Path) -> None:
+    assert [report.format_seconds(s) for s in (1.234e-5, 4.567e-3, 1.5)] == ["12.3 us", "4.57 ms", "1.50 s"]
+    assert report.slowest([(1.0, 5.0), (3.0, 2.0)]) == (3.0, 5.0)
+    console = Console(width=120, record=True)
+    timings = [report.Timing("fused", (1.0, 3.0, 2.0)), report.Timing("reference", (3.0, 3.0, 3.0))]
+    report.print_times(console, timings, 6e9)
+    text = console.export_text()
+    assert "speed over reference" in text
+    assert re.search(r"fused\s+│\s+2\.00 s\s+│\s+1\.00 s\s+│\s+3\.0\s+│\s+1\.500", text)
+    report.write_json(tmp_path / "x.json", {"a": 1}, [BAD], timings)
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert (result["a"], result["ok"], result["accuracy"][0]["max_error"]) == (1, False, "inf")
