@@ -1,0 +1,269 @@
+"""All-reduce of GEMM tiles: the epilogues that publish partial tiles and the consumers that sum them.
+
+Shape letters: M N of the result; R ranks; T tiles of [BLOCK_M, BLOCK_N]; P GEMM programs.
+
+A partial tile lies packed, BLOCK_M x BLOCK_N contiguous, so odd M and N cost no masks on the wire. Every rank computes the same tiles in
+the same order. R tiles in a row form a group and each rank owns one of them; the owner moves on by a place from wave to wave
+(`owned_tile`), so that every rank and every program gets its share.
+
+Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order, fp32, adds bias, activates
+            owner  --final tile, flag done[tile]------------> every rank's result
+One-shot:   every rank sums every tile itself; no second hop, (R-1) / 2 x (R-1)/R as many bytes again.
+
+Where the partials lie depends on the placement:
+  after, beside   in the source's own heap (`publish_partial`); consumers pull them over the links
+  inside          in the consumer's heap, a slot a source: the GEMM's epilogue pushes them (`push_partial`)
+
+No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids; across ranks, likewise for tiles that
+the same or lower ids produce there, and for the other owners' `done` only after all its own pushes.
+
+Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those of call n - 2
+(LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their partials of this call,
+hence have entered it, hence are done with what the result held before.
+
+`extra` is (partials, slot_elements, results, flags, squares, bias): pointers but for the int64 size of a slot. `squares`, when asked for, is fp32
+[tiles_n, M]: the sum of squares, over a tile's columns, of each row of the *reduced* tile, before it is rounded.
+"""
+
+import triton
+import triton.language as tl
+
+from pyrocshmem import signal, status
+from pyrocshmem.device import others, remote
+from stream_k.epilogue import activate, add_bias
+from stream_k.kernel import finished_tile, num_finished_tiles, tile_coords
+
+_OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
+
+# Places in OPTIONS after the three of stream_k.epilogue.
+_ONE_SHOT = tl.constexpr(3)
+_SQUARES = tl.constexpr(4)
+_ROWS = tl.constexpr(5)  # rows of a tile that a consumer sums at a time
+_STAGES = tl.constexpr(6)  # of them in flight
+_BESIDE = tl.constexpr(7)
+_BLOCK_K = tl.constexpr(8)
+
+
+@triton.jit
+def owned_tile(group, num_gemm_programs, rank, WORLD: tl.constexpr):
+    """The tile of `group` that `rank` (a number or a block) owns.
+
+    Example, R = 2, P = 4: groups (0,1) (2,3) are wave 0, where rank 0 owns tiles 0 and 2; (4,5) (6,7) are wave 1, where it owns 5 and 7.
+    """
+    wave = group // tl.cdiv(num_gemm_programs, WORLD)
+    return group * WORLD + (rank + wave) % WORLD
+
+
+@triton.jit
+def tile_owner(tile, num_gemm_programs, WORLD: tl.constexpr):
+    """The rank that owns `tile`: the inverse of `owned_tile`."""
+    wave = tile // WORLD // tl.cdiv(num_gemm_programs, WORLD)
+    return (tile % WORLD + WORLD - wave % WORLD) % WORLD
+
+
+@triton.jit
+def _num_tiles(problem, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    return tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+
+
+@triton.jit
+def _packed(tile, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets of the block rows x cols of packed tile number `tile`."""
+    return tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N) + rows[:, None] * BLOCK_N + cols[None, :]
+
+
+@triton.jit
+def _slot_tile(tile, tiles, source, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr):
+    """Number, within a slot that sources push into, of the packed place of `tile` from `source`.
+
+    Two-shot, an owner gets one tile of each group from every source; one-shot it gets them all.
+    """
+    if ONE_SHOT:
+        place = source * tiles + tile
+    else:
+        place = source * tl.cdiv(tiles, WORLD) + tile // WORLD
+    return place
+
+
+@triton.jit
+def _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
+    """ready[own rank][tile]: to everyone in a one-shot, to the owner in a two-shot."""
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    control, abort, record, heap_bases = context
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    to = lanes < WORLD
+    if not ONE_SHOT:
+        to = lanes == tile_owner(tile, num_gemm_programs, WORLD)
+    signal.publish(flags + tl.load(control + signal.RANK) * tiles + tile, epoch, lanes, heap_bases, to)
+
+
+@triton.jit
+def publish_partial(
+    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: the partial tile into the own heap, then its flag. `c` describes [2 x T x BLOCK_M, BLOCK_N]."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    row = ((epoch & 1) * tiles + tile) * BLOCK_M
+    for i in tl.static_range(len(parts)):
+        c.store([row, i * PART_N], parts[i].to(c.dtype))
+    _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
+
+
+@triton.jit
+def push_partial(
+    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: the partial tile into this rank's slot at its consumer (all of them in a one-shot), then its flag."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    control, abort, record, heap_bases = context
+    rank = tl.load(control + signal.RANK)
+    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    place = partials + (epoch & 1) * slot_elements
+    rows = tl.arange(0, BLOCK_M)
+    number = _slot_tile(tile, tiles, rank, OPTIONS[_ONE_SHOT], WORLD)
+    for i in tl.static_range(len(parts)):
+        offsets = _packed(number, rows, i * PART_N + tl.arange(0, PART_N), BLOCK_M, BLOCK_N)
+        value = parts[i].to(partials.dtype.element_ty)
+        if OPTIONS[_ONE_SHOT]:
+            for k in tl.static_range(WORLD):
+                tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)
+        else:
+            tl.store(remote(place, tile_owner(tile, num_gemm_programs, WORLD), heap_bases) + offsets, value)
+    _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
+
+
+@triton.jit
+def _sources(
+    tile, tiles, epoch, extra, context, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Where the R partials of `tile` start: a tuple of pointers, in rank order."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    control, abort, record, heap_bases = context
+    slot = partials + (epoch & 1) * slot_elements
+    places = ()
+    for source in tl.static_range(WORLD):
+        if PUSHED:
+            number = _slot_tile(tile, tiles, source, OPTIONS[_ONE_SHOT], WORLD)
+            places = places + (slot + tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N),)
+        else:
+            places = places + (remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases),)
+    return places
+
+
+@triton.jit
+def _targets(pointer, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
+    """Where a final tile goes: to every rank; in a one-shot, where each makes its own, only here."""
+    places = (pointer,)
+    if not ONE_SHOT:
+        places = others(pointer, tl.load(context[0] + signal.RANK), context[3], WORLD) + (pointer,)
+    return places
+
+
+@triton.jit
+def _reduce_tile(
+    tile, epoch, extra, context, problem, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Wait for the R partials of `tile`, sum them in rank order, hand the result out."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    control, abort, record, heap_bases = context
+    ROWS: tl.constexpr = OPTIONS[_ROWS]
+    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    if signal.wait(flags + lanes * tiles + tile, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD):
+        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+        sources = _sources(tile, tiles, epoch, extra, context, PUSHED, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+        targets = _targets(results, context, WORLD, OPTIONS[_ONE_SHOT])
+        square_targets = _targets(squares, context, WORLD, OPTIONS[_ONE_SHOT])
+        cols = tl.arange(0, BLOCK_N)
+        j = tile_n * BLOCK_N + cols
+        for step in tl.range(0, BLOCK_M // ROWS, num_stages=OPTIONS[_STAGES]):
+            rows = step * ROWS + tl.arange(0, ROWS)
+            packed = rows[:, None] * BLOCK_N + cols[None, :]
+            total = tl.load(sources[0] + packed).to(tl.float32)
+            for source in tl.static_range(1, WORLD):
+                total += tl.load(sources[source] + packed).to(tl.float32)
+            if OPTIONS[1]:
+                total = add_bias(total, bias, tile_n * BLOCK_N, N, BLOCK_N)
+            total = activate(total, OPTIONS[0])
+            i = tile_m * BLOCK_M + rows
+            offsets = i.to(tl.int64)[:, None] * N + j[None, :]
+            mask = (i < M)[:, None] & (j < N)[None, :]
+            value = total.to(results.dtype.element_ty)
+            for k in tl.static_range(len(targets)):
+                tl.store(targets[k] + offsets, value, mask=mask)
+            if OPTIONS[_SQUARES]:
+                sums = tl.sum(tl.where(mask, total * total, 0.0), axis=1)
+                for k in tl.static_range(len(targets)):
+                    tl.store(square_targets[k] + tl.cast(tile_n, tl.int64) * M + i, sums, mask=i < M)
+        if not OPTIONS[_ONE_SHOT]:
+            signal.publish(flags + WORLD * tiles + tile, epoch, lanes, heap_bases, lanes < WORLD)
+
+
+@triton.jit
+def reduce_groups(
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch): pulls."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
+    groups = tl.cdiv(tiles, WORLD)
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    if OPTIONS[_BESIDE]:
+        first -= num_gemm_programs
+        step -= num_gemm_programs
+    rank = tl.load(context[0] + signal.RANK)
+    if first >= 0:
+        if OPTIONS[_ONE_SHOT]:
+            for tile in range(first, tiles, step):
+                _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+        else:
+            for group in range(first, groups, step):
+                tile = owned_tile(group, num_gemm_programs, rank, WORLD)
+                if tile < tiles:
+                    _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+            # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
+            lanes = tl.arange(0, signal.MAX_WORLD)
+            for group in range(first, groups, step):
+                tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
+                mask = (lanes < WORLD) & (tile < tiles)
+                signal.wait(flags + WORLD * tiles + tile, mask, epoch, tile, lanes, context, _OP, WORLD)
+
+
+@triton.jit
+def reduce_own_tiles(
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot, its rank owns."""
+    partials, slot_elements, results, flags, squares, bias = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
+    iterations = tl.cdiv(K, OPTIONS[_BLOCK_K])
+    rank = tl.load(context[0] + signal.RANK)
+    program = tl.program_id(0)
+    split, count = num_finished_tiles(program, problem, tiles, iterations)
+    for i in range(0, count):
+        tile = finished_tile(i, split, program, problem, iterations)
+        if OPTIONS[_ONE_SHOT]:
+            _reduce_tile(tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+        elif tile_owner(tile, num_gemm_programs, WORLD) == rank:
+            _reduce_tile(tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    if not OPTIONS[_ONE_SHOT]:
+        one = tl.arange(0, 1)
+        for i in range(0, count):
+            tile = finished_tile(i, split, program, problem, iterations)
+            owner = tile_owner(tile, num_gemm_programs, WORLD)
+            signal.wait(flags + WORLD * tiles + tile + one, one == 0, epoch, tile, owner, context, _OP, WORLD)

@@ -1,0 +1,196 @@
+"""All-scatter: every rank pushes its block of columns to all ranks, as GEMM tiles finish or from a whole tensor.
+
+Shape letters: M rows; N columns of one rank's block; R ranks; the result is [M, R x N] on every rank; T tiles of [BLOCK_M, BLOCK_N] in a block.
+
+    rank r --tile, flag arrived[r][tile]--> the result of every rank, columns [r x N, (r + 1) x N)
+
+Placements of the tiles' consumer:
+  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`); `push_tiles` copies to the peers
+  inside          the GEMM's epilogue stores each tile R times (`push_output`); no copy, no second read
+
+The result may belong to the caller: before the first push a rank waits until its peers have entered the call (LAG = 0), hence are done with
+what the result held before. That costs nothing that the op would not wait for at its end.
+
+No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own pushes, for the same tiles that it
+pushed itself.
+
+`extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per tile, the sum over its columns of
+the squares of each row, before rounding.
+"""
+
+import triton
+import triton.language as tl
+
+from pyrocshmem import signal, status
+from pyrocshmem.device import others
+from stream_k.epilogue import activate, add_bias, store_block
+from stream_k.kernel import finished_tile, num_finished_tiles, tile_coords
+
+_OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
+
+# Places in OPTIONS after the three of stream_k.epilogue.
+_SQUARES = tl.constexpr(4)
+_ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
+_STAGES = tl.constexpr(6)  # of them in flight
+_BESIDE = tl.constexpr(7)
+_BLOCK_K = tl.constexpr(8)
+
+
+@triton.jit
+def _peers(pointer, context, WORLD: tl.constexpr):
+    return others(pointer, tl.load(context[0] + signal.RANK), context[3], WORLD)
+
+
+@triton.jit
+def _raise_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
+    control, abort, record, heap_bases = context
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    flag = flags + (1 + tl.load(control + signal.RANK)) * tiles + tile
+    signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
+
+
+@triton.jit
+def _wait_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    signal.wait(flags + (1 + lanes) * tiles + tile, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD)
+
+
+@triton.jit
+def publish_output(
+    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: the tile into the own result, then its local flag. `c` is the own block of columns."""
+    results, flags, squares, bias, stride_n = extra
+    control, abort, record, heap_bases = context
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    row = tile_m * BLOCK_M
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
+        store_block(c, row, col, value, M, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        if OPTIONS[_SQUARES]:
+            sums += _row_squares(value, col, N, PART_N)
+    if OPTIONS[_SQUARES]:
+        rows = row + tl.arange(0, BLOCK_M)
+        tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
+    signal.settle()
+    signal.raise_flag(flags + tile, epoch, scope="gpu")
+
+
+@triton.jit
+def push_output(
+    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of columns."""
+    results, flags, squares, bias, stride_n = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    row = tile_m * BLOCK_M
+    places = _peers(c, context, WORLD) + (c,)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
+        for k in tl.static_range(WORLD):
+            store_block(places[k], row, col, value, M, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        if OPTIONS[_SQUARES]:
+            sums += _row_squares(value, col, N, PART_N)
+    if OPTIONS[_SQUARES]:
+        rows = row + tl.arange(0, BLOCK_M)
+        square_places = _peers(squares, context, WORLD) + (squares,)
+        for k in tl.static_range(WORLD):
+            tl.store(square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
+    _raise_arrived(tile, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), epoch, flags, context, WORLD)
+
+
+@triton.jit
+def _finish(part, bias, col, N, PART_N: tl.constexpr, OPTIONS: tl.constexpr):
+    if OPTIONS[1]:
+        part = add_bias(part, bias, col, N, PART_N)
+    return activate(part, OPTIONS[0])
+
+
+@triton.jit
+def _row_squares(value, col, N, PART_N: tl.constexpr):
+    inside = (col + tl.arange(0, PART_N) < N)[None, :]
+    return tl.sum(tl.where(inside, value * value, 0.0), axis=1)
+
+
+@triton.jit
+def _squares_row(tile_n, N, context, BLOCK_N: tl.constexpr):
+    return tl.cast(tl.load(context[0] + signal.RANK) * tl.cdiv(N, BLOCK_N) + tile_n, tl.int64)
+
+
+@triton.jit
+def _push_tile(
+    tile, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Wait for a tile of the own result, copy it to the peers, tell them."""
+    results, flags, squares, bias, stride_n = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    ROWS: tl.constexpr = OPTIONS[_ROWS]
+    rank = tl.load(context[0] + signal.RANK)
+    one = tl.arange(0, 1)
+    if signal.wait(flags + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
+        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+        block = results + rank * N
+        places = _peers(block, context, WORLD)
+        j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        for step in tl.range(0, BLOCK_M // ROWS, num_stages=OPTIONS[_STAGES]):
+            i = tile_m * BLOCK_M + step * ROWS + tl.arange(0, ROWS)
+            offsets = i.to(tl.int64)[:, None] * (N * WORLD) + j[None, :]
+            mask = (i < M)[:, None] & (j < N)[None, :]
+            value = tl.load(block + offsets, mask=mask)
+            for k in tl.static_range(WORLD - 1):
+                tl.store(places[k] + offsets, value, mask=mask)
+        if OPTIONS[_SQUARES]:
+            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            sums = squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows
+            value = tl.load(sums, mask=rows < M)
+            square_places = _peers(sums, context, WORLD)
+            for k in tl.static_range(WORLD - 1):
+                tl.store(square_places[k], value, mask=rows < M)
+        _raise_arrived(tile, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), epoch, flags, context, WORLD)
+
+
+@triton.jit
+def push_tiles(
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch)."""
+    results, flags, squares, bias, stride_n = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    if OPTIONS[_BESIDE]:
+        first -= num_gemm_programs
+        step -= num_gemm_programs
+    if first >= 0:
+        if signal.wait_entered(epoch, context, _OP, WORLD):
+            for tile in range(first, tiles, step):
+                _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+        for tile in range(first, tiles, step):
+            _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
+
+
+@triton.jit
+def await_own_tiles(
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have arrived."""
+    results, flags, squares, bias, stride_n = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    iterations = tl.cdiv(K, OPTIONS[_BLOCK_K])
+    program = tl.program_id(0)
+    split, count = num_finished_tiles(program, problem, tiles, iterations)
+    for i in range(0, count):
+        _wait_arrived(finished_tile(i, split, program, problem, iterations), tiles, epoch, flags, context, WORLD)

@@ -1,0 +1,277 @@
+"""Signals: the one place that orders memory between programs and ranks.
+
+A flag is an int32 that holds the number (epoch) of the last call whose data are complete. `publish` makes every earlier
+write of the whole program visible, then raises the flag; `wait` returns once the flag has reached the epoch, or gives up.
+
+    epoch = signal.begin(context, True, WORLD)           # the number of this call; tells the peers we are in it
+    ...write a tile...
+    signal.publish(flag, epoch, peer, heap_bases)        # drain, barrier, release at system scope
+    if signal.wait(flags, mask, epoch, tiles, peers, context, OP, WORLD):
+        ...read the tiles...
+    signal.end(context, epoch)                           # the last program of the grid closes the call
+
+Rules that the rest of the project relies on:
+- Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can replay. Epochs
+  are compared by their int32 difference, so wrap-around is harmless.
+- `entered[p] >= n` says that peer p runs call n, hence has finished call n - 1 and may have its buffers of call n - 1
+  overwritten. Buffers that alternate between two slots need only `entered[p] >= n - 1`.
+- Waits end. A wait gives up when its budget runs out or the rank's abort word is set; it then records
+  {op, rank, peer, tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the kernel runs to its
+  end without touching what it did not get. `Heap.check` turns the record into `PeerTimeout` or `PeerAborted`.
+- No other file uses `tl.atomic_*` on a flag.
+
+`context` is the tuple (control, abort, status, heap_bases): `control` int32 words as laid out below (on the heap when there are
+peers), `abort` int32[1], `status` int64[16], `heap_bases` int64[1 + R].
+
+Measured on H200: a signal takes 0.8 us one way relaxed, 1.3 us with release/acquire at system scope.
+"""
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from pyrocshmem import status, target
+from pyrocshmem.device import remote
+
+# Words of `control`.
+EPOCH = tl.constexpr(0)  # number of the last finished call
+TICKET = tl.constexpr(1)  # programs of this call that have ended
+BUDGET_US = tl.constexpr(2)  # how long a wait may last
+RANK = tl.constexpr(3)
+ENTERED = tl.constexpr(32)  # per peer: the last call it has entered
+LEFT = tl.constexpr(40)  # per peer: the last call it has left, where a call waits for that
+CONTROL_WORDS = 64
+
+# Width of a block with one lane a rank: flags of all peers are raised and read at once.
+MAX_WORLD = tl.constexpr(8)
+
+# A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not used for 2^31 calls
+# (hours of decoding) pass for a fresh one.
+_WINDOW = tl.constexpr(4)
+_SYSTEM = tl.constexpr("sys")
+_INTERPRETED = tl.constexpr(target.interpreted())
+_TIMEOUT = tl.constexpr(int(status.Code.TIMEOUT))
+_ABORTED = tl.constexpr(int(status.Code.ABORTED))
+_WORD_CODE = tl.constexpr(int(status.Word.CODE))
+_WORD_OP = tl.constexpr(int(status.Word.OP))
+_WORD_RANK = tl.constexpr(int(status.Word.RANK))
+_WORD_PEER = tl.constexpr(int(status.Word.PEER))
+_WORD_TILE = tl.constexpr(int(status.Word.TILE))
+_WORD_EXPECTED = tl.constexpr(int(status.Word.EXPECTED))
+_WORD_SEEN = tl.constexpr(int(status.Word.SEEN))
+_WORD_WAITED_US = tl.constexpr(int(status.Word.WAITED_US))
+_WORD_EPOCH = tl.constexpr(int(status.Word.EPOCH))
+
+
+def _host_microseconds():
+    return time.monotonic_ns() // 1000
+
+
+def _host_yield():
+    # Ranks share the processor's cores on the CPU target: a rank that spins keeps the one it waits for from running.
+    time.sleep(0.0002)
+
+
+# Triton's dependency scan refuses plain functions; these two run in the interpreter only.
+_host_microseconds.__triton_builtin__ = True
+_host_yield.__triton_builtin__ = True
+
+
+@triton.jit
+def _now_us():
+    if _INTERPRETED:
+        now = _host_microseconds()
+    elif target_info.is_hip():
+        # 100 MHz, constant, the same on all of a GPU's dies.
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+        now = ticks // 100
+    else:
+        ticks = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+        now = ticks // 1000
+    return now
+
+
+@triton.jit
+def settle():
+    """Every write that any thread of this program has made, TMA stores included, is done before this returns in any thread.
+
+    Inline assembly on NVIDIA, because `tl.debug_barrier` in a loop with `flatten=True` switches its pipelining off, and because
+    `desc.store` waits only until shared memory may be reused.
+    """
+    if _INTERPRETED:
+        pass
+    elif target_info.is_hip():
+        tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+    else:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0;\nbar.sync 0;\nmov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _acquire(scope: tl.constexpr):
+    """What the flags just read stand for is visible to every thread of this program, TMA loads included."""
+    if _INTERPRETED:
+        pass
+    elif target_info.is_hip():
+        tl.inline_asm_elementwise(
+            "buffer_inv sc0 sc1\ns_waitcnt vmcnt(0)", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+    elif scope == "gpu":
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu;\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys;\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def raise_flag(flag, epoch, mask=None, scope: tl.constexpr = _SYSTEM):
+    """Set `flag` (an address or a block of addresses, local or remote) to `epoch` with release.
+
+    Only after `settle`, which brings in the other threads' writes: `publish` does both.
+    """
+    tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)
+
+
+@triton.jit
+def publish(flag, epoch, peer, heap_bases, mask=None, scope: tl.constexpr = _SYSTEM):
+    """Make this program's writes visible, then set `flag` in the heap of `peer` (a rank, or a block of ranks) to `epoch`.
+
+    Example: publish(flags + tile, 7, lanes, heap_bases, lanes < WORLD) raises flags[tile] to 7 on every rank.
+    """
+    settle()
+    raise_flag(remote(flag, peer, heap_bases), epoch, mask, scope)
+
+
+@triton.jit
+def _is_up(flags, mask, epoch):
+    """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an old call left."""
+    # Volatile: a relaxed load at system scope. It orders nothing; `_acquire` follows once the flags are up.
+    ahead = tl.load(flags, mask=mask, other=epoch, volatile=True) - epoch
+    return tl.where((ahead >= 0) & (ahead < _WINDOW), 1, 0)
+
+
+@triton.jit
+def _pick(values, lane, lanes):
+    """Element `lane` of a block, or of a scalar that stands for all lanes."""
+    return tl.sum(tl.where(lanes == lane, values, 0), axis=0)
+
+
+@triton.jit
+def _give_up(code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Write the record; when this rank is the first to give up, tell the others."""
+    control, abort, record, heap_bases = context
+    rank = tl.load(control + RANK)
+    lanes = tl.arange(0, flags.shape[0])
+    seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
+    lane = tl.argmin(_is_up(flags, mask, epoch), axis=0)
+    aborter = tl.load(abort, volatile=True) - 1
+    tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
+    tl.store(record + _WORD_RANK, rank.to(tl.int64))
+    tl.store(record + _WORD_PEER, tl.where(code == _ABORTED, aborter, _pick(peers, lane, lanes)).to(tl.int64))
+    tl.store(record + _WORD_TILE, _pick(tiles, lane, lanes).to(tl.int64))
+    tl.store(record + _WORD_EXPECTED, epoch.to(tl.int64))
+    tl.store(record + _WORD_SEEN, _pick(seen, lane, lanes).to(tl.int64))
+    tl.store(record + _WORD_WAITED_US, waited_us.to(tl.int64))
+    tl.store(record + _WORD_EPOCH, epoch.to(tl.int64))
+    settle()
+    tl.store(record + _WORD_CODE, code.to(tl.int64))
+    if code == _TIMEOUT:
+        if WORLD > 1:
+            everyone = tl.arange(0, MAX_WORLD)
+            raise_flag(remote(abort, everyone, heap_bases), 1 + rank, everyone < WORLD)
+        else:
+            raise_flag(abort, 1 + rank)
+
+
+@triton.jit
+def wait(
+    flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr, scope: tl.constexpr = _SYSTEM
+):  # fmt: skip
+    """Wait until all of `flags` (a block of addresses in the own memory, where `mask`) have reached `epoch`.
+
+    True: what they announce is there to be read. False: gave up; do not read it. `OP` (a `status.Op`), `tiles` and `peers`
+    (a block each, or one number for all lanes) only name, in the record, what was waited for.
+    """
+    control, abort, record, heap_bases = context
+    up = tl.min(_is_up(flags, mask, epoch), axis=0)
+    if up == 0:
+        budget = tl.load(control + BUDGET_US)
+        start = _now_us()
+        waited = start - start
+        aborted = tl.load(abort, volatile=True)
+        while (up == 0) & (aborted == 0) & (waited < budget):
+            if _INTERPRETED:
+                _host_yield()
+            up = tl.min(_is_up(flags, mask, epoch), axis=0)
+            aborted = tl.load(abort, volatile=True)
+            waited = _now_us() - start
+        if up == 0:
+            # The first record stands: it names the cause, later ones its consequences.
+            if tl.load(record + _WORD_CODE, volatile=True) == 0:
+                code = tl.where(aborted == 0, _TIMEOUT, _ABORTED)
+                _give_up(code, waited, flags, mask, epoch, tiles, peers, context, OP, WORLD)
+    _acquire(scope)
+    return up == 1
+
+
+@triton.jit
+def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
+    """The epoch of this call. Where ENTERS, program 0 tells every peer that this rank has entered the call, hence
+    finished the one before."""
+    control, abort, record, heap_bases = context
+    epoch = tl.load(control + EPOCH) + 1
+    if ENTERS:
+        if tl.program_id(0) == 0:
+            lanes = tl.arange(0, MAX_WORLD)
+            publish(control + ENTERED + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
+    return epoch
+
+
+@triton.jit
+def wait_entered(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Wait until every peer has entered call `epoch`. False: gave up."""
+    control, abort, record, heap_bases = context
+    lanes = tl.arange(0, MAX_WORLD)
+    return wait(control + ENTERED + lanes, lanes < WORLD, epoch, -1, lanes, context, OP, WORLD)
+
+
+@triton.jit
+def end(context, epoch):
+    """Close the call: the last program of the grid to come here writes the number that the next call counts from.
+    True in that program."""
+    control, abort, record, heap_bases = context
+    settle()
+    last = tl.atomic_add(control + TICKET, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if last:
+        tl.store(control + TICKET, 0)
+        tl.store(control + EPOCH, epoch)
+    return last
+
+
+@triton.jit
+def leave_together(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """In the last program of a call whose inputs the peers read: return once every rank has come here, so that whoever follows on
+    the stream may overwrite them. False: gave up."""
+    control, abort, record, heap_bases = context
+    lanes = tl.arange(0, MAX_WORLD)
+    publish(control + LEFT + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
+    return wait(control + LEFT + lanes, lanes < WORLD, epoch, -1, lanes, context, OP, WORLD)

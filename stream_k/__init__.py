@@ -1,0 +1,42 @@
+"""Stream-K GEMMs in Triton, alone and joined to collectives.
+
+    import stream_k
+    c = stream_k.gemm(a, b, bias=bias, activation="gelu")
+    c = stream_k.gemm_all_reduce(a_share, b_share, group=group)     # sum over ranks, on every rank
+    c = stream_k.gemm_all_scatter(a, b_columns, group=group)        # every rank's columns, on every rank
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+from stream_k.config import Config, choose
+from stream_k.gemm import gemm
+from stream_k.schedule import Schedule, make_schedule
+from stream_k.workspace import Workspace, workspace_for
+
+if TYPE_CHECKING:
+    from stream_k.fused_all_reduce import gemm_all_reduce
+    from stream_k.fused_all_scatter import gemm_all_scatter
+
+__all__ = [
+    "Config",
+    "Schedule",
+    "Workspace",
+    "choose",
+    "gemm",
+    "gemm_all_reduce",
+    "gemm_all_scatter",
+    "make_schedule",
+    "target",
+    "workspace_for",
+]
+
+# The fused ops stand on `collectives`, which stands on this package's kernel: loaded when first asked for.
+_FUSED = {"gemm_all_reduce": "stream_k.fused_all_reduce", "gemm_all_scatter": "stream_k.fused_all_scatter"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FUSED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_FUSED[name]), name)

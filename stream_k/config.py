@@ -1,0 +1,138 @@
+"""Configurations: how a GEMM is tiled, scheduled and joined to its communication.
+
+    config = stream_k.choose("gemm_all_reduce", M, N, K, torch.bfloat16, world_size, device)
+    config = dataclasses.replace(config, placement="inside", num_stages=3)
+    stream_k.gemm_all_reduce(a, b, group=group, config=config)
+
+Every rank must use the same configuration; the ops check that when they plan a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from pyrocshmem import target
+from stream_k.schedule import SPLITS
+
+PLACEMENTS = ("after", "beside", "inside")
+ALGORITHMS = ("one_shot", "two_shot")
+
+# Multiprocessors that the CPU target pretends to have: enough for several waves, few enough to follow by eye.
+CPU_PROGRAMS = 6
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run an op. Sizes are in elements, counts in programs.
+
+    block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together. subtiles: column parts in
+    which a tile leaves the registers. flatten: overlap a tile's epilogue with the next one's loads (NVIDIA).
+    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a multiprocessor.
+    placement, algorithm: where and how tiles are consumed. num_comm_programs: of num_programs, those that consume beside the GEMM.
+    comm_rows, comm_stages: rows of a tile that a consumer moves at a time, and how many such steps are in flight.
+    partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as one GPU's. torch.bfloat16 or
+    torch.float16 halves the bytes and rounds every rank's partial once.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    group_m: int = 8
+    subtiles: int = 2
+    flatten: bool = True
+    split: str = "auto"
+    num_programs: int = 0
+    placement: str = "beside"
+    algorithm: str = "two_shot"
+    num_comm_programs: int = 24
+    comm_rows: int = 16
+    comm_stages: int = 3
+    partial_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"Config.{name} must be a power of two, got {value}")
+        for name, allowed in (
+            ("subtiles", (1, 2, 4)),
+            ("split", SPLITS),
+            ("placement", PLACEMENTS),
+            ("algorithm", ALGORITHMS),
+            ("partial_dtype", (None, torch.float32, torch.bfloat16, torch.float16)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Config.{name} is {getattr(self, name)!r}, allowed are {allowed}")
+        for name in ("num_stages", "group_m", "num_comm_programs", "comm_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_programs < 0 or (self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs):
+            raise ValueError(
+                f"Config.num_programs is {self.num_programs}, of which {self.num_comm_programs} consume beside the GEMM: none is left for it"
+            )
+        if self.comm_rows > self.block_m:
+            raise ValueError(f"Config.comm_rows is {self.comm_rows}, at most block_m = {self.block_m}")
+        if self.block_n // self.subtiles < 16:
+            raise ValueError(f"Config.subtiles is {self.subtiles}: parts of {self.block_n // self.subtiles} columns, at least 16 are needed")
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Programs that run at once with one a multiprocessor."""
+    if device.type == "cpu":
+        return CPU_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, device: torch.device) -> Config:
+    """The configuration for a local product [M, K] x [K, N] of `op` ("gemm", "gemm_all_reduce", "gemm_all_scatter").
+
+    `world_size`: ranks of the group. Returns a frozen `Config`; change it with `dataclasses.replace`.
+    """
+    if target.interpreted():
+        config = _for_cpu(M, N)
+    elif target.backend() == "hip":
+        config = _for_amd(dtype)
+    else:
+        config = _for_nvidia(M, N, dtype)
+    return _with_communication(config, op, M, N, world_size, device)
+
+
+def _for_cpu(M: int, N: int) -> Config:
+    # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as there are tiles to split.
+    block = 64 if max(M, N) > 64 else 32
+    return Config(
+        block_m=block, block_n=block, block_k=64, num_warps=1, num_stages=1, group_m=2, subtiles=2, flatten=False, comm_rows=block, comm_stages=1
+    )
+
+
+def _for_amd(dtype: torch.dtype) -> Config:
+    if dtype == torch.float32:
+        return Config(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, subtiles=1, flatten=False, comm_stages=1)
+    return Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=2, subtiles=1, flatten=False, comm_stages=1)
+
+
+def _for_nvidia(M: int, N: int, dtype: torch.dtype) -> Config:
+    if dtype == torch.float32:
+        return Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3, subtiles=1, flatten=False)
+    if M <= 64 or N <= 64:
+        return Config(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, subtiles=1)
+    return Config()
+
+
+def _with_communication(config: Config, op: str, M: int, N: int, world_size: int, device: torch.device) -> Config:
+    from dataclasses import replace
+
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    programs = num_multiprocessors(device)
+    if op == "gemm" or world_size == 1:
+        return config
+    if tiles < programs:
+        # One wave or less: nothing to overlap with, so the fewest launches and hops win.
+        return replace(config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot")
+    return replace(config, num_comm_programs=max(1, programs * 24 // 132))

@@ -1,0 +1,75 @@
+"""Epilogues: what happens to a finished tile.
+
+`store_output` is the one of a plain GEMM; those that feed collectives are in `collectives`. To write another, give a jit
+function with the signature of `stream_k.kernel` to `stream_k.Config`-driven launchers; `activate`, `add_bias`, `store_block` and `row_squares`
+are its building blocks.
+
+OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
+    OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`
+    OPTIONS[1]  HAS_BIAS
+    OPTIONS[2]  C_HOW, how `c` is written: ROW (a descriptor) or POINTER (strides in `extra`)
+"""
+
+import triton
+import triton.language as tl
+
+from stream_k.kernel import POINTER
+
+ACTIVATIONS = ("none", "relu", "gelu", "silu")
+
+_RELU = tl.constexpr(1)
+_GELU = tl.constexpr(2)
+_SILU = tl.constexpr(3)
+_POINTER = tl.constexpr(POINTER)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """`x` fp32 through an activation; gelu is the exact one (error function), as torch's default."""
+    if ACTIVATION == _RELU:
+        # Written so that NaN stays NaN, as torch.relu keeps it.
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == _GELU:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == _SILU:
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
+    """`x` [*, WIDTH] plus bias[col : col + WIDTH] in every row."""
+    cols = col + tl.arange(0, WIDTH)
+    return x + tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_block(
+    c, row, col, value, M, N, stride_m, stride_n, C_HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """`value` [R, C] to (row, col) of an output [M, N]; nothing outside is touched."""
+    if C_HOW == _POINTER:
+        i = row + tl.arange(0, R)
+        j = col + tl.arange(0, C)
+        offsets = i.to(tl.int64)[:, None] * stride_m + j.to(tl.int64)[None, :] * stride_n
+        tl.store(c + offsets, value.to(c.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+    else:
+        c.store([row, col], value.to(c.dtype))
+
+
+@triton.jit
+def store_output(
+    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """C = activation(A B + bias). `extra` is (bias, stride_cm, stride_cn)."""
+    bias, stride_m, stride_n = extra
+    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = parts[i]
+        if OPTIONS[1]:
+            value = add_bias(value, bias, col, N, PART_N)
+        value = activate(value, OPTIONS[0])
+        store_block(c, tile_m * BLOCK_M, col, value, M, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)

@@ -1,0 +1,105 @@
+"""Checks of a product's operands, and how the kernel reads them: through a tensor descriptor where TMA can, by pointers otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stream_k.epilogue import ACTIVATIONS
+from stream_k.kernel import COLUMN, POINTER, ROW
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# TMA addresses whole 16-byte units: the base and every stride but the contiguous one must be multiples of that.
+_TMA_BYTES = 16
+
+
+def check_product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor | None, out_columns: int
+) -> tuple[int, int, int]:
+    """(M, N, K) of a [M, K] x b [K, N]. `out_columns`: the result is [M, out_columns].
+
+    Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes, devices and names that don't fit.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+        if x.ndim != 2:
+            raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; both must have the same dtype")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}")
+    M, K, N = a.shape[0], a.shape[1], b.shape[1]
+    if bias is not None:
+        if bias.dtype not in (a.dtype, torch.float32):
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
+        if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed")
+    if out is not None:
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
+        if out.shape != (M, out_columns):
+            raise ValueError(f"out has shape {tuple(out.shape)}, ({M}, {out_columns}) is needed")
+        if _overlaps_itself(out):
+            raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
+    for name, x in (("b", b), ("bias", bias), ("out", out)):
+        if x is not None and x.device != a.device:
+            raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
+    return M, N, K
+
+
+def check_device(a: torch.Tensor, device: torch.device) -> None:
+    """ValueError unless `a` lives where the kernels of this process run."""
+    if a.device != device:
+        raise ValueError(f"a is on {a.device}, the kernels of this rank run on {device}")
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    if x.numel() == 0:
+        return False
+    span = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    reach = 0
+    for stride, size in span:
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def aligned(x: torch.Tensor | None) -> bool:
+    """Whether Triton takes the pointer for divisible by 16 bytes. It compiles other code when it isn't."""
+    return x is None or x.data_ptr() % _TMA_BYTES == 0
+
+
+def how_to_read(x: torch.Tensor) -> int:
+    """ROW, COLUMN or POINTER for a matrix of any strides."""
+    rows, cols = x.shape
+    size = x.element_size()
+    if not aligned(x):
+        return POINTER
+    if x.stride(1) == 1 and x.stride(0) >= cols and x.stride(0) * size % _TMA_BYTES == 0:
+        return ROW
+    if x.stride(0) == 1 and x.stride(1) >= rows and x.stride(1) * size % _TMA_BYTES == 0:
+        return COLUMN
+    return POINTER
+
+
+def how_to_write(x: torch.Tensor) -> int:
+    """ROW or POINTER for an output matrix."""
+    return ROW if how_to_read(x) == ROW else POINTER
+
+
+def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
+    """What the kernel gets for matrix `x`, read or written in blocks [rows, cols]: a descriptor, or the tensor itself."""
+    if how == ROW:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols])
+    if how == COLUMN:
+        return TensorDescriptor(x, list(x.shape)[::-1], list(x.stride())[::-1], [cols, rows])
+    return x

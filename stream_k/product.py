@@ -1,0 +1,116 @@
+"""The GEMM part of every op: its schedule, its constants and its arguments, prepared once for operands of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stream_k.config import Config, num_multiprocessors
+from stream_k.kernel import nothing, stream_k_kernel
+from stream_k.launch import Launch
+from stream_k.operands import as_argument, how_to_read
+from stream_k.schedule import Schedule, make_schedule
+from stream_k.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Product:
+    """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
+
+    a_how, b_how: how the operands are read. strides: theirs, (am, ak, bk, bn). comm_programs: programs beside those of the schedule.
+    """
+
+    M: int
+    N: int
+    K: int
+    config: Config
+    schedule: Schedule
+    a_how: int
+    b_how: int
+    strides: tuple[int, int, int, int]
+    precision: str
+    comm_programs: int
+    subtiles: int
+
+    @property
+    def split(self) -> bool:
+        """Whether any tile is shared between programs, so that the fix-up is compiled in."""
+        return self.schedule.has_shared_tiles
+
+    @property
+    def problem(self) -> tuple[int, ...]:
+        """The kernel's `problem` argument."""
+        plan = self.schedule
+        split = (plan.num_split_tiles, plan.num_split_programs) if self.split else (0, 0)
+        return (self.M, self.N, self.K, *split, plan.num_programs)
+
+    @property
+    def part_n(self) -> int:
+        """Columns of one part of a tile."""
+        return self.config.block_n // self.subtiles
+
+    def launch(self, op: int, world_size: int, epilogue: Any, consumer: Any, options: tuple[int, ...], lag: int, ends: bool) -> Launch:
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s."""
+        config = self.config
+        constants = {
+            "EPILOGUE": epilogue,
+            "CONSUMER": consumer if consumer is not None else nothing,
+            "OPTIONS": options,
+            "OP": op,
+            "WORLD": world_size,
+            "LAG": lag,
+            "ENDS": ends,
+            "SPLIT": self.split,
+            "A_HOW": self.a_how,
+            "B_HOW": self.b_how,
+            "PRECISION": self.precision,
+            "FLATTEN": config.flatten,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "SUBTILES": self.subtiles,
+        }
+        grid = self.schedule.num_programs + self.comm_programs
+        return Launch(stream_k_kernel, grid, constants, config.num_warps, config.num_stages)
+
+    def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
+        """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
+        config = self.config
+        programs = self.schedule.workspace_tiles if self.split else 0
+        rows = max(programs, 1) * config.block_m
+        tiles = workspace.buffer("fix-up", rows * config.block_n, torch.float32, local=True)
+        flags = workspace.buffer("fix-up flags", max(programs, 1), torch.int32, local=True)
+        tiles = tiles[: rows * config.block_n].view(rows, config.block_n)
+        return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
+
+    def operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        """`a` and `b` as the kernel gets them."""
+        config = self.config
+        return (
+            as_argument(a, self.a_how, config.block_m, config.block_k),
+            as_argument(b, self.b_how, config.block_k, config.block_n),
+        )
+
+
+def make_product(
+    a: torch.Tensor, b: torch.Tensor, config: Config, allow_tf32: bool, comm_programs: int = 0, stores_fp32: bool = False
+) -> Product:
+    """Plan a [M, K] x b [K, N], none of them 0, both checked.
+
+    comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores fp32 tiles.
+    Raises ValueError when no program is left for the GEMM.
+    """
+    M, K, N = a.shape[0], a.shape[1], b.shape[1]
+    programs = (config.num_programs or num_multiprocessors(a.device)) - comm_programs
+    if programs < 1:
+        raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
+    schedule = make_schedule(M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split)
+    # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
+    fp32_parts = stores_fp32 or schedule.has_shared_tiles
+    subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
+    precision = "tf32" if allow_tf32 or a.dtype != torch.float32 else "ieee"
+    strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
+    return Product(M, N, K, config, schedule, how_to_read(a), how_to_read(b), strides, precision, comm_programs, subtiles)

@@ -1,0 +1,183 @@
+"""Workspace: the device memory of one op at a time: control words, flags, slots and fix-up tiles.
+
+A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with everything that peers touch on the symmetric
+heap. Give an op a workspace of its own to run it beside another one:
+
+    mine = stream_k.Workspace(heap)                     # grows as calls need it
+    stream_k.gemm_all_reduce(a, b, group=heap, workspace=mine)
+
+Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call from another thread at the same time
+raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pyrocshmem import signal, status
+from pyrocshmem.errors import WorkspaceBusy
+from pyrocshmem.heap import Heap
+
+DEFAULT_WAIT_SECONDS = 10.0
+
+
+class Workspace:
+    """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
+
+    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no heap.
+    nbytes: a fixed size for the slots; calls that need more raise ValueError before anything is launched. None: grows as needed.
+    wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
+    """
+
+    def __init__(
+        self, heap: Heap | None = None, device: torch.device | None = None, nbytes: int | None = None, wait_seconds: float | None = None
+    ) -> None:
+        if heap is None and device is None:
+            raise ValueError("a workspace needs a heap or a device, got neither")
+        self.heap = heap
+        self.device = heap.device if heap is not None else torch.device(device)  # type: ignore[arg-type]
+        self.world_size = heap.world_size if heap is not None else 1
+        self.nbytes = nbytes
+        if self.world_size > int(signal.MAX_WORLD.value):
+            raise ValueError(f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported")
+        self.plans: dict[Any, Any] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._retired: list[torch.Tensor] = []
+        self._captured = False
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
+        if heap is not None:
+            self.status, abort = heap.status, heap.system
+            bases = torch.tensor([heap.base, *heap.bases] + [heap.base] * (8 - heap.world_size), device=self.device)
+        else:
+            self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            abort = torch.zeros(1, dtype=torch.int32, device=self.device)
+            bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
+        self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
+        if wait_seconds is None:
+            wait_seconds = float(os.environ.get("PYROCSHMEM_WAIT_SECONDS", DEFAULT_WAIT_SECONDS))
+        self.control[int(signal.BUDGET_US.value)] = int(wait_seconds * 1e6)
+        self.context = (self.control, abort, self.status, bases)
+        self._agree("workspace")
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.heap is not None:
+            return self.heap.zeros(count, dtype=dtype)
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
+    def _agree(self, what: str) -> None:
+        """Every rank's writes to its own part are done before anyone goes on."""
+        if self.heap is not None:
+            self.heap.synchronize()
+            self.heap.vote(what)
+
+    def epoch(self) -> int:
+        """Number of the last finished call, as the int32 that kernels see. Waits for the device."""
+        return int(self.control[int(signal.EPOCH.value)].item())
+
+    def restart(self, epoch: int) -> None:
+        """Count calls from `epoch` (any int32) on: collective, with no call in flight. For tests of wrap-around."""
+        self.control[int(signal.EPOCH.value)] = epoch
+        for first in (signal.ENTERED, signal.LEFT):
+            self.control[int(first.value) :][: int(signal.MAX_WORLD.value)] = epoch
+        for name, buffer in self._buffers.items():
+            if name.endswith("flags"):
+                buffer.fill_(epoch)
+        self._agree("restart")
+
+    def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
+        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose name ends in
+        "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch it, so it lies off the heap.
+
+        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would grow under CUDA graph capture.
+        """
+        key = f"{dtype}:{name}"
+        found = self._buffers.get(key)
+        if found is not None and found.numel() >= count:
+            return found
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"the workspace would have to grow ({name}) under CUDA graph capture: make the call once before")
+        held = sum(x.numel() * x.element_size() for k, x in self._buffers.items() if k != key)
+        needed = held + count * dtype.itemsize
+        if self.nbytes is not None and needed > self.nbytes:
+            raise ValueError(f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; use a larger one or smaller blocks")
+        self._release(self._buffers.pop(key, None))
+        on_heap = self.heap is not None and not local
+        made = self.heap.empty(count, dtype=dtype) if on_heap else torch.empty(count, dtype=dtype, device=self.device)  # type: ignore[union-attr]
+        if name.endswith("flags"):
+            made.fill_(self.epoch())
+        self._buffers[key] = made
+        if on_heap:
+            self._agree(name)
+        return made
+
+    def _release(self, buffer: torch.Tensor | None) -> None:
+        if buffer is None:
+            return
+        self.plans.clear()
+        if self._captured:
+            # A captured graph may still write there.
+            self._retired.append(buffer)
+        elif self.heap is not None and self.heap.is_symmetric(buffer):
+            self.heap.free(buffer)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around the launches of a call: orders it after the one before, and raises what an earlier one left in the record."""
+        if not self._lock.acquire(blocking=False):
+            raise WorkspaceBusy("the workspace is in use by a call of another thread; give each thread a workspace of its own")
+        try:
+            self.check()
+            if self.device.type == "cuda":
+                self._order()
+            yield
+        finally:
+            self._lock.release()
+        if self.device.type == "cpu":
+            self.check()
+
+    def _order(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream == self._stream:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        elif self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def check(self) -> None:
+        """Raise the fault that a kernel recorded, if any. Does not wait for the device."""
+        if self.heap is not None:
+            self.heap.check()
+        elif self.status[0]:
+            raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
+
+    def nbytes_in_use(self) -> int:
+        """Bytes of all buffers, local and symmetric."""
+        return sum(x.numel() * x.element_size() for x in self._buffers.values())
+
+
+_local: dict[torch.device, Workspace] = {}
+
+
+def local_workspace(device: torch.device) -> Workspace:
+    """The workspace of GEMMs alone on `device`."""
+    if device not in _local:
+        _local[device] = Workspace(device=device)
+    return _local[device]
+
+
+def workspace_for(heap: Heap) -> Workspace:
+    """The workspace that ops on `heap` share; it lives as long as the heap. Collective at its first use."""
+    found = getattr(heap, "workspace", None)
+    if found is None:
+        found = heap.workspace = Workspace(heap)
+    return found
