@@ -7,12 +7,9 @@ set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 output=${1:-$here/libfinegrained_alloc.so}
 
-current=yes
-for source in "$here"/*.c "$here"/*.h "$here/build.sh"; do
-    # A source exactly as old as the library counts as newer: file times are coarse.
-    [ "$output" -nt "$source" ] || current=no
-done
-[ "$current" = no ] || exit 0
+if [ -e "$output" ] && [ -z "$(find "$here"/*.c "$here"/*.h "$here/build.sh" -newer "$output")" ]; then
+    exit 0
+fi
 
 temporary=$(mktemp "$output.XXXXXX")
 trap 'rm -f "$temporary"' EXIT

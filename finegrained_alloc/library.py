@@ -1,7 +1,7 @@
 """Loads the C library and turns its status codes into exceptions.
 
-``load()`` opens ``libfinegrained_alloc.so`` beside this file at the first call. It is never built from here: a rank that
-compiles behind the caller's back hides a broken installation, so the message says what to run instead.
+``load()`` opens ``libfinegrained_alloc.so`` beside this file at the first call. It is never built from here: a rank
+that compiles behind the caller's back hides a broken installation, so the message says what to run instead.
 """
 
 from __future__ import annotations

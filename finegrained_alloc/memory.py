@@ -1,7 +1,8 @@
 """Allocations, exported handles and mappings of peers' allocations.
 
-Every object names a piece of raw memory by address; none of them is freed by the garbage collector, because tensors made
-from the address would outlive it unseen. Free and close by hand or with ``with``; ``live()`` shows what was forgotten.
+Every object names a piece of raw memory by address; none of them is freed by the garbage collector, because tensors
+made from the address would outlive it unseen. Free and close by hand or with ``with``; ``live()`` shows what was
+forgotten.
 All functions may be called from several threads.
 """
 
@@ -127,7 +128,7 @@ def export_pointer(ptr: int) -> bytes:
 def open_handle(handle: bytes, device: int = 0) -> Mapping:
     """Maps the memory that a peer exported, for use on ``device`` of this process (ignored for host memory: 0).
 
-    A handle made by this very process maps nothing: the pointer is the owner's, with peer access between the two devices.
+    A handle made by this very process maps nothing: the pointer is the owner's, with peer access between the devices.
     Raises ``ValueError`` for a handle that is truncated, damaged or not one of ours, ``StaleHandle`` when its owner has
     ended or given the memory back, ``RuntimeError`` with the runtime's text when mapping fails, ``NotBuilt``.
     """
@@ -169,4 +170,10 @@ def live() -> Stats:
     """What this process holds now, counted by the C library, PyTorch's allocations from ``pool()`` included."""
     stats = CStats()
     load().fga_get_stats(ctypes.byref(stats))
-    return Stats(*(int(getattr(stats, name)) for name, _ in CStats._fields_))
+    return Stats(
+        allocations=stats.allocations,
+        bytes=stats.bytes,
+        mappings=stats.mappings,
+        total_allocations=stats.total_allocations,
+        total_mappings=stats.total_mappings,
+    )

@@ -3,9 +3,9 @@
     with finegrained_alloc.pool():
         x = torch.empty(4096, 4096, device="cuda")   # fine-grained on AMD, exportable on both
 
-It holds for the calling thread, for one device, and for the duration of the ``with``; tensors live on afterwards and give
-their memory back as usual (``torch.cuda.empty_cache()`` returns it to the driver). The process-wide allocator is not
-touched.
+It holds for the calling thread, for one device, and for the duration of the ``with``; tensors live on afterwards and
+give their memory back as usual (``torch.cuda.empty_cache()`` returns it to the driver). The process-wide allocator is
+not touched.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def _pluggable_allocator(backend: str) -> torch.cuda.memory.CUDAPluggableAllocat
 
 @contextlib.contextmanager
 def pool(device: int | torch.device | None = None) -> Iterator[torch.cuda.MemPool]:
-    """Within it, CUDA (or ROCm) tensors that this thread makes on ``device`` (default: the current one) live on our memory.
+    """Puts the CUDA (or ROCm) tensors that this thread makes on ``device`` (default: the current one) on our memory.
 
     Yields the pool, which ``torch.cuda.use_mem_pool`` accepts again as long as it is referenced.
-    Raises ``RuntimeError`` where PyTorch sees no GPU, ``NotBuilt``; ``torch.OutOfMemoryError`` comes from the tensor's maker.
+    Raises ``RuntimeError`` where PyTorch sees no GPU, and ``NotBuilt``; when memory runs out, what makes the tensor
+    raises ``torch.OutOfMemoryError``.
     """
     import torch
 

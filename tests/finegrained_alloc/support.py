@@ -1,4 +1,4 @@
-"""What the tests of the allocator share: the built library, child processes that cannot outlive a test, files in /dev/shm.
+"""What the tests of the allocator share: the built library, children that cannot outlive a test, files in /dev/shm.
 
 Children run a few lines of Python that import finegrained_alloc alone: without torch they start in a tenth of a second.
 """
@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = ROOT / "finegrained_alloc"
 SHM = Path("/dev/shm")
 TIMEOUT_S = 60
+HANDLE_NAME = 88  # offset of the payload in handle.h, which starts with the name of the file
 
 PREAMBLE = """
 import ctypes, json, os, sys, threading
@@ -91,18 +92,24 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
     process.stdin.flush()
 
 
-def heap_files() -> set[Path]:
-    """Files of this library that have a name now."""
-    return set(SHM.glob("pyrocshmem-*"))
+def file_of(handle: bytes) -> Path:
+    """The file that a host handle stands for. Asked of the handle and not of /dev/shm: other jobs may be running."""
+    return SHM / handle[HANDLE_NAME : HANDLE_NAME + 64].rstrip(b"\0").decode()
 
 
 OWNER = """
 memory = fga.alloc(int(sys.argv[1]), "host")
-say(handle=memory.export().hex(), pid=os.getpid())
+say(handle=memory.export().hex())
 sys.stdin.readline()
 """
 
 
-def own(nbytes: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """A child that holds one host allocation, says its handle, and ends after one line on its standard input."""
-    return child(OWNER, str(nbytes))
+@contextlib.contextmanager
+def own(nbytes: int) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+    """A child that holds one host allocation, and its handle; it ends after one line on its standard input."""
+    with child(OWNER, str(nbytes)) as owner:
+        handle = bytes.fromhex(hear(owner)["handle"])
+        try:
+            yield owner, handle
+        finally:
+            file_of(handle).unlink(missing_ok=True)  # a killed owner cannot

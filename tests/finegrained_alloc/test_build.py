@@ -89,7 +89,9 @@ def test_the_library_needs_no_gpu_runtime() -> None:
 
 
 def test_importing_loads_nothing() -> None:
-    code = 'say(mapped="libfinegrained_alloc" in open("/proc/self/maps").read(), torch="torch" in sys.modules)'
+    code = (
+        'say(mapped="libfinegrained_alloc" in open("/proc/self/maps").read(), torch="torch" in sys.modules)'
+    )
     assert support.run_child(code) == [{"mapped": False, "torch": False}]
 
 

@@ -1,4 +1,4 @@
-"""The prototypes and constants of hip_abi.h and cuda_abi.h against AMD's and NVIDIA's own headers and AMD's own library.
+"""The prototypes and constants of hip_abi.h and cuda_abi.h against the vendors' headers and AMD's own library.
 
 The headers come from Debian's libamdhip64-dev (with the library) and from the Triton wheel (both vendors').
 """
@@ -27,7 +27,9 @@ def triton_include(backend: str) -> Path:
     return Path(spec.origin).parent / "backends" / backend / "include"
 
 
-def compile_check(source: Path, include: Path, abi: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def compile_check(
+    source: Path, include: Path, abi: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     command = ["cc", *STRICT, "-D__HIP_PLATFORM_AMD__", "-isystem", str(include), "-I", str(abi), str(source)]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=support.TIMEOUT_S, check=False
@@ -52,10 +54,14 @@ def test_prototypes_and_constants_are_the_vendor_s(check: str, abi: str, include
 # What a slip would look like: a wrong flag, a narrower size, a missing argument.
 SLIPS = [
     pytest.param("hip_abi.h", "FINEGRAINED 0x1u", "FINEGRAINED 0x2u", id="hip-flag"),
-    pytest.param("hip_abi.h", "(void **ptr, size_t nbytes", "(void **ptr, unsigned int nbytes", id="hip-size"),
+    pytest.param(
+        "hip_abi.h", "(void **ptr, size_t nbytes", "(void **ptr, unsigned int nbytes", id="hip-size"
+    ),
     pytest.param("hip_abi.h", "(int peer, unsigned int flags)", "(int peer)", id="hip-argument"),
     pytest.param("cuda_abi.h", "ENABLED 704u", "ENABLED 705u", id="cuda-error"),
-    pytest.param("cuda_abi.h", "cuMemAlloc_v2, (CUdeviceptr *ptr", "cuMemAlloc_v2, (unsigned int *ptr", id="cuda-ptr"),
+    pytest.param(
+        "cuda_abi.h", "cuMemAlloc_v2, (CUdeviceptr *ptr", "cuMemAlloc_v2, (unsigned int *ptr", id="cuda-ptr"
+    ),
 ]
 
 
@@ -78,7 +84,9 @@ def test_amd_s_library_has_every_symbol(tmp_path: Path) -> None:
     done = compile_check(check, DEBIAN, support.PACKAGE, *arguments)
     assert done.returncode == 0, done.stderr
     if shutil.which("nm"):
-        done = subprocess.run(["nm", "-u", str(program)], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["nm", "-u", str(program)], capture_output=True, text=True, timeout=60, check=True
+        )
         assert "hipExtMallocWithFlags" in done.stdout  # the linker saw real references
 
 
