@@ -15,6 +15,7 @@ Import this package before Triton: `pyrocshmem.target` decides whether kernels a
 """
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+from pyrocshmem.bootstrap import Group, ThreadGroup, as_group
 from pyrocshmem.errors import (
     CallMismatch,
     HeapOutOfMemory,
@@ -24,14 +25,29 @@ from pyrocshmem.errors import (
     ShmemError,
     WorkspaceBusy,
 )
+from pyrocshmem.heap import Heap, Usage, close_all, heap_for
+from pyrocshmem.launch import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
 
 __all__ = [
     "CallMismatch",
+    "Group",
+    "Heap",
     "HeapOutOfMemory",
     "InitTimeout",
     "PeerAborted",
     "PeerTimeout",
+    "RankResult",
+    "RanksFailed",
     "ShmemError",
+    "ThreadGroup",
+    "Usage",
     "WorkspaceBusy",
+    "as_group",
+    "close_all",
+    "from_torchrun",
+    "heap_for",
+    "run_ranks",
+    "spawn",
+    "spawn_threads",
     "target",
 ]

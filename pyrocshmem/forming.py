@@ -5,9 +5,8 @@
     memory.release()
 
 Protocol: allocate, vote (size, handle, any failure); map each peer's memory and read in it the words that
-the peer announced, so that nothing else can be mistaken for it; vote again; take the names off the files. A
-failure on one rank is
-told to all in the vote that follows it: nobody hangs, and everybody names the rank and the cause.
+the peer announced, so that nothing else can be mistaken for it; vote again; take the names off the files.
+What fails on one rank is told to all in the next vote: nobody hangs, everybody names the rank and the cause.
 """
 
 import contextlib
@@ -33,8 +32,7 @@ live_memories: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 
 
 def storage_at(address: int, nbytes: int, device: torch.device, owner: object) -> torch.UntypedStorage:
-    """A storage over memory that torch doesn't own; `owner` lives for as long as any tensor uses the
-    storage."""
+    """A storage over memory that torch doesn't own; `owner` lives as long as any tensor on it."""
     # Always at least a byte: an empty storage has no address, by which `free` finds its block.
     storage = torch._C._construct_storage_from_data_pointer(address, device, max(nbytes, 1))
     storage.pyrocshmem_owner = owner
@@ -62,8 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class SharedMemory:
-    """The own memory and the mappings of the peers'. Released once, when asked to or when nothing refers to
-    it any more."""
+    """The own memory and the mappings of the peers', released once: on demand, or with the last reference."""
 
     def __init__(self, channel: Group, device: torch.device, backend: str) -> None:
         self.device, self.backend = device, backend

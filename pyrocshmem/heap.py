@@ -40,7 +40,16 @@ from pyrocshmem.forming import (
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, live_heaps
 from pyrocshmem.tensors import Plan, TensorFactories
 
-__all__ = ["SYSTEM_BYTES", "SYSTEM_WORDS", "Heap", "Usage", "abort_all", "close_all", "heap_for"]
+__all__ = [
+    "SYSTEM_BYTES",
+    "SYSTEM_WORDS",
+    "Heap",
+    "Usage",
+    "abort_all",
+    "close_all",
+    "heap_for",
+    "release_all",
+]
 
 _DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one
 
@@ -328,10 +337,18 @@ def close_all() -> None:
     _heaps_of.clear()
 
 
-def abort_all(message: str) -> None:
-    """`abort` every heap of this process: for a rank that is about to end with an exception."""
+def release_all() -> None:
+    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
+    close_all()
+    for memory in list(live_memories):
+        memory.release()
+
+
+def abort_all(message: str, group: Group | None = None) -> None:
+    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an exception."""
     for heap in list(live_heaps):
-        heap.abort(message)
+        if group is None or heap.group is group:
+            heap.abort(message)
 
 
 def _at_exit() -> None:
@@ -339,9 +356,7 @@ def _at_exit() -> None:
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None and not hasattr(sys, "ps1"):
         abort_all(f"{type(uncaught).__name__}: {uncaught}")
-    close_all()
-    for memory in list(live_memories):
-        memory.release()  # tensors that still live are never read again
+    release_all()
 
 
 atexit.register(_at_exit)

@@ -1,0 +1,131 @@
+"""A rank's own side of `launch.spawn`: what the process does from its start to its end.
+
+`rank_main` joins the group, runs the function, reports its result or exception through the pipe, and stays
+until the parent
+has heard of every rank: only then may the memory that peers have mapped go.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import bootstrap, heap, target
+from pyrocshmem.bootstrap import Group, StoreBoard
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told.
+
+    `port` is the store's on the loopback interface; `call` the pickled (fn, args); `environment` what to run
+    in, None: as inherited; `parent` the process that forks the rank, None: a server.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    call: bytes
+    environment: dict[str, str] | None
+    parent: int | None
+
+
+def init_process_group(store: Any, rank: int, world_size: int, device: torch.device) -> None:
+    """`torch.distributed.init_process_group` over `store`; `InitTimeout` names ranks that don't come."""
+    # Before torch's own rendezvous, because this one names who is missing.
+    launch = Group(StoreBoard(dist.PrefixStore("launch", store)), rank, world_size, "launch")
+    launch.barrier("starting the ranks")
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=world_size,
+        device_id=None if on_cpu else device,
+    )
+
+
+def _die_with_parent(parent: int | None) -> None:
+    """The kernel kills this process when the one that forked it ends (the fork server ends with the
+    parent)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent and parent is not None:
+        os._exit(1)  # it had ended before
+
+
+def rank_main(job: Job, pipe: Connection) -> None:
+    """Be rank `job.rank`. Doesn't return."""
+    _die_with_parent(job.parent)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole terminal; the parent ends its ranks
+    if job.environment is not None:
+        os.environ.clear()
+        os.environ.update(job.environment)
+    value, error, text = None, None, ""
+    try:
+        fn, args = pickle.loads(job.call)
+        _join(job)
+        value = fn(job.rank, job.world_size, *args)
+    except BaseException as raised:
+        error, text = raised, traceback.format_exc()
+        message = f"{type(raised).__name__}: {raised}"
+        heap.abort_all(message)
+        bootstrap.abort_all(message)
+    _report(pipe, value, error, text)
+    _leave(pipe)
+
+
+def _join(job: Job) -> None:
+    """Make this process rank `job.rank` of a default process group."""
+    device = target.device(job.rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        # Ranks of one machine: gloo must not depend on what the host name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    seconds = timedelta(seconds=bootstrap.init_seconds())
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=seconds, wait_for_workers=False)
+    init_process_group(store, job.rank, job.world_size, device)
+
+
+def _report(pipe: Connection, value: Any, error: BaseException | None, text: str) -> None:
+    try:
+        message = pickle.dumps((value, error, text))
+        pickle.loads(message)  # some exceptions pickle, but can't be rebuilt
+    except Exception as problem:
+        if error is None:
+            error, text = TypeError(f"the rank's result can't be sent: {problem}"), traceback.format_exc()
+        else:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        message = pickle.dumps((None, error, text))
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(message)
+
+
+def _leave(pipe: Connection) -> None:
+    """Wait until every rank has finished with this one's memory, then end without running what might hang."""
+    try:
+        all_ok = pipe.recv_bytes() == b"\1"
+    except (EOFError, OSError):
+        all_ok = False
+    with contextlib.suppress(Exception):
+        heap.release_all()
+        if all_ok and dist.is_initialized():
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

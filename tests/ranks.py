@@ -1,0 +1,26 @@
+"""Start ranks in a test, and look at how each of them ended.
+
+    ends = run_ranks(body, 4, some_argument)       # body(rank, world_size, some_argument) at the top of the
+    test's module assert ends[0].value == 3
+    assert isinstance(ends[1].exception, PeerTimeout)
+
+A rank that fails leaves the others alone, so that each one's fault can be asserted; all are gone after
+`timeout` seconds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pyrocshmem import launch
+from pyrocshmem.launch import RankResult
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[RankResult]:
+    """Every rank's end, in rank order; see `pyrocshmem.launch.run_ranks`."""
+    return launch.run_ranks(fn, num_ranks, *args, timeout=timeout)
+
+
+def values(ends: Sequence[RankResult]) -> list[Any]:
+    """Every rank's value; fails with the text of those that have none."""
+    assert all(end.ok for end in ends), "\n".join(end.describe() for end in ends if not end.ok)
+    return [end.value for end in ends]
