@@ -1,4 +1,4 @@
-"""`gemm_all_reduce`: the row-parallel product, summed over ranks, on every rank. The protocol is `collectives.all_reduce`'s."""
+"""`gemm_all_reduce`: the row-parallel product, summed over ranks, on every rank. The protocol is `collectives.reduce_tiles`'s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from collectives import all_reduce as tiles
+from collectives import reduce_tiles as tiles
 from pyrocshmem import status
 from pyrocshmem.heap import Heap
 from stream_k import fused

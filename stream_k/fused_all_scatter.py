@@ -1,4 +1,4 @@
-"""`gemm_all_scatter`: the column-parallel product, every rank's columns on every rank. The protocol is `collectives.all_scatter`'s."""
+"""`gemm_all_scatter`: the column-parallel product, every rank's columns on every rank. The protocol is `collectives.scatter_tiles`'s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from collectives import all_scatter as tiles
+from collectives import scatter_tiles as tiles
 from pyrocshmem import status
 from pyrocshmem.heap import Heap
 from stream_k import fused
