@@ -114,13 +114,20 @@ class Group:
     """
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, name: str, global_ranks: Sequence[int] | None = None
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        name: str,
+        global_ranks: Sequence[int] | None = None,
+        parent: "Group | None" = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of a group of {world_size}, allowed are 0..{world_size - 1}")
         self.rank, self.world_size, self.name = rank, world_size, name
         self.global_ranks = tuple(global_ranks if global_ranks is not None else range(world_size))
         self._board = board
+        self._parent = parent
         self._round = 0
         self._channels: Counter[str] = Counter()
         self._failed: ShmemError | None = None
@@ -136,7 +143,7 @@ class Group:
         number = self._channels[label]
         self._channels[label] += 1
         name = f"{self.name}/{label}{number}"
-        return Group(self._board, self.rank, self.world_size, name, self.global_ranks)
+        return Group(self._board, self.rank, self.world_size, name, self.global_ranks, self)
 
     def exchange(self, payload: bytes, what: str, timeout: float | None = None) -> list[bytes]:
         """Give `payload` to every rank and return all ranks' payloads, in rank order.
@@ -182,9 +189,11 @@ class Group:
             self._board.set(self._key("abort"), json.dumps([self.rank, message]).encode())
 
     def abort_record(self) -> tuple[int, str] | None:
-        """(rank, message) of the first abort, or None."""
-        record = self._read("abort")
-        return None if record is None else tuple(json.loads(record))
+        """(rank, message) of the first abort here, or where this is a channel of, or None."""
+        if (record := self._read("abort")) is not None:
+            rank, message = json.loads(record)
+            return rank, message
+        return self._parent.abort_record() if self._parent is not None else None
 
     def leave(self, message: str) -> None:
         """Say that this rank makes no more exchanges here; a peer that waits for one raises `PeerAborted`."""

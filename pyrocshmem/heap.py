@@ -15,10 +15,8 @@ anywhere. A rank that fails brings its failure.
 Memory stays mapped while any tensor on it lives, even after `close`: a late access is never a crash.
 """
 
-import atexit
 import contextlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +30,11 @@ from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
     SharedMemory,
-    live_memories,
     storage_at,
     synchronize,
     tensor_on,
 )
-from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, live_heaps
+from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, abort_all, close_all, release_all
 from pyrocshmem.tensors import Plan, TensorFactories
 
 __all__ = [
@@ -131,7 +128,7 @@ class Heap(Lifecycle, TensorFactories):
                     raise ValueError("the tensor starts inside its block; free the one that was allocated")
                 facts = {"offset": block.offset}
                 synchronize(self.device)
-            except (TypeError, ValueError, RuntimeError) as error:
+            except Exception as error:
                 mistake = error
                 facts = {"error": f"{type(error).__name__}: {error}"}
             replies = self._vote("free", facts)
@@ -154,7 +151,7 @@ class Heap(Lifecycle, TensorFactories):
         return True
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Bytes from the heap's base to the first element of `tensor`. `ValueError` when it isn't on this
+        """Bytes from the heap's base to the first element of `tensor`; `ValueError` when it isn't on the
         heap."""
         self._block_of(tensor)
         # Through the storage, because torch gives a tensor without elements the address 0.
@@ -199,12 +196,6 @@ class Heap(Lifecycle, TensorFactories):
         if self._closed:
             self._live.clear()
 
-    def _refuse_capture(self, call: str) -> None:
-        if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"heap.{call} under CUDA graph capture: allocate and free outside of the capture"
-            )
-
     def _allocate(self, name: str, make_plan: Callable[[], Plan]) -> torch.Tensor:
         with self._lock:
             self._require_usable()
@@ -212,9 +203,9 @@ class Heap(Lifecycle, TensorFactories):
                 self._refuse_capture(name)
                 plan = make_plan()
                 nbytes = plan.dtype.itemsize * torch.Size(plan.shape).numel()
-            except (TypeError, ValueError, RuntimeError) as error:
-                # So that the others don't wait; when they made a proper call, this mistake is what matters
-                # here.
+            except Exception as error:
+                # So that the others don't wait. If they made a proper call, this mistake still is what
+                # matters.
                 with contextlib.suppress(CallMismatch):
                     self._vote(f"{name}: {type(error).__name__}: {error}", {})
                 raise
@@ -236,7 +227,7 @@ class Heap(Lifecycle, TensorFactories):
             facts = {"offset": offset}
             try:
                 self._fill(tensor, block, plan)
-            except (TypeError, ValueError, RuntimeError) as error:
+            except Exception as error:
                 failure = error
                 facts = {"error": f"{type(error).__name__}: {error}"}
             replies = self._vote(call, facts)
@@ -249,8 +240,7 @@ class Heap(Lifecycle, TensorFactories):
         return tensor
 
     def _fill(self, tensor: torch.Tensor, block: _Block, plan: Plan) -> None:
-        # Before the vote, so that once any rank has its tensor, no rank's own filling can overwrite what a
-        # peer puts in it.
+        # Before the vote: once any rank has its tensor, no rank's filling overwrites what a peer puts in it.
         if self.debug:
             self._fill_with_nan(block)
         if plan.fill is not None:
@@ -287,8 +277,7 @@ class Heap(Lifecycle, TensorFactories):
             raise CallMismatch([f"{call} at offset {offset}" for offset in offsets])
 
     def _block_of(self, tensor: torch.Tensor) -> _Block:
-        """The live block that holds all of `tensor`'s storage; `TypeError` or `ValueError` when there is
-        none."""
+        """The live block that holds all of `tensor`'s storage; `TypeError` or `ValueError` without one."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, got a {type(tensor).__name__}")
         if tensor.device != self.device:
@@ -297,8 +286,10 @@ class Heap(Lifecycle, TensorFactories):
             raise ValueError(f"the tensor has the layout {tensor.layout}, allowed is {torch.strided}")
         storage = tensor.untyped_storage()
         owner = getattr(storage, "pyrocshmem_owner", None)
-        if isinstance(owner, _Block) and owner.memory is self._memory and not owner.live:
-            raise ValueError("the tensor was freed")
+        if isinstance(owner, _Block) and owner.memory is self._memory:
+            if not owner.live:
+                raise ValueError("the tensor was freed")
+            return owner
         start = storage.data_ptr() - self.base - SYSTEM_BYTES
         for block in self._live.values():
             if block.offset <= start and start + storage.nbytes() <= block.offset + max(block.nbytes, 1):
@@ -328,35 +319,3 @@ def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
             f"the group's heap has {heap.nbytes} bytes, {nbytes} asked; close it, then ask for more"
         )
     return heap
-
-
-def close_all() -> None:
-    """Close every heap of this process."""
-    for heap in list(live_heaps):
-        heap.close()
-    _heaps_of.clear()
-
-
-def release_all() -> None:
-    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
-    close_all()
-    for memory in list(live_memories):
-        memory.release()
-
-
-def abort_all(message: str, group: Group | None = None) -> None:
-    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an exception."""
-    for heap in list(live_heaps):
-        if group is None or heap.group is group:
-            heap.abort(message)
-
-
-def _at_exit() -> None:
-    # Set when an exception ended the program, and at a prompt after any exception.
-    uncaught = getattr(sys, "last_value", None)
-    if uncaught is not None and not hasattr(sys, "ps1"):
-        abort_all(f"{type(uncaught).__name__}: {uncaught}")
-    release_all()
-
-
-atexit.register(_at_exit)

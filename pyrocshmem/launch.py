@@ -11,8 +11,7 @@ away. A rank reports its result or its exception, then stays, memory and all, un
 every rank. When one fails, the others get a while to fail by themselves (their errors tell more), then they
 are killed. No rank outlives the parent.
 
-On the CPU target ranks are forked from a server that has imported torch already: that saves 2 s of import a
-rank.
+On the CPU target a server that has imported torch forks the ranks, which saves each of them 2 s.
 """
 
 import contextlib
@@ -276,7 +275,7 @@ class _Rank:
         self.rank = job.rank
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=rank_main, args=(job, theirs), daemon=True, name=f"pyrocshmem-rank{job.rank}"
+            target=rank_main, args=(job, theirs), name=f"pyrocshmem-rank{job.rank}"
         )
         self.process.start()
         theirs.close()

@@ -5,6 +5,7 @@ group's store; a kernel that waits sees the abort word of its heap; a host that 
 record in `status`. After the first fault a heap is broken: every later call raises it again, `close` is left.
 """
 
+import atexit
 import contextlib
 import copy
 import os
@@ -18,13 +19,14 @@ from typing import Any, Self
 import torch
 
 from pyrocshmem import bootstrap, status, target
-from pyrocshmem.bootstrap import as_group
+from pyrocshmem.bootstrap import Group, as_group
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
     SharedMemory,
     form,
+    live_memories,
     storage_at,
     synchronize,
     tensor_on,
@@ -91,8 +93,9 @@ class Lifecycle:
         self._channel = self.group.channel("heap")
         try:
             self.device = own_device(device)
+            self._refuse_capture("__init__")
             self.nbytes = self._agree_on_size(nbytes)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             self._channel.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
         seconds = bootstrap.init_seconds()
@@ -143,6 +146,7 @@ class Lifecycle:
     def synchronize(self) -> None:
         """Wait for what this rank launched on its device, then `check`."""
         self._require_usable()
+        self._refuse_capture("synchronize")
         synchronize(self.device)
         self.check()
 
@@ -212,7 +216,7 @@ class Lifecycle:
         self.close()
 
     def __del__(self) -> None:
-        # While the interpreter ends, modules are half gone; the exit handler of `heap` has closed every heap.
+        # While the interpreter ends, modules are half gone; `_at_exit` has closed every heap.
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self.close()
 
@@ -237,6 +241,12 @@ class Lifecycle:
             raise copy.copy(self._failure)
         if self._closed:
             raise ValueError("the heap is closed")
+
+    def _refuse_capture(self, call: str) -> None:
+        if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"heap.{call} under CUDA graph capture, where it can't be done: call it outside"
+            )
 
     def _message_of(self, peer: int) -> str:
         # A kernel that gives up sets the abort words at once; its host says why a moment later.
@@ -272,3 +282,36 @@ class Lifecycle:
             for place in words:
                 place.copy_(pinned, non_blocking=True)
             torch.cuda.current_stream().synchronize()
+
+
+def close_all() -> None:
+    """Close every heap of this process."""
+    for heap in list(live_heaps):
+        heap.close()
+
+
+def release_all() -> None:
+    """Close every heap of this process and give all memory back: at its end, when no tensor is read any
+    more."""
+    close_all()
+    for memory in list(live_memories):
+        memory.release()
+
+
+def abort_all(message: str, group: Group | None = None) -> None:
+    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an
+    exception."""
+    for heap in list(live_heaps):
+        if group is None or heap.group is group:
+            heap.abort(message)
+
+
+def _at_exit() -> None:
+    # Set when an exception ended the program, and at a prompt after any exception.
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is not None and not hasattr(sys, "ps1"):
+        abort_all(f"{type(uncaught).__name__}: {uncaught}")
+    release_all()
+
+
+atexit.register(_at_exit)

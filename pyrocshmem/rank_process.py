@@ -1,8 +1,7 @@
 """A rank's own side of `launch.spawn`: what the process does from its start to its end.
 
 `rank_main` joins the group, runs the function, reports its result or exception through the pipe, and stays
-until the parent
-has heard of every rank: only then may the memory that peers have mapped go.
+until the parent has heard of every rank: only then may the memory that peers have mapped go.
 """
 
 import contextlib
@@ -60,8 +59,8 @@ def init_process_group(store: Any, rank: int, world_size: int, device: torch.dev
 
 
 def _die_with_parent(parent: int | None) -> None:
-    """The kernel kills this process when the one that forked it ends (the fork server ends with the
-    parent)."""
+    """Have the kernel kill this process when the one that forked it ends; a fork server ends with the
+    parent."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent and parent is not None:
         os._exit(1)  # it had ended before
@@ -70,9 +69,8 @@ def _die_with_parent(parent: int | None) -> None:
 def rank_main(job: Job, pipe: Connection) -> None:
     """Be rank `job.rank`. Doesn't return."""
     _die_with_parent(job.parent)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole terminal; the parent ends its ranks
+    # Ctrl-C reaches every process of a terminal; the parent ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if job.environment is not None:
         os.environ.clear()
         os.environ.update(job.environment)
@@ -83,11 +81,17 @@ def rank_main(job: Job, pipe: Connection) -> None:
         value = fn(job.rank, job.world_size, *args)
     except BaseException as raised:
         error, text = raised, traceback.format_exc()
-        message = f"{type(raised).__name__}: {raised}"
-        heap.abort_all(message)
-        bootstrap.abort_all(message)
+        _tell_peers(f"{type(raised).__name__}: {raised}")
     _report(pipe, value, error, text)
     _leave(pipe)
+
+
+def _tell_peers(message: str) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may be what failed
+        if dist.is_initialized():
+            bootstrap.as_group(None).abort(message)  # for peers that wait where this rank hasn't been yet
+    heap.abort_all(message)
+    bootstrap.abort_all(message)
 
 
 def _join(job: Job) -> None:
