@@ -6,6 +6,8 @@ unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 usage=$root/stream_k/usage.txt
 
+known=$(grep -oE -- '--?[a-z][a-z-]*' "$usage" | tr '\n' ' ')
+
 # Help, and a mistyped option, are answered before a set-up that may take minutes.
 for arg in "$@"; do
   case $arg in
@@ -13,11 +15,11 @@ for arg in "$@"; do
       cat "$usage"
       exit 0
       ;;
-    --[a-z]*) option=${arg%%=*} ;;
-    -[a-z]*) option=${arg:0:2} ;; # a value may follow at once: -n4
+    --?*) option=${arg%%=*} ;;
+    -[[:alpha:]]*) option=${arg:0:2} ;; # a value may follow at once: -n4
     *) continue ;;
   esac
-  if ! grep -qwF -- "$option" "$usage"; then
+  if [[ " $known " != *" $option "* ]]; then
     printf "run.sh: no such option: '%s'. Try './run.sh --help'.\n" "$option" >&2
     exit 2
   fi

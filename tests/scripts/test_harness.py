@@ -1,0 +1,182 @@
+"""tests/run.sh and tests/conftest.py: order, passes, skips, the closing line, and the leak check."""
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests import conftest
+from tests.scripts import support
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+
+CHEAP = """
+import pytest
+TIER = 0
+@pytest.mark.cpu
+def test_cheap(): pass
+"""
+DEAR = """
+import pytest
+TIER = 3
+def test_dear(): pass
+@pytest.mark.gpu
+def test_gpu(): pass
+@pytest.mark.num_gpus(63)
+def test_many(): pass
+"""
+RANKS = """
+import pytest
+@pytest.mark.num_ranks(3)
+def test_ranks(): pass
+"""
+FAILING = "def test_wrong(): assert 1 == 2\n"
+COMPILED = """
+import os
+def test_compiled(): assert os.environ["TRITON_INTERPRET"] == "0"
+"""
+
+
+# Stand-ins that start at once; what they stand in for is used by every other test.
+TARGET = """
+import os
+def interpreted(): return os.environ.get("PYROCSHMEM_BACKEND") == "cpu"
+def describe(): return "a stand-in"
+"""
+TORCH = """
+import os
+class cuda:
+    def device_count(): return int(os.environ.get("STANDIN_GPUS", "0"))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The harness with tests of its own. The dear module sorts first by name, and its /dev/shm is a folder here."""
+    tree = support.copy_tree(
+        tmp_path, "tests/run.sh", "tests/conftest.py", "tests/__init__.py", *support.ACTIVATION
+    )
+    support.fake_module(tree, "pyrocshmem", target=TARGET)
+    support.fake_module(tree, "torch", __init__=TORCH)
+    (tree / "shm").mkdir()
+    text = (tree / "tests/conftest.py").read_text()
+    for old, new in {'"/dev/shm"': repr(str(tree / "shm")), "GRACE_S = 3.0": "GRACE_S = 0.2"}.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tree / "tests/conftest.py").write_text(text)
+    for name, source in {
+        "a/test_dear.py": DEAR,
+        "b/test_cheap.py": CHEAP,
+        "compile/test_c.py": COMPILED,
+    }.items():
+        (tree / "tests" / name).parent.mkdir()
+        (tree / "tests" / name).write_text(source)
+    return tree
+
+
+def run(tree: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """(exit status, closing line, everything printed) of tests/run.sh, by default without the GPU pass."""
+    environment = {"PYROCSHMEM_NO_VENV": "1", "PYROCSHMEM_BACKEND": "cpu"} | environment
+    done = support.bash(tree, 'tests/run.sh -p no:cacheprovider "$@"', *arguments, **environment)
+    return done.returncode, done.stdout.splitlines()[-1], done.stdout + done.stderr
+
+
+def test_all_passes_add_up(tree: Path) -> None:
+    code, closing, text = run(tree, "-v")
+    assert (code, closing) == (0, "3 passed, 0 failed, 2 skipped"), text
+    assert (
+        text.index("test_cheap PASSED") < text.index("test_dear PASSED") < text.index("test_compiled PASSED")
+    )
+    assert "needs a GPU, this is the CPU target" in text
+    assert "pass: gpu, not run: PYROCSHMEM_BACKEND=cpu" in text
+
+
+def test_with_gpus_each_test_has_its_pass(tree: Path) -> None:
+    (tree / "tests/b/test_ranks.py").write_text(RANKS)
+    code, closing, text = run(tree, "-v", STANDIN_GPUS="2")
+    assert (code, closing) == (0, "4 passed, 0 failed, 0 skipped"), (
+        text
+    )  # those marked gpu are left to their pass
+    code, closing, text = run(tree, "-v", STANDIN_GPUS="2", PYROCSHMEM_BACKEND="gpu")
+    assert (code, closing) == (0, "2 passed, 0 failed, 2 skipped"), text
+    assert "test_gpu PASSED" in text
+    assert "test_dear PASSED" in text
+    assert "test_cheap" not in text  # it says that it is for the CPU pass only
+    assert "needs 63 GPUs, this machine has 2" in text
+    assert "starts 3 ranks, this machine has 2 GPUs" in text
+
+
+def test_a_failure_fails_the_run(tree: Path) -> None:
+    (tree / "tests/b/test_wrong.py").write_text(FAILING)
+    code, closing, text = run(tree)
+    assert (code, closing) == (1, "3 passed, 1 failed, 2 skipped"), text
+
+
+def test_a_crash_counts_as_a_failure(tree: Path) -> None:
+    (tree / "tests/b/test_crash.py").write_text("import os\ndef test_crash(): os._exit(3)\n")
+    code, closing, text = run(tree, "tests/b", "tests/compile")
+    assert (code, closing) == (3, "1 passed, 1 failed, 0 skipped"), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "passed"),
+    [
+        (("tests/compile",), 0, 1),
+        (("tests/b/test_cheap.py::test_cheap",), 0, 1),
+        (("-k", "cheap or compiled"), 0, 2),
+        (("--max-tier", "0"), 0, 1),
+        (("-k", "nothing"), 5, 0),
+    ],
+)
+def test_arguments_go_to_pytest(tree: Path, arguments: tuple[str, ...], code: int, passed: int) -> None:
+    got, closing, text = run(tree, *arguments)
+    assert (got, closing) == (code, f"{passed} passed, 0 failed, 0 skipped"), text
+
+
+def test_a_file_left_in_shared_memory_fails_the_session(tree: Path) -> None:
+    left = tree / "shm" / "pyrocshmem-left"
+    (tree / "tests/b/test_leak.py").write_text(f"def test_leak(): open({str(left)!r}, 'w').close()\n")
+    code, closing, text = run(tree, "tests/b")
+    assert (code, closing) == (1, "2 passed, 1 failed, 0 skipped"), text
+    assert re.search(r"leaked heap files.*\n.*pyrocshmem-left", text), text
+
+
+def test_leak_check_spares_what_a_running_process_maps() -> None:
+    path = conftest.SHM / f"pyrocshmem-test-{uuid.uuid4().hex}"
+    code = (
+        "import mmap, os, sys\n"
+        f"f = os.open({str(path)!r}, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)\n"
+        "os.ftruncate(f, 4096); m = mmap.mmap(f, 4096); print('mapped', flush=True); sys.stdin.read()"
+    )
+    before = conftest._heap_files()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            assert process.stdout.readline() == b"mapped\n"
+            assert path not in conftest.leaked_files(before, grace_s=0.0)
+            process.stdin.close()
+            process.wait(timeout=20)
+            assert path in conftest.leaked_files(before, grace_s=0.0)
+        finally:
+            process.kill()
+            path.unlink(missing_ok=True)
+    assert path not in conftest.leaked_files(before, grace_s=0.0)
+
+
+def test_paths_of_pass() -> None:
+    compile_dir = str(conftest.COMPILE_DIR)
+    inside, outside = f"{compile_dir}/test_x.py::test_y", str(support.ROOT / "tests/scripts")
+    assert conftest.paths_of_pass([inside, outside], "cpu") == [outside]
+    assert conftest.paths_of_pass([inside, outside], "gpu") == [outside]
+    assert conftest.paths_of_pass([inside, outside], "compile") == [inside]
+    assert conftest.paths_of_pass([inside, outside], None) == [inside, outside]
+    above = [compile_dir] if os.path.isdir(compile_dir) else []
+    assert conftest.paths_of_pass([str(support.ROOT)], "compile") == above
