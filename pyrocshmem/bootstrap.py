@@ -29,6 +29,7 @@ from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 _LOOK_FOR_ABORT_S = 0.05
+_GAVE_UP = b"\0"  # shorter than any message
 
 
 def init_seconds() -> float:
@@ -213,7 +214,10 @@ class Group:
         return f"{self.name}/{suffix}"
 
     def _read(self, suffix: str) -> bytes | None:
-        values = self._board.get_all([self._key(suffix)])
+        return self._value(self._key(suffix))
+
+    def _value(self, key: str) -> bytes | None:
+        values = self._board.get_all([key])
         return None if values is None else values[0]
 
     def _run_round(self, message: bytes, what: str, timeout: float | None) -> list[bytes]:
@@ -230,15 +234,23 @@ class Group:
             now = time.monotonic()
             if now >= look_for_abort:
                 self._raise_if_given_up(keys)
+                self._raise_if_too_late([self._value(key) for key in keys], what)
                 look_for_abort = now + _LOOK_FOR_ABORT_S
             if now - start >= seconds:
-                missing = [p for p in range(self.world_size) if self._board.get_all([keys[p]]) is None]
-                # A rank that comes later must not take this call for a live one.
-                self._board.delete(keys[self.rank])
+                missing = [peer for peer, key in enumerate(keys) if self._value(key) is None]
+                # Marked, so that a rank that comes later doesn't take this call for a live one; not deleted, so
+                # that one that gives up a moment later doesn't take this rank for missing.
+                self._board.set(keys[self.rank], _GAVE_UP)
                 raise InitTimeout(missing, what, now - start, self.world_size)
             self._board.pause(min(pause, max(0.0, start + seconds - now)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        self._raise_if_too_late(messages, what)
         return messages
+
+    def _raise_if_too_late(self, messages: Sequence[bytes | None], what: str) -> None:
+        gone = [peer for peer, message in enumerate(messages) if message == _GAVE_UP]
+        if gone:
+            raise InitTimeout(gone, what, 0.0, self.world_size, "it had waited in vain and given up")
 
     def _raise_if_given_up(self, keys: Sequence[str]) -> None:
         if (record := self.abort_record()) is not None:
@@ -246,7 +258,7 @@ class Group:
         for peer in range(self.world_size):
             # Looked at in this order: a rank that posts and then leaves has taken part.
             message = self._read(f"left/{peer}")
-            if message is not None and self._board.get_all([keys[peer]]) is None:
+            if message is not None and self._value(keys[peer]) is None:
                 raise PeerAborted(self.rank, peer, message.decode())
 
 
@@ -285,9 +297,8 @@ def as_group(group: Any = None) -> Group:
         group: None (the default process group when there is one, otherwise this process alone), a
             `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a `Group`, which is returned as it is.
 
-    Raises:
-        TypeError: anything else.
-        ValueError: a mesh of several dimensions, or a process group that this rank is not in.
+    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions and for a process group that
+    this rank is not in.
     """
     if isinstance(group, Group):
         return group

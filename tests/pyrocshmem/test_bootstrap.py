@@ -1,0 +1,246 @@
+"""Groups: votes over every kind of group, and what each rank hears when another is missing, different, or gives up."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import CallMismatch, InitTimeout, PeerAborted, ShmemError, ThreadGroup, as_group, bootstrap
+from pyrocshmem.bootstrap import Group, StoreBoard
+from tests.ranks import run_ranks, values
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+
+
+def in_threads(groups, body):
+    """body(group) in a thread each; a list of (value or exception, seconds)."""
+    ends = [None] * len(groups)
+
+    def run(index):
+        start = time.monotonic()
+        try:
+            result = body(groups[index])
+        except Exception as error:
+            result = error
+        ends[index] = (result, time.monotonic() - start)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return ends
+
+
+def store_groups(num_ranks):
+    """Groups over one HashStore: the torch store protocol without processes."""
+    store = dist.HashStore()
+    return [Group(StoreBoard(store), rank, num_ranks, "test") for rank in range(num_ranks)]
+
+
+KINDS = pytest.mark.parametrize("make", [ThreadGroup.create, store_groups], ids=["threads", "store"])
+
+
+@KINDS
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_exchange_gathers_in_rank_order(make, num_ranks):
+    def body(group):
+        rounds = []
+        for number in range(20):
+            payload = bytes([group.rank, number]) * (number * 100) + b"\0\xff"
+            rounds.append(group.exchange(payload, f"round {number}"))
+        return rounds
+
+    expected = [
+        [bytes([rank, number]) * (number * 100) + b"\0\xff" for rank in range(num_ranks)]
+        for number in range(20)
+    ]
+    for result, _ in in_threads(make(num_ranks), body):
+        assert result == expected
+
+
+@KINDS
+def test_different_calls_are_listed_and_the_group_stays_usable(make):
+    def body(group):
+        with pytest.raises(CallMismatch) as raised:
+            group.exchange(b"", f"zeros({group.rank % 2})")
+        return raised.value.calls, group.exchange(bytes([group.rank]), "again")
+
+    for result, _ in in_threads(make(3), body):
+        assert result == (["zeros(0)", "zeros(1)", "zeros(0)"], [b"\0", b"\1", b"\2"])
+
+
+@KINDS
+def test_missing_ranks_are_named(make):
+    groups = make(4)
+    ends = in_threads([groups[0], groups[2]], lambda group: group.exchange(b"", "forming", timeout=0.5))
+    for error, seconds in ends:
+        assert isinstance(error, InitTimeout)
+        assert (error.missing, error.world_size, error.what) == ([1, 3], 4, "forming")
+        assert 0.5 <= seconds < 1.5
+    # The one that comes late must not take the others' old calls for live ones, and needn't wait.
+    error, seconds = in_threads([groups[1]], lambda group: group.exchange(b"", "forming", timeout=20))[0]
+    assert isinstance(error, InitTimeout)
+    assert error.missing == [0, 2]
+    assert "given up" in str(error)
+    assert seconds < 1
+    with pytest.raises(InitTimeout):  # and a group that failed once stays failed, at once
+        groups[0].exchange(b"", "forming")
+
+
+@KINDS
+def test_abort_reaches_a_pending_exchange_with_its_message(make):
+    groups = make(3)
+    aborted_at = []
+
+    def body(group):
+        if group.rank == 1:
+            time.sleep(0.4)
+            aborted_at.append(time.monotonic())
+            group.abort("KeyError: 'weights'")
+            group.abort("a second reason")
+            return None
+        with pytest.raises(PeerAborted) as raised:
+            group.exchange(b"", "a call")
+        assert time.monotonic() - aborted_at[0] < 1
+        return raised.value.peer, raised.value.message
+
+    ends = [result for result, _ in in_threads(groups, body)]
+    assert ends == [(1, "KeyError: 'weights'"), None, (1, "KeyError: 'weights'")]
+    with pytest.raises(PeerAborted):
+        groups[1].exchange(b"", "after its own abort")
+
+
+@KINDS
+def test_abort_of_a_group_reaches_its_channels_but_not_the_other_way_round(make):
+    groups = make(2)
+
+    def one_channel_down(group):
+        broken, sound = group.channel("heap"), group.channel("heap")
+        if group.rank == 0:
+            broken.abort("only this heap")
+        else:
+            with pytest.raises(PeerAborted, match="only this heap"):
+                broken.exchange(b"", "a call")
+        return sound.exchange(b"", "a call"), sound
+
+    ends = in_threads(groups, one_channel_down)
+    sound = [result[1] for result, _ in ends]
+    groups[0].abort("everything")
+    error, seconds = in_threads([sound[1]], lambda group: group.exchange(b"", "next"))[0]
+    assert isinstance(error, PeerAborted)
+    assert (error.peer, error.message) == (0, "everything")
+    assert seconds < 1
+
+
+@KINDS
+def test_a_rank_that_left_is_not_waited_for(make):
+    def body(group):
+        group.exchange(b"", "first")
+        if group.rank == 0:
+            group.leave("it closed the heap")
+            return group.wait_until_all_left(0.3), "waited"
+        with pytest.raises(PeerAborted, match="rank 0 gave up: it closed the heap"):
+            group.exchange(b"", "second")
+        return None
+
+    ends = in_threads(make(3), body)
+    assert ends[0][0] == (False, "waited")
+    assert all(seconds < 1 for _, seconds in ends)
+
+
+def test_old_keys_are_deleted():
+    store = dist.HashStore()
+    groups = [Group(StoreBoard(store), rank, 2, "test") for rank in range(2)]
+    in_threads(groups, lambda group: [group.exchange(b"x" * 1000, "call") for _ in range(50)] and None)
+    assert store.num_keys() <= 2 * 2 + 1
+
+
+def test_store_that_goes_away_is_an_error_not_a_hang():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    group = Group(StoreBoard(client), 0, 2, "test")
+    servers = [server]
+    del server
+    threading.Timer(0.4, servers.clear).start()
+    with pytest.raises(ShmemError, match="its host process ended"):
+        group.exchange(b"", "call", timeout=20)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3"])
+def test_bad_init_seconds(monkeypatch, text):
+    monkeypatch.setenv("PYROCSHMEM_INIT_SECONDS", text)
+    with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):
+        bootstrap.init_seconds()
+
+
+def test_alone_without_a_process_group():
+    group = as_group(None)
+    assert (group.rank, group.world_size) == (0, 1)
+    assert as_group(None) is group is as_group(group)
+    assert group.exchange(b"x", "call") == [b"x"]
+
+
+@pytest.mark.parametrize("wrong", ["world", 3, torch.device("cpu")])
+def test_not_a_group(wrong):
+    with pytest.raises(TypeError, match="allowed: None, ProcessGroup, 1-D DeviceMesh"):
+        as_group(wrong)
+
+
+def _torch_groups(rank, world_size):
+    default = as_group(None)
+    assert default is as_group(dist.group.WORLD)
+    found = {"default": (default.rank, default.exchange(bytes([rank]), "default"))}
+    # Overlapping subgroups, in which ranks differ from the global ones.
+    for members in ([0, 2], [1, 2, 3]):
+        made = dist.new_group(members)
+        if rank in members:
+            group = as_group(made)
+            assert group is as_group(made)
+            reply = group.exchange(bytes([10 + rank]), "subgroup")
+            found[str(members)] = (group.rank, reply, group.global_ranks)
+        else:
+            with pytest.raises(ValueError, match="not a member"):
+                as_group(made)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"2 dimensions; give one of them, as in mesh\['dp'\]"):
+        as_group(mesh)
+    group = as_group(mesh["tp"])
+    found["tp"] = (group.rank, group.exchange(bytes([20 + rank]), "mesh"), group.global_ranks)
+    # The default group again: its rounds go on where they stopped.
+    assert default.exchange(b"z", "default") == [b"z"] * world_size
+    return found
+
+
+def test_groups_of_torch():
+    found = values(run_ranks(_torch_groups, 4))
+    for rank in range(4):
+        assert found[rank]["default"] == (rank, [b"\0", b"\1", b"\2", b"\3"])
+        pair = [rank & 2, rank | 1]
+        assert found[rank]["tp"] == (rank & 1, [bytes([20 + r]) for r in pair], tuple(pair))
+    assert found[2]["[0, 2]"] == (1, [b"\x0a", b"\x0c"], (0, 2))
+    assert found[3]["[1, 2, 3]"] == (2, [b"\x0b", b"\x0c", b"\x0d"], (1, 2, 3))
+    assert "[0, 2]" not in found[1]
+
+
+def _made_again(rank, world_size):
+    store = dist.distributed_c10d._get_default_store()
+    replies = []
+    for number in range(3):
+        if number:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        if rank == 1:
+            time.sleep(0.2)
+        replies.append(as_group(None).exchange(bytes([number]), "call"))
+    return replies
+
+
+def test_a_process_group_made_again_over_the_same_store_reads_no_old_keys():
+    for replies in values(run_ranks(_made_again, 2)):
+        assert replies == [[bytes([number])] * 2 for number in range(3)]

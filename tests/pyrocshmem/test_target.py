@@ -1,0 +1,92 @@
+"""Which target is chosen, and what happens to Triton's environment."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pyrocshmem import target
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("asked", "interpret", "gpus", "on_cpu", "why"),
+    [
+        (None, None, 0, True, "sees no GPU"),
+        (None, None, 2, False, "2 GPUs found"),
+        ("auto", "1", 2, True, "TRITON_INTERPRET=1"),
+        ("cpu", None, 2, True, "PYROCSHMEM_BACKEND=cpu"),
+        ("gpu", None, 2, False, "PYROCSHMEM_BACKEND=gpu"),
+        ("auto", "0", 0, True, "sees no GPU"),
+    ],
+)
+def test_choice(monkeypatch, asked, interpret, gpus, on_cpu, why):
+    choose(monkeypatch, asked, interpret, gpus)
+    chosen, reason = target._choose()
+    assert chosen is on_cpu
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "interpret", "gpus", "kind", "words"),
+    [
+        ("rocm", None, 0, ValueError, "'rocm', allowed are auto, gpu, cpu"),
+        ("gpu", None, 0, RuntimeError, "sees no GPU here"),
+        ("gpu", "1", 2, RuntimeError, "contradicts TRITON_INTERPRET=1"),
+    ],
+)
+def test_bad_choice(monkeypatch, asked, interpret, gpus, kind, words):
+    choose(monkeypatch, asked, interpret, gpus)
+    with pytest.raises(kind, match=words):
+        target._choose()
+
+
+def choose(monkeypatch, asked, interpret, gpus):
+    monkeypatch.setattr(target, "_num_gpus", lambda: gpus)
+    for name, value in (("PYROCSHMEM_BACKEND", asked), ("TRITON_INTERPRET", interpret)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYROCSHMEM_BACKEND")}
+    inherited.pop("TRITON_DEFAULT_FP_FUSION", None)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | {"PYROCSHMEM_BACKEND": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_triton_imported_first_is_refused():
+    done = python("import triton; import pyrocshmem")
+    assert done.returncode == 1
+    assert "Import pyrocshmem first, or set TRITON_INTERPRET=1" in done.stderr
+
+
+def test_cross_compiling_without_a_gpu_is_respected():
+    code = (
+        "import pyrocshmem, os; from pyrocshmem import target; import triton.language as tl;"
+        "print(target.interpreted(), target.backend(), target.device(), os.environ['TRITON_INTERPRET'],"
+        " os.environ['TRITON_DEFAULT_FP_FUSION'], type(tl.cdiv).__name__)"
+    )
+    done = python(code, TRITON_INTERPRET="0")
+    assert done.stdout.split() == ["False", "host", "cpu", "0", "1", "JITFunction"], done.stderr
+    done = python(code, TRITON_DEFAULT_FP_FUSION="0")
+    assert done.stdout.split() == ["True", "host", "cpu", "1", "0", "InterpretedFunction"], done.stderr
+
+
+def test_no_gpu_for_a_rank(monkeypatch):
+    monkeypatch.setattr(target, "_on_cpu", False)
+    monkeypatch.setattr(target, "_num_gpus", lambda: 2)
+    assert str(target.device(1)) == "cuda:1"
+    with pytest.raises(ValueError, match="local rank 2 has no GPU of its own: this machine has 2"):
+        target.device(2)
