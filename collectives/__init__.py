@@ -1,1 +1,12 @@
-"""Kernels that consume GEMM tiles, or whole symmetric tensors: all-reduce and all-scatter."""
+"""Kernels that consume GEMM tiles (`reduce_tiles`, `scatter_tiles`) or whole symmetric tensors.
+
+    x = heap.randn(1 << 20, dtype=torch.bfloat16)
+    total = collectives.all_reduce(x, group=heap)
+    wide = collectives.all_scatter(x.view(1024, 1024), group=heap)
+"""
+
+from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+from collectives.all_reduce import all_reduce
+from collectives.all_scatter import all_scatter
+
+__all__ = ["all_reduce", "all_scatter", "target"]

@@ -41,7 +41,6 @@ _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer sums at a time
 _STAGES = tl.constexpr(6)  # of them in flight
 _BESIDE = tl.constexpr(7)
-_BLOCK_K = tl.constexpr(8)
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def tile_owner(tile, num_gemm_programs, WORLD: tl.constexpr):
 
 @triton.jit
 def _num_tiles(problem, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     return tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
 
 
@@ -89,7 +88,7 @@ def _slot_tile(tile, tiles, source, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr)
 @triton.jit
 def _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
     """ready[own rank][tile]: to everyone in a one-shot, to the owner in a two-shot."""
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
     to = lanes < WORLD
@@ -120,7 +119,7 @@ def push_partial(
 ):  # fmt: skip
     """Epilogue: the partial tile into this rank's slot at its consumer (all of them in a one-shot), then its flag."""
     partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
     rank = tl.load(control + signal.RANK)
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
@@ -174,7 +173,7 @@ def _reduce_tile(
 ):  # fmt: skip
     """Wait for the R partials of `tile`, sum them in rank order, hand the result out."""
     partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
@@ -216,7 +215,7 @@ def reduce_groups(
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch): pulls."""
     partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     groups = tl.cdiv(tiles, WORLD)
     first = tl.program_id(0)
@@ -249,14 +248,13 @@ def reduce_own_tiles(
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot, its rank owns."""
     partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
-    iterations = tl.cdiv(K, OPTIONS[_BLOCK_K])
     rank = tl.load(context[0] + signal.RANK)
     program = tl.program_id(0)
-    split, count = num_finished_tiles(program, problem, tiles, iterations)
+    split, count = num_finished_tiles(program, problem, tiles)
     for i in range(0, count):
-        tile = finished_tile(i, split, program, problem, iterations)
+        tile = finished_tile(i, split, program, problem)
         if OPTIONS[_ONE_SHOT]:
             _reduce_tile(tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
         elif tile_owner(tile, num_gemm_programs, WORLD) == rank:
@@ -264,6 +262,6 @@ def reduce_own_tiles(
     if not OPTIONS[_ONE_SHOT]:
         one = tl.arange(0, 1)
         for i in range(0, count):
-            tile = finished_tile(i, split, program, problem, iterations)
+            tile = finished_tile(i, split, program, problem)
             owner = tile_owner(tile, num_gemm_programs, WORLD)
             signal.wait(flags + WORLD * tiles + tile + one, one == 0, epoch, tile, owner, context, _OP, WORLD)

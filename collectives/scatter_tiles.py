@@ -33,7 +33,6 @@ _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
 _STAGES = tl.constexpr(6)  # of them in flight
 _BESIDE = tl.constexpr(7)
-_BLOCK_K = tl.constexpr(8)
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def publish_output(
     """Epilogue: the tile into the own result, then its local flag. `c` is the own block of columns."""
     results, flags, squares, bias, stride_n = extra
     control, abort, record, heap_bases = context
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     row = tile_m * BLOCK_M
     sums = tl.zeros((BLOCK_M,), tl.float32)
@@ -87,7 +86,7 @@ def push_output(
 ):  # fmt: skip
     """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of columns."""
     results, flags, squares, bias, stride_n = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     row = tile_m * BLOCK_M
     places = _peers(c, context, WORLD) + (c,)
@@ -132,7 +131,7 @@ def _push_tile(
 ):  # fmt: skip
     """Wait for a tile of the own result, copy it to the peers, tell them."""
     results, flags, squares, bias, stride_n = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     rank = tl.load(context[0] + signal.RANK)
     one = tl.arange(0, 1)
@@ -165,7 +164,7 @@ def push_tiles(
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch)."""
     results, flags, squares, bias, stride_n = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
     step = tl.num_programs(0)
@@ -187,10 +186,9 @@ def await_own_tiles(
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have arrived."""
     results, flags, squares, bias, stride_n = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    iterations = tl.cdiv(K, OPTIONS[_BLOCK_K])
     program = tl.program_id(0)
-    split, count = num_finished_tiles(program, problem, tiles, iterations)
+    split, count = num_finished_tiles(program, problem, tiles)
     for i in range(0, count):
-        _wait_arrived(finished_tile(i, split, program, problem, iterations), tiles, epoch, flags, context, WORLD)
+        _wait_arrived(finished_tile(i, split, program, problem), tiles, epoch, flags, context, WORLD)

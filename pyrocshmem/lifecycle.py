@@ -101,6 +101,7 @@ class Lifecycle:
         seconds = bootstrap.init_seconds()
         memory = form(self._channel, SYSTEM_BYTES + self.nbytes, self.device, target.backend(), seconds)
         self._memory: SharedMemory | None = memory
+        self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self.bases = memory.bases
         self.base = memory.bases[self.rank]
         # Padded, so that a kernel can read the table as one block of 8 lanes.

@@ -64,7 +64,7 @@ def store_output(
 ):  # fmt: skip
     """C = activation(A B + bias). `extra` is (bias, stride_cm, stride_cn)."""
     bias, stride_m, stride_n = extra
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N

@@ -65,12 +65,13 @@ def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
     return heap.offset(out)
 
 
-def find_plan(place: Place, key: Hashable, call: str, make: Callable[[], FusedPlan], arguments: Arguments) -> FusedPlan:
-    """The plan of a call of this kind: made, on all ranks together, the first time."""
+def find_plan(place: Place, key: Hashable, call: str, k: int, make: Callable[[int], FusedPlan], arguments: Arguments) -> FusedPlan:
+    """The plan of a call of this kind: made, on all ranks together, the first time. `k`: the inner size of this rank's product; `make` gets the
+    largest of all ranks. `call` is what must be the same on all of them."""
     plan = place.workspace.plans.get(key)
     if plan is None:
-        place.heap.vote(f"{call}, config {key[-1]}" if isinstance(key, tuple) else call)
-        plan = make()
+        sizes = place.heap.vote(call, str(k).encode())
+        plan = make(max(int(size) for size in sizes))
         for launch, args in zip(plan.launches, plan.arguments(*arguments), strict=True):
             launch.compile(args)
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.
@@ -104,10 +105,10 @@ def consumer_launch(product: Product, consumer: Any, options: tuple[int, ...], w
     return Launch(consumer_kernel, grid, constants, config.num_warps, 1)
 
 
-def describe(op: str, a: torch.Tensor, b: torch.Tensor, **facts: Any) -> str:
+def describe(op: str, M: int, N: int, dtype: torch.dtype, **facts: Any) -> str:
     """The call as ranks compare it, and as `CallMismatch` shows it."""
     more = "".join(f", {name}={value}" for name, value in facts.items())
-    return f"{op}(a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)}{more})"
+    return f"{op}({M} x {N} {dtype}{more})"
 
 
 def interpreted_bf16(a: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ def gemm_all_reduce(
 ) -> Any:
     """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every run.
 
-    a: [M, K/R], b: [K/R, N]: this rank's shares, the same shapes on all ranks, any strides; float16, bfloat16 or float32.
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the same on all ranks, shares of K may differ.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap (the same one on every rank): peers write it
     directly, with no copy; it must not be read on another stream while a later call writes it. bias: [N], added once, to the sum.
@@ -65,9 +65,10 @@ def gemm_all_reduce(
     a, b = with_inner_size(a, b)
     how = (activation, squared_partials, allow_tf32, offset, out.is_contiguous(), chosen)
     key = ("gemm_all_reduce", fused.kind(a), fused.kind(b), fused.kind(bias), *how)
-    call = fused.describe("gemm_all_reduce", a, b, bias=bias is not None, activation=activation, squares=squared_partials, out_offset=offset)
-    make = lambda: _Plan(place, a, b, bias, out, offset is not None, how)  # noqa: E731
-    plan = fused.find_plan(place, key, call, make, (a, b, bias, out))
+    facts = {"bias": bias is not None, "activation": activation, "squares": squared_partials, "tf32": allow_tf32}
+    call = fused.describe("gemm_all_reduce", M, N, a.dtype, **facts, out_offset=offset, config=chosen)
+    make = lambda longest_k: _Plan(place, a, b, bias, out, offset is not None, how, longest_k)  # noqa: E731
+    plan = fused.find_plan(place, key, call, a.shape[1], make, (a, b, bias, out))
     fused.run(place, plan, a, b, bias, out)
     if not squared_partials:
         return out
@@ -79,7 +80,8 @@ class _Plan:
     """Launches, and the buffers that they share."""
 
     def __init__(
-        self, place: fused.Place, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, direct: bool, how: tuple[Any, ...]
+        self, place: fused.Place, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, direct: bool, how: tuple[Any, ...],
+        longest_k: int,
     ) -> None:
         activation, squared, allow_tf32, _, contiguous, config = how
         heap: Heap = place.heap
@@ -89,7 +91,7 @@ class _Plan:
         pushed = config.placement == "inside"
         dtype = config.partial_dtype or torch.float32
         comm = fused.comm_programs(config)
-        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=dtype == torch.float32)
+        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=dtype == torch.float32, longest_k=longest_k)
         self.product = product
         tile_elements = config.block_m * config.block_n
         num_tiles = product.schedule.num_tiles
@@ -113,7 +115,7 @@ class _Plan:
             rows = self.partials[: 2 * self.slot_elements].view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
         act = (ACTIVATIONS.index(activation), int(bias is not None), 0)
-        move = (config.comm_rows, config.comm_stages, int(comm > 0), config.block_k)
+        move = (config.comm_rows, config.comm_stages, int(comm > 0))
         options = (*act, int(self.one_shot), int(squared), *move)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial

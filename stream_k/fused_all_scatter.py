@@ -65,9 +65,10 @@ def gemm_all_scatter(
     a, b = with_inner_size(a, b)
     how = (activation, squared_partials, allow_tf32, offset, chosen)
     key = ("gemm_all_scatter", fused.kind(a), fused.kind(b), fused.kind(bias), *how)
-    call = fused.describe("gemm_all_scatter", a, b, bias=bias is not None, activation=activation, squares=squared_partials, out_offset=offset)
-    make = lambda: _Plan(place, a, b, bias, out, offset is not None, how)  # noqa: E731
-    plan = fused.find_plan(place, key, call, make, (a, b, bias, out))
+    facts = {"bias": bias is not None, "activation": activation, "squares": squared_partials, "tf32": allow_tf32}
+    call = fused.describe("gemm_all_scatter", M, N, a.dtype, **facts, out_offset=offset, config=chosen)
+    make = lambda longest_k: _Plan(place, a, b, bias, out, offset is not None, how, longest_k)  # noqa: E731
+    plan = fused.find_plan(place, key, call, a.shape[1], make, (a, b, bias, out))
     fused.run(place, plan, a, b, bias, out)
     if not squared_partials:
         return out
@@ -79,7 +80,8 @@ class _Plan:
     """Launches, and the buffers that they share."""
 
     def __init__(
-        self, place: fused.Place, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, direct: bool, how: tuple[Any, ...]
+        self, place: fused.Place, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, direct: bool, how: tuple[Any, ...],
+        longest_k: int,
     ) -> None:
         activation, squared, allow_tf32, _, config = how
         heap: Heap = place.heap
@@ -87,7 +89,7 @@ class _Plan:
         world = heap.world_size
         inside = config.placement == "inside"
         comm = fused.comm_programs(config)
-        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=a.dtype == torch.float32)
+        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=a.dtype == torch.float32, longest_k=longest_k)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
@@ -103,7 +105,7 @@ class _Plan:
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(out))
         act = (ACTIVATIONS.index(activation), int(bias is not None), self.c_how)
-        move = (config.comm_rows, config.comm_stages, int(comm > 0), config.block_k)
+        move = (config.comm_rows, config.comm_stages, int(comm > 0))
         options = (*act, 0, int(squared), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output

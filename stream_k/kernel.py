@@ -14,7 +14,7 @@ A finished tile goes to EPILOGUE, and after a program's tiles comes CONSUMER; bo
 
 `parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right. `c` is the output as a descriptor or a pointer, `extra`
 a tuple of pointers and integers that the pair understands, `context` the one of `pyrocshmem.signal`, `problem` the tuple
-(M, N, K, num_split_tiles, num_split_programs, num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no
+(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no
 tiles of their own: that is where a consumer beside the GEMM runs.
 
 A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a descriptor of its
@@ -71,9 +71,9 @@ def _program_of(iteration, iterations, num_split_tiles, num_split_programs):
 
 
 @triton.jit
-def num_finished_tiles(program, problem, tiles, iterations):
+def num_finished_tiles(program, problem, tiles):
     """How many tiles `program` finishes: (split ones, split and whole ones)."""
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     split = 0
     if program < num_split_programs:
         lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
@@ -83,9 +83,9 @@ def num_finished_tiles(program, problem, tiles, iterations):
 
 
 @triton.jit
-def finished_tile(i, split, program, problem, iterations):
+def finished_tile(i, split, program, problem):
     """The i-th of the tiles that `program` finishes, `split` of which are split ones."""
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tile = num_split_tiles + program + (i - split) * num_gemm_programs
     if i < split:
         lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
@@ -137,7 +137,7 @@ def _multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum of the K-iterations [k_begin, k_end) of a tile, fp32 [BLOCK_M, BLOCK_N]."""
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(k_begin, k_end):
@@ -197,11 +197,10 @@ def stream_k_kernel(
     then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9 iterations: 5 and 4) program 0 first leaves the first two
     iterations of tile 1 in its workspace, then does tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
-    M, N, K, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    iterations = tl.cdiv(K, BLOCK_K)
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
     epoch = signal.begin(context, WORLD > 1, WORLD)
     may_write = program >= 0

@@ -44,7 +44,7 @@ class Product:
         """The kernel's `problem` argument."""
         plan = self.schedule
         split = (plan.num_split_tiles, plan.num_split_programs) if self.split else (0, 0)
-        return (self.M, self.N, self.K, *split, plan.num_programs)
+        return (self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
 
     @property
     def part_n(self) -> int:
@@ -96,21 +96,33 @@ class Product:
 
 
 def make_product(
-    a: torch.Tensor, b: torch.Tensor, config: Config, allow_tf32: bool, comm_programs: int = 0, stores_fp32: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    allow_tf32: bool,
+    comm_programs: int = 0,
+    *,
+    stores_fp32: bool = False,
+    longest_k: int = 0,
+    device: torch.device | None = None,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
     comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores fp32 tiles.
+    longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of reads as zeros.
+    device: where it will run; None: where `a` is.
     Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
-    programs = (config.num_programs or num_multiprocessors(a.device)) - comm_programs
+    programs = (config.num_programs or num_multiprocessors(device or a.device)) - comm_programs
     if programs < 1:
         raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
-    schedule = make_schedule(M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split)
+    steps = (config.block_m, config.block_n, config.block_k)
+    schedule = make_schedule(M, N, max(K, longest_k), *steps, programs, split=config.split)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
     precision = "tf32" if allow_tf32 or a.dtype != torch.float32 else "ieee"
     strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
-    return Product(M, N, K, config, schedule, how_to_read(a), how_to_read(b), strides, precision, comm_programs, subtiles)
+    hows = (how_to_read(a), how_to_read(b)) if a.device.type != "meta" else (0, 0)
+    return Product(M, N, K, config, schedule, *hows, strides, precision, comm_programs, subtiles)

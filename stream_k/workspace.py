@@ -54,8 +54,7 @@ class Workspace:
         self._stream: torch.cuda.Stream | None = None
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
-            self.status, abort = heap.status, heap.system
-            bases = torch.tensor([heap.base, *heap.bases] + [heap.base] * (8 - heap.world_size), device=self.device)
+            self.status, abort, bases = heap.status, heap.system, heap.heap_bases
         else:
             self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             abort = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -177,7 +176,6 @@ def local_workspace(device: torch.device) -> Workspace:
 
 def workspace_for(heap: Heap) -> Workspace:
     """The workspace that ops on `heap` share; it lives as long as the heap. Collective at its first use."""
-    found = getattr(heap, "workspace", None)
-    if found is None:
-        found = heap.workspace = Workspace(heap)
-    return found
+    if heap.workspace is None:
+        heap.workspace = Workspace(heap)
+    return heap.workspace

@@ -1,0 +1,54 @@
+"""What the collectives on whole symmetric tensors share: checks, planning, launching."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from pyrocshmem.heap import Heap, heap_for
+from stream_k.config import num_multiprocessors
+from stream_k.launch import Launch
+from stream_k.workspace import Workspace, workspace_for
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Elements that one program moves at a time: 8 warps of 32 lanes with two 16-byte loads of bf16 each.
+BLOCK = 4096
+NUM_WARPS = 8
+
+
+def check_symmetric(heap: Heap, name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """TypeError, ValueError unless `x` is a contiguous tensor of an allowed dtype on `heap`."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, dtypes))}")
+    if not heap.is_symmetric(x):
+        raise ValueError(f"{name} (shape {tuple(x.shape)}, {x.device}) is not on the group's heap: allocate it with heap.empty and the like")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; contiguous is needed")
+
+
+def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
+    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together."""
+    heap = heap_for(group)
+    if workspace is not None and workspace.heap is not heap:
+        raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
+    return heap, workspace if workspace is not None else workspace_for(heap)
+
+
+def run(workspace: Workspace, key: Hashable, call: str, kernel: Any, constants: dict[str, Any], blocks: int, args: tuple[Any, ...]) -> None:
+    """Launch `kernel` with at most `blocks` programs. The first call of a kind is compared between ranks, compiled and loaded by all."""
+    heap = workspace.heap
+    assert heap is not None
+    launch: Launch | None = workspace.plans.get(key)
+    if launch is None:
+        heap.vote(call)
+        launch = Launch(kernel, min(blocks, num_multiprocessors(heap.device)), constants, NUM_WARPS, 1)
+        launch.compile(args)
+        heap.vote(f"{call}: ready")
+        workspace.plans[key] = launch
+    with workspace.call():
+        launch(args)

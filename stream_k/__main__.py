@@ -1,0 +1,149 @@
+"""`./run.sh -n 4 -c all_reduce`, or `python -m stream_k ...`: run a fused op on this machine, check it, time it beside the reference.
+
+Prints where it runs and why, the problem, each rank's share, the schedule, the error beside its bound, our time and the reference's. Exits with 0 when
+every rank's result is right, 1 when one is wrong or fails, 2 for options that make no sense here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from reference.__main__ import Backend, Dtype, parse_shape
+
+MAX_RANKS = 8
+_CPU_RANKS = 4
+_USAGE = Path(__file__).with_name("usage.txt")
+
+# A Llama-70B layer: hidden 8192, and 3584 of the intermediate width a rank.
+_GPU_ROWS, _GPU_HIDDEN, _GPU_SHARE = 8192, 8192, 3584
+# Small, and still cut into Stream-K's split tiles: six tiles of ten K-iterations on five programs.
+_CPU_ROWS, _CPU_COLUMNS, _CPU_DEPTH = 128, 192, 640
+
+
+def main(
+    num_gpus: Annotated[int | None, typer.Option("-n", "--num-gpus")] = None,
+    collective: Annotated[str, typer.Option("-c", "--collective")] = "all_scatter",
+    shape: Annotated[str | None, typer.Option("--shape")] = None,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype")] = None,
+    backend: Annotated[Backend, typer.Option("--backend")] = Backend.auto,
+    placement: Annotated[str, typer.Option("--placement")] = "auto",
+    partial_dtype: Annotated[Dtype | None, typer.Option("--partial-dtype")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    iters: Annotated[int | None, typer.Option("--iters")] = None,
+    json: Annotated[Path | None, typer.Option("--json")] = None,
+    help_: Annotated[bool, typer.Option("-h", "--help")] = False,
+) -> None:
+    """Run a fused op; `usage.txt` has the options."""
+    if help_:
+        sys.stdout.write(_USAGE.read_text())
+        return
+    console = Console()
+    if backend is not Backend.auto:
+        # Read when pyrocshmem is imported, here and in the ranks: hence before the imports below.
+        os.environ["PYROCSHMEM_BACKEND"] = backend.value
+    options = {"placement": placement, "seed": seed}
+    try:
+        ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, options)
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if ok else 1)
+
+
+def _run(
+    console: Console,
+    num_gpus: int | None,
+    collective: str,
+    shape: str | None,
+    dtype: Dtype | None,
+    partial_dtype: Dtype | None,
+    iters: int | None,
+    json_path: Path | None,
+    options: dict[str, Any],
+) -> bool:
+    """Run the job and print everything; whether every rank's result is right."""
+    # RuntimeError here is a backend that this machine does not have: the caller's mistake, too.
+    try:
+        from pyrocshmem import target
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    import torch
+
+    from pyrocshmem.launch import spawn
+    from reference import report
+    from stream_k.job import Job, check_job, run_rank
+
+    on_gpu = target.backend() != "host"
+    present = target.num_devices()
+    num_ranks = num_gpus if num_gpus is not None else min(MAX_RANKS, present) if on_gpu else _CPU_RANKS
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"{num_ranks} ranks asked for, allowed are 1 to {MAX_RANKS}")
+    if on_gpu and num_ranks > present:
+        raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
+    sizes = parse_shape(shape) if shape else _default_shape(collective, num_ranks, on_gpu)
+    name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
+    wire = getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
+    calls = iters if iters is not None else 20 if on_gpu else 3
+    job = Job(collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, **options)
+    check_job(job, num_ranks)
+    facts = _facts(job, num_ranks)
+    report.print_facts(console, "Stream-K GEMM + " + collective, facts)
+    results = spawn(run_rank, num_ranks, job)
+    accuracy = [result.accuracy for result in results]
+    timings = [report.Timing(who, report.slowest([result.seconds[who] for result in results])) for who in results[0].seconds]
+    report.print_errors(console, accuracy)
+    report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
+    console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
+    if json_path is not None:
+        report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
+    return all(found.ok for found in accuracy)
+
+
+def _facts(job: Any, num_ranks: int) -> dict[str, object]:
+    """What is printed before the run."""
+    from pyrocshmem import target
+    from stream_k.job import describe_share, make_config, make_schedule
+
+    device = target.device(0)
+    config = make_config(job, num_ranks, device)
+    schedule = make_schedule(job, num_ranks, device)
+    beside = f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
+    algorithm = f"{config.algorithm}, " if job.collective == "all_reduce" else ""
+    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
+    M, N, K = job.shape
+    wire = job.partial_dtype or "fp32"
+    bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
+    if job.partial_dtype is not None:
+        bound += f" + a rounding of each rank's partial to {job.partial_dtype}"
+    return {
+        "runs on": target.describe(),
+        "reference": f"torch.matmul, then {library}",
+        "C = A x B": f"M N K = {M} {N} {K}, {str(job.dtype).removeprefix('torch.')}, {num_ranks} ranks, seed {job.seed}",
+        "per rank": describe_share(job, num_ranks),
+        "schedule": f"{schedule.kind}: {schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles, {schedule.num_programs} programs{beside}",
+        "tile": f"{config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps, {config.num_stages} stages",
+        "communication": f"{algorithm}{config.placement} the GEMM" + (f", partials in {wire}" if job.collective == "all_reduce" else ""),
+        "bound": bound,
+    }
+
+
+def _default_shape(collective: str, num_ranks: int, on_gpu: bool) -> tuple[int, int, int]:
+    if not on_gpu:
+        if collective == "all_scatter":
+            return _CPU_ROWS, num_ranks * _CPU_COLUMNS, _CPU_DEPTH
+        return _CPU_ROWS, _CPU_COLUMNS, num_ranks * _CPU_DEPTH
+    long = num_ranks * _GPU_SHARE
+    return (_GPU_ROWS, long, _GPU_HIDDEN) if collective == "all_scatter" else (_GPU_ROWS, _GPU_HIDDEN, long)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command(add_help_option=False)(main)
+
+if __name__ == "__main__":
+    app(prog_name="python -m stream_k")
