@@ -110,8 +110,8 @@ _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 class Group:
     """Ranks 0 .. `world_size` - 1 that exchange bytes in rounds. Made by `as_group`.
 
-    Attributes: `rank`, `world_size`, `name` (for messages), `global_ranks` (each rank's in the default
-    group). A group serves one thread at a time; `channel` gives independent ones.
+    Attributes: `rank`, `world_size`, `name`, `global_ranks` (each rank's in the default group).
+    A group serves one thread at a time; `channel` gives independent ones.
     """
 
     def __init__(
@@ -297,8 +297,7 @@ def as_group(group: Any = None) -> Group:
         group: None (the default process group when there is one, otherwise this process alone), a
             `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a `Group`, which is returned as it is.
 
-    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions and for a process group that
-    this rank is not in.
+    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions or a group without this rank.
     """
     if isinstance(group, Group):
         return group

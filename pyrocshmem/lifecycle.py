@@ -130,9 +130,12 @@ class Lifecycle:
             try:
                 return self._channel.exchange(payload, call, self.timeout)
             except InitTimeout as error:
-                late = PeerTimeout(call, self.rank, error.missing[0], waited_s=error.waited_s)
-                self._fail(late)
-                raise late from None
+                peer = error.missing[0]
+                fault: ShmemError = PeerTimeout(call, self.rank, peer, waited_s=error.waited_s)
+                if error.reason:  # this rank is the late one: the peer was here, and gave up
+                    fault = PeerAborted(self.rank, peer, self._message_of(peer))
+                self._fail(fault)
+                raise fault from None
             except CallMismatch:
                 raise
             except ShmemError as error:
