@@ -45,7 +45,7 @@ def gemm(
     a, b = with_inner_size(a, b)
     if target.interpreted() and a.dtype == torch.bfloat16:
         # The interpreter gets bf16 wrong (hardware facts in docs/architecture.md): the same product in fp32, rounded once.
-        return out.copy_(gemm(a.float(), b.float(), bias=bias, activation=activation, config=config, workspace=workspace))
+        return out.copy_(gemm(a.float(), b.float(), bias=widened(bias), activation=activation, config=config, workspace=workspace))
     workspace = workspace if workspace is not None else local_workspace(a.device)
     key = ("gemm", _kind(a), _kind(b), _kind(bias), _kind(out), activation, allow_tf32, config)
     plan = workspace.plans.get(key)
@@ -64,6 +64,11 @@ def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
     if a.shape[1] > 0:
         return a, b
     return a.new_zeros(a.shape[0], 1), b.new_zeros(1, b.shape[1])
+
+
+def widened(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias in fp32."""
+    return None if bias is None else bias.float()
 
 
 def _kind(x: torch.Tensor | None) -> Any:

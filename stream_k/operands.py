@@ -37,6 +37,9 @@ def check_product(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}")
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
+    for name, x in (("bias", bias), ("out", out)):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor or None is needed")
     if bias is not None:
         if bias.dtype not in (a.dtype, torch.float32):
             raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
@@ -52,7 +55,18 @@ def check_product(
     for name, x in (("b", b), ("bias", bias), ("out", out)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
+    if out is not None:
+        _check_apart(out, (("a", a), ("b", b), ("bias", bias)))
     return M, N, K
+
+
+def _check_apart(out: torch.Tensor, operands: tuple[tuple[str, torch.Tensor | None], ...]) -> None:
+    """ValueError when `out` shares memory with an operand."""
+    storage = out.untyped_storage().data_ptr()
+    for name, x in operands:
+        # The addresses of storages first: that is all it costs a call that does no such thing.
+        if x is not None and x.untyped_storage().data_ptr() == storage and _share_memory(out, x):
+            raise ValueError(f"out shares memory with {name}, which is still read while out is written; give another out")
 
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:
@@ -71,6 +85,31 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a byte may belong to both. Exact for blocks of columns, or of rows, of one matrix; else by first and last byte."""
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    x_first, y_first = x.data_ptr(), y.data_ptr()
+    if x_first + _reach(x) <= y_first or y_first + _reach(y) <= x_first:
+        return False
+    strides = x.stride()
+    pitch = max(strides)
+    if x.dtype != y.dtype or x.ndim != 2 or strides != y.stride() or min(strides) != 1 or pitch == 1:
+        return True
+    # Lines of so many elements, `pitch` apart: two such sets are disjoint when the lines are, modulo the pitch.
+    inner = strides.index(1)
+    ahead = (y_first - x_first) // x.element_size() % pitch
+    return ahead < x.shape[inner] or ahead + y.shape[inner] > pitch
+
+
+def _reach(x: torch.Tensor) -> int:
+    """Bytes from the first of `x`, a vector or a matrix, to past its last."""
+    elements = 1
+    for stride, size in zip(x.stride(), x.shape, strict=True):
+        elements += stride * (size - 1)
+    return elements * x.element_size()
 
 
 def aligned(x: torch.Tensor | None) -> bool:
