@@ -12,7 +12,7 @@ from pyrocshmem.heap import Heap
 from stream_k import fused
 from stream_k.config import Config, choose
 from stream_k.epilogue import ACTIVATIONS
-from stream_k.gemm import gemm, with_inner_size
+from stream_k.gemm import gemm, widened, with_inner_size
 from stream_k.kernel import POINTER
 from stream_k.operands import as_argument, check_product, how_to_write
 from stream_k.product import make_product
@@ -51,7 +51,7 @@ def gemm_all_scatter(
         return gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
     if fused.interpreted_bf16(a):
         wide = gemm_all_scatter(
-            a.float(), b.float(), group=heap, bias=bias, activation=activation, squared_partials=squared_partials, config=config, workspace=workspace
+            a.float(), b.float(), group=heap, bias=widened(bias), activation=activation, squared_partials=squared_partials, config=config, workspace=workspace
         )
         value = wide[0] if squared_partials else wide
         value = value.bfloat16() if out is None else out.copy_(value)
