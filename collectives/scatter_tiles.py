@@ -11,8 +11,8 @@ Placements of the tiles' consumer:
 The result may belong to the caller: before the first push a rank waits until its peers have entered the call (LAG = 0), hence are done with
 what the result held before. That costs nothing that the op would not wait for at its end.
 
-No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own pushes, for the same tiles that it
-pushed itself.
+No wait can deadlock: a consumer waits for local tiles of the GEMM, which waits for no consumer, and for `arrived` only after all its own pushes, for the
+same tiles that it pushed itself.
 
 `extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per tile, the sum over its columns of
 the squares of each row, before rounding.
@@ -31,8 +31,6 @@ _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
 # Places in OPTIONS after the three of stream_k.epilogue.
 _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
-_STAGES = tl.constexpr(6)  # of them in flight
-_BESIDE = tl.constexpr(7)
 
 
 @triton.jit
@@ -140,7 +138,7 @@ def _push_tile(
         block = results + rank * N
         places = _peers(block, context, WORLD)
         j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        for step in tl.range(0, BLOCK_M // ROWS, num_stages=OPTIONS[_STAGES]):
+        for step in range(0, BLOCK_M // ROWS):
             i = tile_m * BLOCK_M + step * ROWS + tl.arange(0, ROWS)
             offsets = i.to(tl.int64)[:, None] * (N * WORLD) + j[None, :]
             mask = (i < M)[:, None] & (j < N)[None, :]
@@ -162,21 +160,17 @@ def push_tiles(
     epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch)."""
+    """Consumer in a launch of its own, after the GEMM or beside it."""
     results, flags, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if OPTIONS[_BESIDE]:
-        first -= num_gemm_programs
-        step -= num_gemm_programs
-    if first >= 0:
-        if signal.wait_entered(epoch, context, _OP, WORLD):
-            for tile in range(first, tiles, step):
-                _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    if signal.wait_entered(epoch, context, _OP, WORLD):
         for tile in range(first, tiles, step):
-            _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
+            _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    for tile in range(first, tiles, step):
+        _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
 
 
 @triton.jit

@@ -66,9 +66,9 @@ def gemm_all_scatter(
     how = (activation, squared_partials, allow_tf32, offset, chosen)
     key = ("gemm_all_scatter", fused.kind(a), fused.kind(b), fused.kind(bias), *how)
     facts = {"bias": bias is not None, "activation": activation, "squares": squared_partials, "tf32": allow_tf32}
-    call = fused.describe("gemm_all_scatter", M, N, a.dtype, **facts, out_offset=offset, config=chosen)
+    call = lambda: fused.describe("gemm_all_scatter", M, N, a.dtype, **facts, out_offset=offset, config=chosen)  # noqa: E731
     make = lambda longest_k: _Plan(place, a, b, bias, out, offset is not None, how, longest_k)  # noqa: E731
-    plan = fused.find_plan(place, key, call, a.shape[1], make, (a, b, bias, out))
+    plan = fused.find_plan(place, key, a.shape[1], call, make, (a, b, bias, out))
     fused.run(place, plan, a, b, bias, out)
     if not squared_partials:
         return out
@@ -88,8 +88,7 @@ class _Plan:
         workspace = place.workspace
         world = heap.world_size
         inside = config.placement == "inside"
-        comm = fused.comm_programs(config)
-        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=a.dtype == torch.float32, longest_k=longest_k)
+        product = make_product(a, b, config, allow_tf32, stores_fp32=a.dtype == torch.float32, longest_k=longest_k)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
@@ -105,15 +104,13 @@ class _Plan:
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(out))
         act = (ACTIVATIONS.index(activation), int(bias is not None), self.c_how)
-        move = (config.comm_rows, config.comm_stages, int(comm > 0))
-        options = (*act, 0, int(squared), *move)
+        options = (*act, 0, int(squared), config.comm_rows)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
-        consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[config.placement]
         lag = 0 if inside else -1
-        self.launches = [product.launch(op, world, epilogue, consumer, options, lag=lag, ends=consumer is not None)]
-        if consumer is None:
-            self.launches.append(fused.consumer_launch(product, tiles.push_tiles, options, world, heap.device))
+        self.gemm = product.launch(op, world, epilogue, tiles.await_own_tiles if inside else None, options, lag=lag, ends=inside)
+        self.consumer = None if inside else fused.consumer_launch(product, tiles.push_tiles, options, world)
+        self.beside = config.placement == "beside"
 
     def _columns(self, out: torch.Tensor) -> torch.Tensor:
         """This rank's block of columns of the result."""
@@ -122,8 +119,8 @@ class _Plan:
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> list[fused.Arguments]:
-        """Arguments of each launch."""
+    ) -> tuple[fused.Arguments, fused.Arguments]:
+        """Arguments of the GEMM and of the consumer."""
         product = self.product
         x, y = product.operands(a, b)
         columns = self._columns(out)
@@ -131,4 +128,4 @@ class _Plan:
         results = out if self.result is None else self.result
         extra = (results, self.flags, self.squares, bias if bias is not None else results, 1)
         gemm_arguments = (x, y, c, *self.fix_up, extra, self.context, product.problem, product.strides)
-        return [gemm_arguments, (extra, self.context, product.problem)][: len(self.launches)]
+        return gemm_arguments, (extra, self.context, product.problem)

@@ -20,7 +20,6 @@ from pyrocshmem.heap import Heap
 from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
 from stream_k.config import PLACEMENTS, Config, choose
-from stream_k.fused import comm_programs
 from stream_k.product import make_product
 from stream_k.schedule import Schedule
 
@@ -89,7 +88,7 @@ def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
     config = make_config(job, num_ranks, device)
     M, N, K = local_shape(job, num_ranks)
     a, b = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
-    return make_product(a, b, config, False, comm_programs(config) if num_ranks > 1 else 0, device=device).schedule
+    return make_product(a, b, config, False, device=device).schedule
 
 
 def describe_share(job: Job, num_ranks: int) -> str:
@@ -110,7 +109,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
     with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
         ours, reference, mine, expected = _prepare(job, a, b, heap)
-        seconds = _time({"ours": ours, "reference": reference}, (mine, expected), job.iters, device)
+        seconds = _time({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
         heap.synchronize()
         roundings = {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
         accuracy = check(mine[:, :N], a, b, expected[:, :N], **roundings)
@@ -158,17 +157,16 @@ def _prepare(
 
 
 def _time(
-    calls: dict[str, Callable[[], object]], outputs: tuple[torch.Tensor, ...], iters: int, device: torch.device
+    calls: dict[str, tuple[Callable[[], object], torch.Tensor]], iters: int, device: torch.device
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of `iters` calls of each provider in turn, after a warm-up; ranks lined up, caches flushed, outputs poisoned before each."""
+    """Seconds of `iters` calls of each provider in turn, after a warm-up; ranks lined up, caches flushed and its output poisoned before each."""
     on_gpu = device.type == "cuda"
     flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
     signal = torch.zeros(1, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(-_WARM_UP_CALLS if on_gpu else -1, iters):
-        for name, call in calls.items():
-            for out in outputs:
-                out.fill_(float("nan"))
+        for name, (call, out) in calls.items():
+            out.fill_(float("nan"))
             flush.fill_(i & 1)
             if on_gpu:
                 torch.cuda.synchronize(device)
