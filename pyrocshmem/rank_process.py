@@ -6,14 +6,16 @@ until the parent has heard of every rank: only then may the memory that peers ha
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class Job:
     """What a rank is told.
 
     `port` is the store's on the loopback interface; `call` the pickled (fn, args); `environment` what to run
-    in, None: as inherited; `parent` the process that forks the rank, None: a server.
+    in, None: as inherited; `forked_by` the process whose child the rank is, None: a fork server's.
     """
 
     rank: int
@@ -38,7 +40,7 @@ class Job:
     port: int
     call: bytes
     environment: dict[str, str] | None
-    parent: int | None
+    forked_by: int | None
 
 
 def init_process_group(store: Any, rank: int, world_size: int, device: torch.device) -> None:
@@ -58,17 +60,27 @@ def init_process_group(store: Any, rank: int, world_size: int, device: torch.dev
     )
 
 
-def _die_with_parent(parent: int | None) -> None:
-    """Have the kernel kill this process when the one that forked it ends; a fork server ends with the
-    parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent and parent is not None:
-        os._exit(1)  # it had ended before
+def _die_with_parent(forked_by: int | None) -> None:
+    """End this process when the one that asked for it ends, even if it is killed."""
+    if forked_by is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != forked_by:
+            os._exit(1)  # it had ended before
+        return
+    # A fork server lives as long as any of its children, so its death tells nothing: watch the parent itself.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_kill_when_ready, args=(parent.sentinel,), daemon=True).start()
+
+
+def _kill_when_ready(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rank_main(job: Job, pipe: Connection) -> None:
     """Be rank `job.rank`. Doesn't return."""
-    _die_with_parent(job.parent)
+    _die_with_parent(job.forked_by)
     # Ctrl-C reaches every process of a terminal; the parent ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if job.environment is not None:
@@ -112,7 +124,8 @@ def _report(pipe: Connection, value: Any, error: BaseException | None, text: str
         pickle.loads(message)  # some exceptions pickle, but can't be rebuilt
     except Exception as problem:
         if error is None:
-            error, text = TypeError(f"the rank's result can't be sent: {problem}"), traceback.format_exc()
+            error = TypeError(f"the rank's result can't be sent: {problem}")
+            text = f"{error}\n{traceback.format_exc()}"
         else:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         message = pickle.dumps((None, error, text))
