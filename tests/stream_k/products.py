@@ -44,7 +44,7 @@ def small_config(**changes: object) -> Config:
         "num_stages": 2,
         "comm_rows": 16,
     }
-    shape = {"group_m": 2, "subtiles": 2, "flatten": False, "num_comm_programs": 2}
+    shape = {"group_m": 2, "subtiles": 2, "flatten": False, "num_comm_programs": 2, "placement": "after"}
     return Config(**{**sizes, **shape, **changes})  # type: ignore[arg-type]
 
 
