@@ -14,8 +14,8 @@ Where the partials lie depends on the placement:
   after, beside   in the source's own heap (`publish_partial`); consumers pull them over the links
   inside          in the consumer's heap, a slot a source: the GEMM's epilogue pushes them (`push_partial`)
 
-No wait can deadlock. Inside, a program waits only for tiles that the same program produces on any rank; after and beside, only for the GEMM, which waits
-for no consumer; and for the other owners' `done` only after all its own pushes.
+No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids; across ranks, likewise for tiles that
+the same or lower ids produce there, and for the other owners' `done` only after all its own pushes.
 
 Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those of call n - 2
 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their partials of this call,
@@ -39,6 +39,7 @@ _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
 _ONE_SHOT = tl.constexpr(3)
 _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer sums at a time
+_BESIDE = tl.constexpr(6)
 
 
 @triton.jit
@@ -211,28 +212,32 @@ def reduce_groups(
     epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer in a launch of its own, after the GEMM or beside it: pulls."""
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch): pulls."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     groups = tl.cdiv(tiles, WORLD)
     first = tl.program_id(0)
     step = tl.num_programs(0)
+    if OPTIONS[_BESIDE]:
+        first -= num_gemm_programs
+        step -= num_gemm_programs
     rank = tl.load(context[0] + signal.RANK)
-    if OPTIONS[_ONE_SHOT]:
-        for tile in range(first, tiles, step):
-            _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
-    else:
-        for group in range(first, groups, step):
-            tile = owned_tile(group, num_gemm_programs, rank, WORLD)
-            if tile < tiles:
+    if first >= 0:
+        if OPTIONS[_ONE_SHOT]:
+            for tile in range(first, tiles, step):
                 _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
-        # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
-        lanes = tl.arange(0, signal.MAX_WORLD)
-        for group in range(first, groups, step):
-            tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
-            mask = (lanes < WORLD) & (tile < tiles)
-            signal.wait(flags + WORLD * tiles + tile, mask, epoch, tile, lanes, context, _OP, WORLD)
+        else:
+            for group in range(first, groups, step):
+                tile = owned_tile(group, num_gemm_programs, rank, WORLD)
+                if tile < tiles:
+                    _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+            # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
+            lanes = tl.arange(0, signal.MAX_WORLD)
+            for group in range(first, groups, step):
+                tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
+                mask = (lanes < WORLD) & (tile < tiles)
+                signal.wait(flags + WORLD * tiles + tile, mask, epoch, tile, lanes, context, _OP, WORLD)
 
 
 @triton.jit

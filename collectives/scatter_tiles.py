@@ -11,8 +11,8 @@ Placements of the tiles' consumer:
 The result may belong to the caller: before the first push a rank waits until its peers have entered the call (LAG = 0), hence are done with
 what the result held before. That costs nothing that the op would not wait for at its end.
 
-No wait can deadlock: a consumer waits for local tiles of the GEMM, which waits for no consumer, and for `arrived` only after all its own pushes, for the
-same tiles that it pushed itself.
+No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own pushes, for the same tiles that it
+pushed itself.
 
 `extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per tile, the sum over its columns of
 the squares of each row, before rounding.
@@ -31,6 +31,7 @@ _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
 # Places in OPTIONS after the three of stream_k.epilogue.
 _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
+_BESIDE = tl.constexpr(6)
 
 
 @triton.jit
@@ -160,17 +161,21 @@ def push_tiles(
     epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer in a launch of its own, after the GEMM or beside it."""
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch)."""
     results, flags, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if signal.wait_entered(epoch, context, _OP, WORLD):
+    if OPTIONS[_BESIDE]:
+        first -= num_gemm_programs
+        step -= num_gemm_programs
+    if first >= 0:
+        if signal.wait_entered(epoch, context, _OP, WORLD):
+            for tile in range(first, tiles, step):
+                _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
         for tile in range(first, tiles, step):
-            _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
-    for tile in range(first, tiles, step):
-        _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
+            _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
 
 
 @triton.jit

@@ -267,13 +267,10 @@ class Lifecycle:
 
     def _fail(self, fault: ShmemError) -> None:
         """Break the heap, and tell the peers: those that wait in a vote would otherwise wait in vain."""
-        if self._failure is not None:
-            return
-        self._failure = fault
-        if isinstance(fault, PeerAborted):
-            return  # the peers hear it from where this rank heard it; passing it on would hide who began
-        with _store_may_be_gone():
-            self._channel.abort(f"{type(fault).__name__}: {fault}")
+        if self._failure is None:
+            self._failure = fault
+            with _store_may_be_gone():
+                self._channel.abort(f"{type(fault).__name__}: {fault}")
 
     def _set_abort_words(self) -> None:
         assert self._memory is not None

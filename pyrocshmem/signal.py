@@ -195,10 +195,12 @@ def _give_up(code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.
     settle()
     tl.store(record + _WORD_CODE, code.to(tl.int64))
     if code == _TIMEOUT:
+        # After the record is whole: a program of this rank that sees the word must find it, and leave it as it is.
         if WORLD > 1:
             everyone = tl.arange(0, MAX_WORLD)
-            raise_flag(remote(abort, everyone, heap_bases), 1 + rank, everyone < WORLD)
+            publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
         else:
+            settle()
             raise_flag(abort, 1 + rank)
 
 

@@ -22,8 +22,8 @@ _USAGE = Path(__file__).with_name("usage.txt")
 
 # A Llama-70B layer: hidden 8192, and 3584 of the intermediate width a rank.
 _GPU_ROWS, _GPU_HIDDEN, _GPU_SHARE = 8192, 8192, 3584
-# Small, and still cut into Stream-K's split tiles: eight tiles of ten K-iterations on six programs.
-_CPU_ROWS, _CPU_COLUMNS, _CPU_DEPTH = 128, 256, 640
+# Small, and still cut into Stream-K's split tiles: six tiles of ten K-iterations on five programs.
+_CPU_ROWS, _CPU_COLUMNS, _CPU_DEPTH = 128, 192, 640
 
 
 def main(
@@ -113,7 +113,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     device = target.device(0)
     config = make_config(job, num_ranks, device)
     schedule = make_schedule(job, num_ranks, device)
-    consumers = f", at most {config.num_comm_programs} programs {config.placement} it" if config.placement != "inside" and num_ranks > 1 else ""
+    beside = f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
     algorithm = f"{config.algorithm}, " if job.collective == "all_reduce" else ""
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
     M, N, K = job.shape
@@ -126,7 +126,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         "reference": f"torch.matmul, then {library}",
         "C = A x B": f"M N K = {M} {N} {K}, {str(job.dtype).removeprefix('torch.')}, {num_ranks} ranks, seed {job.seed}",
         "per rank": describe_share(job, num_ranks),
-        "schedule": f"{schedule.kind}: {schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles, {schedule.num_programs} programs{consumers}",
+        "schedule": f"{schedule.kind}: {schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles, {schedule.num_programs} programs{beside}",
         "tile": f"{config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps, {config.num_stages} stages",
         "communication": f"{algorithm}{config.placement} the GEMM" + (f", partials in {wire}" if job.collective == "all_reduce" else ""),
         "bound": bound,

@@ -30,10 +30,9 @@ class Config:
 
     block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together. subtiles: column parts in
     which a tile leaves the registers. flatten: overlap a tile's epilogue with the next one's loads (NVIDIA).
-    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of the GEMM; 0 stands for one a multiprocessor.
-    placement, algorithm: where and how tiles are consumed. num_comm_programs, comm_warps: programs of a consumer launched after the GEMM or beside
-    it, and their warps. Beside it they should be small enough to share a multiprocessor with a program of the GEMM: no shared memory, and
-    the registers that are left. comm_rows: rows of a tile that a consumer moves at a time.
+    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a multiprocessor.
+    placement, algorithm: where and how tiles are consumed. num_comm_programs: of num_programs, those that consume beside the GEMM.
+    comm_rows: rows of a tile that a consumer moves at a time.
     partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as one GPU's. torch.bfloat16 or
     torch.float16 halves the bytes and rounds every rank's partial once.
     """
@@ -50,13 +49,12 @@ class Config:
     num_programs: int = 0
     placement: str = "beside"
     algorithm: str = "two_shot"
-    num_comm_programs: int = 132
-    comm_warps: int = 4
+    num_comm_programs: int = 32
     comm_rows: int = 8
     partial_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_warps", "comm_rows"):
+        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"Config.{name} must be a power of two, got {value}")
@@ -72,8 +70,10 @@ class Config:
         for name in ("num_stages", "group_m", "num_comm_programs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_programs < 0:
-            raise ValueError(f"Config.num_programs is {self.num_programs}, allowed are 0 and more")
+        if self.num_programs < 0 or (self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs):
+            raise ValueError(
+                f"Config.num_programs is {self.num_programs}, of which {self.num_comm_programs} consume beside the GEMM: none is left for it"
+            )
         if self.comm_rows > self.block_m:
             raise ValueError(f"Config.comm_rows is {self.comm_rows}, at most block_m = {self.block_m}")
         if self.block_n // self.subtiles < 16:
@@ -97,37 +97,36 @@ def choose(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int,
     if target.interpreted():
         config = _for_cpu(M, N)
     elif target.backend() == "hip":
-        config = _for_amd(dtype)
+        config = _for_amd(op, dtype)
     else:
-        config = _for_nvidia(M, N, dtype)
-    return _with_communication(config, op, M, N, world_size, device)
+        config = _for_nvidia(op, M, N, dtype)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if world_size > 1 and tiles < num_multiprocessors(device):
+        # One wave or less: nothing to overlap with, so the fewest hops win.
+        return replace(config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot")
+    return config
 
 
 def _for_cpu(M: int, N: int) -> Config:
     # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as there are tiles to split.
     block = 64 if max(M, N) > 64 else 32
     return Config(
-        block_m=block, block_n=block, block_k=64, num_warps=1, num_stages=1, group_m=2, subtiles=2, flatten=False, num_comm_programs=2, comm_warps=1, comm_rows=block
+        block_m=block, block_n=block, block_k=64, num_warps=1, num_stages=1, group_m=2, subtiles=2, flatten=False, num_comm_programs=1, comm_rows=block
     )
 
 
-def _for_amd(dtype: torch.dtype) -> Config:
+def _for_amd(op: str, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return Config(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, subtiles=1, flatten=False)
     return Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=2, subtiles=1, flatten=False)
 
 
-def _for_nvidia(M: int, N: int, dtype: torch.dtype) -> Config:
+def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype) -> Config:
+    # Measured on 4 x H200; docs/log.md has what lost. The sum moves more bytes a tile than the scatter, hence more programs.
+    comm_programs, comm_rows = (32, 8) if op == "gemm_all_reduce" else (24, 32)
+    config = Config(num_comm_programs=comm_programs, comm_rows=comm_rows)
     if dtype == torch.float32:
-        return Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3, subtiles=1, flatten=False)
+        return replace(config, block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
     if M <= 64 or N <= 64:
-        return Config(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, subtiles=1)
-    return Config()
-
-
-def _with_communication(config: Config, op: str, M: int, N: int, world_size: int, device: torch.device) -> Config:
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if op == "gemm" or world_size == 1 or tiles >= num_multiprocessors(device):
-        return config
-    # One wave or less: nothing to overlap with, so the fewest hops win.
-    return replace(config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot")
+        return replace(config, block_m=64, block_n=128, block_k=128, num_warps=4, subtiles=1)
+    return config

@@ -14,6 +14,7 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.heap import Heap, heap_for
+from stream_k.config import Config, num_multiprocessors
 from stream_k.kernel import consumer_kernel
 from stream_k.launch import Launch
 from stream_k.operands import aligned
@@ -24,15 +25,13 @@ Arguments = tuple[Any, ...]
 
 
 class FusedPlan(Protocol):
-    """The launches of an op for operands of one kind: the GEMM, then a consumer if it has its own launch."""
+    """The launches of an op for operands of one kind, in stream order."""
 
-    gemm: Launch
-    consumer: Launch | None
-    beside: bool  # the consumer runs on a stream of its own
+    launches: list[Launch]
     result: torch.Tensor | None  # on the heap, to be copied out; None: the op writes `out` itself
 
-    def arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Arguments, Arguments]:
-        """Arguments of the GEMM and of the consumer."""
+    def arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> list[Arguments]:
+        """Arguments of each launch."""
         ...
 
 
@@ -66,7 +65,9 @@ def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
     return heap.offset(out)
 
 
-def find_plan(place: Place, key: Hashable, k: int, call: Callable[[], str], make: Callable[[int], FusedPlan], arguments: Arguments) -> FusedPlan:
+def find_plan(
+    place: Place, key: Hashable, k: int, call: Callable[[], str], make: Callable[[int], FusedPlan], arguments: Arguments
+) -> FusedPlan:
     """The plan of a call of this kind: made, on all ranks together, the first time.
 
     k: the inner size of this rank's product; `make` gets the largest of all ranks. call(): what must be the same on all of them.
@@ -75,9 +76,8 @@ def find_plan(place: Place, key: Hashable, k: int, call: Callable[[], str], make
     if plan is None:
         sizes = place.heap.vote(call(), str(k).encode())
         plan = make(max(int(size) for size in sizes))
-        for launch, args in zip((plan.gemm, plan.consumer), plan.arguments(*arguments), strict=True):
-            if launch is not None:
-                launch.compile(args)
+        for launch, args in zip(plan.launches, plan.arguments(*arguments), strict=True):
+            launch.compile(args)
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.
         place.heap.vote(f"{call()}: ready")
         place.workspace.plans[key] = plan
@@ -86,26 +86,16 @@ def find_plan(place: Place, key: Hashable, k: int, call: Callable[[], str], make
 
 def run(place: Place, plan: FusedPlan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Launch the plan and return `out`, filled."""
-    gemm_arguments, consumer_arguments = plan.arguments(a, b, bias, out)
-    with place.workspace.call() as beside:
-        if plan.consumer is None:
-            plan.gemm(gemm_arguments)
-        elif not plan.beside or beside is None:
-            plan.gemm(gemm_arguments)
-            plan.consumer(consumer_arguments)
-        else:
-            # The GEMM first: its programs take a multiprocessor each, the consumer's fit in beside them.
-            beside.fork()
-            plan.gemm(gemm_arguments)
-            plan.consumer(consumer_arguments, stream=beside.handle)
-            beside.join()
+    with place.workspace.call():
+        for launch, args in zip(plan.launches, plan.arguments(a, b, bias, out), strict=True):
+            launch(args)
     if plan.result is not None:
         out.copy_(plan.result)
     return out
 
 
-def consumer_launch(product: Product, consumer: Any, options: tuple[int, ...], world_size: int) -> Launch:
-    """The launch of a consumer after the GEMM or beside it."""
+def consumer_launch(product: Product, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device) -> Launch:
+    """The launch of a consumer after the GEMM, on all multiprocessors."""
     config = product.config
     constants = {
         "CONSUMER": consumer,
@@ -115,8 +105,8 @@ def consumer_launch(product: Product, consumer: Any, options: tuple[int, ...], w
         "BLOCK_N": config.block_n,
         "GROUP_M": config.group_m,
     }
-    grid = min(product.schedule.num_tiles, config.num_comm_programs)
-    return Launch(consumer_kernel, grid, constants, config.comm_warps, 1)
+    grid = min(product.schedule.num_tiles, config.num_programs or num_multiprocessors(device))
+    return Launch(consumer_kernel, grid, constants, config.num_warps, 1)
 
 
 def describe(op: str, M: int, N: int, dtype: torch.dtype, **facts: Any) -> str:
@@ -129,3 +119,7 @@ def interpreted_bf16(a: torch.Tensor) -> bool:
     """Whether `a` must be widened first: Triton's interpreter computes bf16 wrongly."""
     return target.interpreted() and a.dtype == torch.bfloat16
 
+
+def comm_programs(config: Config) -> int:
+    """Programs that consume beside the GEMM."""
+    return config.num_comm_programs if config.placement == "beside" else 0

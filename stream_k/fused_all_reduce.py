@@ -90,7 +90,8 @@ class _Plan:
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
         dtype = config.partial_dtype or torch.float32
-        product = make_product(a, b, config, allow_tf32, stores_fp32=dtype == torch.float32, longest_k=longest_k)
+        comm = fused.comm_programs(config)
+        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=dtype == torch.float32, longest_k=longest_k)
         self.product = product
         tile_elements = config.block_m * config.block_n
         num_tiles = product.schedule.num_tiles
@@ -114,20 +115,22 @@ class _Plan:
             rows = self.partials[: 2 * self.slot_elements].view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
         act = (ACTIVATIONS.index(activation), int(bias is not None), 0)
-        options = (*act, int(self.one_shot), int(squared), config.comm_rows)
+        move = (config.comm_rows, int(comm > 0))
+        options = (*act, int(self.one_shot), int(squared), *move)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
-        self.gemm = product.launch(op, world, epilogue, tiles.reduce_own_tiles if pushed else None, options, lag=1, ends=pushed)
-        self.consumer = None if pushed else fused.consumer_launch(product, tiles.reduce_groups, options, world)
-        self.beside = config.placement == "beside"
+        consumer = {"after": None, "beside": tiles.reduce_groups, "inside": tiles.reduce_own_tiles}[config.placement]
+        self.launches = [product.launch(op, world, epilogue, consumer, options, lag=1, ends=consumer is not None)]
+        if consumer is None:
+            self.launches.append(fused.consumer_launch(product, tiles.reduce_groups, options, world, heap.device))
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[fused.Arguments, fused.Arguments]:
-        """Arguments of the GEMM and of the consumer."""
+    ) -> list[fused.Arguments]:
+        """Arguments of each launch."""
         product = self.product
         x, y = product.operands(a, b)
         results = out if self.result is None else self.result
         extra = (self.partials, self.slot_elements, results, self.flags, self.squares, bias if bias is not None else out)
         gemm_arguments = (x, y, self.c, *self.fix_up, extra, self.context, product.problem, product.strides)
-        return gemm_arguments, (extra, self.context, product.problem)
+        return [gemm_arguments, (extra, self.context, product.problem)][: len(self.launches)]

@@ -88,7 +88,8 @@ class _Plan:
         workspace = place.workspace
         world = heap.world_size
         inside = config.placement == "inside"
-        product = make_product(a, b, config, allow_tf32, stores_fp32=a.dtype == torch.float32, longest_k=longest_k)
+        comm = fused.comm_programs(config)
+        product = make_product(a, b, config, allow_tf32, comm, stores_fp32=a.dtype == torch.float32, longest_k=longest_k)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
@@ -104,13 +105,15 @@ class _Plan:
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(out))
         act = (ACTIVATIONS.index(activation), int(bias is not None), self.c_how)
-        options = (*act, 0, int(squared), config.comm_rows)
+        move = (config.comm_rows, int(comm > 0))
+        options = (*act, 0, int(squared), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
+        consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[config.placement]
         lag = 0 if inside else -1
-        self.gemm = product.launch(op, world, epilogue, tiles.await_own_tiles if inside else None, options, lag=lag, ends=inside)
-        self.consumer = None if inside else fused.consumer_launch(product, tiles.push_tiles, options, world)
-        self.beside = config.placement == "beside"
+        self.launches = [product.launch(op, world, epilogue, consumer, options, lag=lag, ends=consumer is not None)]
+        if consumer is None:
+            self.launches.append(fused.consumer_launch(product, tiles.push_tiles, options, world, heap.device))
 
     def _columns(self, out: torch.Tensor) -> torch.Tensor:
         """This rank's block of columns of the result."""
@@ -119,8 +122,8 @@ class _Plan:
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[fused.Arguments, fused.Arguments]:
-        """Arguments of the GEMM and of the consumer."""
+    ) -> list[fused.Arguments]:
+        """Arguments of each launch."""
         product = self.product
         x, y = product.operands(a, b)
         columns = self._columns(out)
@@ -128,4 +131,4 @@ class _Plan:
         results = out if self.result is None else self.result
         extra = (results, self.flags, self.squares, bias if bias is not None else results, 1)
         gemm_arguments = (x, y, c, *self.fix_up, extra, self.context, product.problem, product.strides)
-        return gemm_arguments, (extra, self.context, product.problem)
+        return [gemm_arguments, (extra, self.context, product.problem)][: len(self.launches)]

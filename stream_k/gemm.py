@@ -46,7 +46,10 @@ def gemm(
     if target.interpreted() and a.dtype == torch.bfloat16:
         # The interpreter gets bf16 wrong (hardware facts in docs/architecture.md): the same product in fp32, rounded once.
         return out.copy_(gemm(a.float(), b.float(), bias=widened(bias), activation=activation, config=config, workspace=workspace))
-    workspace = workspace if workspace is not None else local_workspace(a.device)
+    if workspace is None:
+        workspace = local_workspace(a.device)
+    elif workspace.device != a.device:
+        raise ValueError(f"the workspace is on {workspace.device}, a on {a.device}")
     key = ("gemm", _kind(a), _kind(b), _kind(bias), _kind(out), activation, allow_tf32, config)
     plan = workspace.plans.get(key)
     if plan is None:

@@ -20,6 +20,7 @@ from pyrocshmem.heap import Heap
 from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
 from stream_k.config import PLACEMENTS, Config, choose
+from stream_k.fused import comm_programs
 from stream_k.product import make_product
 from stream_k.schedule import Schedule
 
@@ -28,6 +29,7 @@ COLLECTIVES = ("all_reduce", "all_scatter")
 # Written before each timed call so that operands don't wait in the L2 cache of a GPU (60 MB on an H200).
 _FLUSH_BYTES = 256 << 20
 _WARM_UP_CALLS = 3
+_SLEEP_CYCLES = 1_000_000  # about 0.5 ms
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
     config = make_config(job, num_ranks, device)
     M, N, K = local_shape(job, num_ranks)
     a, b = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
-    return make_product(a, b, config, False, device=device).schedule
+    return make_product(a, b, config, False, comm_programs(config) if num_ranks > 1 else 0, device=device).schedule
 
 
 def describe_share(job: Job, num_ranks: int) -> str:
@@ -170,7 +172,9 @@ def _time(
             flush.fill_(i & 1)
             if on_gpu:
                 torch.cuda.synchronize(device)
-            # On GPUs the start event follows a tiny all-reduce in the stream: ranks start together without waiting for the host.
+                # The GPU is kept busy while the host enqueues what follows, so that the sample holds no host time; the tiny all-reduce
+                # then lines the ranks up.
+                torch.cuda._sleep(_SLEEP_CYCLES)
             dist.all_reduce(signal)
             spent = _time_on_gpu(call, device) if on_gpu else _time_on_cpu(call)
             if i >= 0:

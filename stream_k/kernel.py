@@ -14,8 +14,8 @@ A finished tile goes to EPILOGUE, and after a program's tiles comes CONSUMER; bo
 
 `parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right. `c` is the output as a descriptor or a pointer, `extra`
 a tuple of pointers and integers that the pair understands, `context` the one of `pyrocshmem.signal`, `problem` the tuple
-(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs), OPTIONS a tuple of constants. A consumer after the GEMM, or beside
-it on a stream of its own, is a second launch: `consumer_kernel`.
+(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no
+tiles of their own: that is where a consumer beside the GEMM runs.
 
 A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a descriptor of its
 transpose; POINTER, any strides at all (sizes that TMA can't address come here).
@@ -269,7 +269,7 @@ def stream_k_kernel(
                         OPTIONS,
                     )
 
-    if may_write:
+    if may_write & (program < num_gemm_programs):
         for tile in tl.range(
             num_split_tiles + program, tiles_m * tiles_n, num_gemm_programs, flatten=FLATTEN
         ):
@@ -317,8 +317,7 @@ def consumer_kernel(
     extra, context, problem, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A consumer on its own, after the GEMM in its stream or beside it on another. It closes the call: by the time its last program ends, every
-    program of the GEMM has published a tile, hence has read the epoch."""
+    """A consumer on its own, in the stream after the GEMM whose call it closes."""
     epoch = signal.begin(context, False, WORLD)
     CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
     signal.end(context, epoch)

@@ -36,9 +36,8 @@ class Launch:
         self._run = compiled[self.grid]
         return compiled
 
-    def __call__(self, args: tuple[Any, ...], stream: int | None = None) -> None:
-        """Launch on the current stream, or on the one with the handle `stream`."""
+    def __call__(self, args: tuple[Any, ...]) -> None:
         if self._run is not None:
-            self._run(*args, *self._values, stream=stream)
+            self._run(*args, *self._values)
         else:
             self.kernel[self.grid](*args, **self.constants, **self.options)

@@ -19,7 +19,7 @@ from stream_k.workspace import Workspace
 class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
-    a_how, b_how: how the operands are read. strides: theirs, (am, ak, bk, bn). subtiles: column parts of a tile.
+    a_how, b_how: how the operands are read. strides: theirs, (am, ak, bk, bn). comm_programs: programs beside those of the schedule.
     """
 
     M: int
@@ -31,6 +31,7 @@ class Product:
     b_how: int
     strides: tuple[int, int, int, int]
     precision: str
+    comm_programs: int
     subtiles: int
 
     @property
@@ -72,7 +73,8 @@ class Product:
             "GROUP_M": config.group_m,
             "SUBTILES": self.subtiles,
         }
-        return Launch(stream_k_kernel, self.schedule.num_programs, constants, config.num_warps, config.num_stages)
+        grid = self.schedule.num_programs + self.comm_programs
+        return Launch(stream_k_kernel, grid, constants, config.num_warps, config.num_stages)
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
@@ -98,6 +100,7 @@ def make_product(
     b: torch.Tensor,
     config: Config,
     allow_tf32: bool,
+    comm_programs: int = 0,
     *,
     stores_fp32: bool = False,
     longest_k: int = 0,
@@ -105,12 +108,15 @@ def make_product(
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
-    stores_fp32: the epilogue stores fp32 tiles.
+    comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores fp32 tiles.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of reads as zeros.
     device: where it will run; None: where `a` is.
+    Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
-    programs = config.num_programs or num_multiprocessors(device or a.device)
+    programs = (config.num_programs or num_multiprocessors(device or a.device)) - comm_programs
+    if programs < 1:
+        raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
     steps = (config.block_m, config.block_n, config.block_k)
     schedule = make_schedule(M, N, max(K, longest_k), *steps, programs, split=config.split)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
@@ -119,4 +125,4 @@ def make_product(
     precision = "tf32" if allow_tf32 or a.dtype != torch.float32 else "ieee"
     strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
     hows = (how_to_read(a), how_to_read(b)) if a.device.type != "meta" else (0, 0)
-    return Product(M, N, K, config, schedule, *hows, strides, precision, subtiles)
+    return Product(M, N, K, config, schedule, *hows, strides, precision, comm_programs, subtiles)

@@ -27,25 +27,6 @@ from pyrocshmem.heap import Heap
 DEFAULT_WAIT_SECONDS = 10.0
 
 
-class SideStream:
-    """A stream beside the caller's: `fork` makes it start where the caller's is, `join` makes the caller's wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # High priority: its small programs go wherever there is room, before the next large one.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        self.handle = self._stream.cuda_stream
-
-    def fork(self) -> None:
-        self._forked.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._forked)
-
-    def join(self) -> None:
-        self._joined.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._joined)
-
-
 class Workspace:
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
 
@@ -71,7 +52,6 @@ class Workspace:
         self._captured = False
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
-        self._side = SideStream(self.device) if self.device.type == "cuda" else None
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
@@ -148,16 +128,15 @@ class Workspace:
             self.heap.free(buffer)
 
     @contextmanager
-    def call(self) -> Iterator[SideStream | None]:
-        """Around the launches of a call: orders it after the one before, and raises what an earlier one left in the record. Gives the stream
-        for what runs beside the GEMM; None on the CPU target."""
+    def call(self) -> Iterator[None]:
+        """Around the launches of a call: orders it after the one before, and raises what an earlier one left in the record."""
         if not self._lock.acquire(blocking=False):
             raise WorkspaceBusy("the workspace is in use by a call of another thread; give each thread a workspace of its own")
         try:
             self.check()
-            if self._side is not None:
+            if self.device.type == "cuda":
                 self._order()
-            yield self._side
+            yield
         finally:
             self._lock.release()
         if self.device.type == "cpu":
