@@ -1,5 +1,6 @@
 """./run.sh: help and mistakes are answered at once, with nothing set up."""
 
+import re
 import shutil
 import subprocess
 import time
@@ -73,3 +74,14 @@ def test_every_script_can_be_executed() -> None:
         "apptainer/run.sh",
     ):
         assert (support.ROOT / name).stat().st_mode & 0o111, name
+
+
+def test_help_names_every_option_of_the_program() -> None:
+    """run.sh refuses what its help doesn't name, so an option that is added to one must be added to the other."""
+    source = (support.ROOT / "stream_k/__main__.py").read_text()
+    options = set(
+        re.findall(r'"(--?[a-z][a-z-]*)"', " ".join(re.findall(r"typer\.Option\((.*?)\)\]", source)))
+    )
+    assert "--num-gpus" in options
+    usage = (support.ROOT / "stream_k/usage.txt").read_text()
+    assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage)) == options
