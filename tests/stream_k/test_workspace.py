@@ -1,0 +1,147 @@
+"""`Workspace` of one device: growth, fixed sizes, two threads, epochs. (Those with peers: tests/fused.)"""
+
+import threading
+
+import pytest
+import torch
+
+import pyrocshmem
+import stream_k
+from stream_k.workspace import Workspace, local_workspace
+from tests.stream_k.products import Frame, check_product, device, random, small_config
+
+TIER = 1
+pytestmark = pytest.mark.num_ranks(1)
+
+SPLIT = small_config(split="stream_k", num_programs=5)
+M, N, K = 3 * SPLIT.block_m, 3 * SPLIT.block_n + 24, 304
+
+
+def product(workspace: Workspace, config: stream_k.Config = SPLIT) -> None:
+    a, b = random(M, K, torch.float16), random(K, N, torch.float16)
+    check_product(stream_k.gemm(a, b, config=config, workspace=workspace), a, b)
+
+
+def test_needs_a_place() -> None:
+    with pytest.raises(ValueError, match="a heap or a device, got neither"):
+        Workspace()
+
+
+def test_grows_as_calls_need_it() -> None:
+    workspace = Workspace(device=device())
+    assert workspace.nbytes_in_use() == 0
+    product(workspace, small_config(split="none"))
+    whole = workspace.nbytes_in_use()
+    product(workspace)
+    tile = 4 * SPLIT.block_m * SPLIT.block_n
+    assert workspace.nbytes_in_use() >= 5 * tile > whole
+    grown = workspace.nbytes_in_use()
+    product(workspace)
+    product(workspace, small_config(split="none"))
+    assert workspace.nbytes_in_use() == grown
+
+
+def test_a_grown_workspace_forgets_plans_of_the_smaller_one() -> None:
+    """A kept plan would go on writing to the buffer that was given back."""
+    workspace = Workspace(device=device())
+    product(workspace)
+    product(workspace, small_config(split="stream_k", num_programs=7))
+    for _ in range(3):
+        product(workspace)
+
+
+def test_too_small() -> None:
+    """Fault 9: refused before anything is launched, with both sizes; the next call that fits works."""
+    tile = 4 * SPLIT.block_m * SPLIT.block_n
+    workspace = Workspace(device=device(), nbytes=4 * tile)
+    a, b, frame = random(M, K, torch.float16), random(K, N, torch.float16), Frame(M, N, torch.float16)
+    with pytest.raises(ValueError, match=rf"the workspace has {4 * tile} bytes, this call needs {5 * tile}"):
+        stream_k.gemm(a, b, out=frame.out, config=SPLIT, workspace=workspace)
+    assert frame.out.isnan().all()
+    frame.check()
+    assert workspace.epoch() == 0
+    product(Workspace(device=device(), nbytes=5 * tile + 1024))
+
+
+def test_on_another_device() -> None:
+    a = random(8, 8, torch.float32)
+    workspace = Workspace(device=torch.device("meta"))
+    with pytest.raises(ValueError, match=f"the workspace is on meta, a on {a.device}"):
+        stream_k.gemm(a, a, workspace=workspace)
+
+
+def test_counts_the_calls_that_split() -> None:
+    workspace = Workspace(device=device())
+    for call in range(3):
+        product(workspace)
+        assert workspace.epoch() == call + 1
+    product(workspace, small_config(split="none"))
+    assert workspace.epoch() == 3
+
+
+def test_busy() -> None:
+    """Fault 11: a call from another thread, while one is being launched, raises and leaves the output alone."""
+    workspace = Workspace(device=device())
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with workspace.call():
+            inside.set()
+            go_on.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert inside.wait(30)
+        a, b, frame = random(M, K, torch.float16), random(K, N, torch.float16), Frame(M, N, torch.float16)
+        with pytest.raises(pyrocshmem.WorkspaceBusy, match="in use by a call of another thread"):
+            stream_k.gemm(a, b, out=frame.out, config=SPLIT, workspace=workspace)
+        assert frame.out.isnan().all()
+        # One of its own is all that the second thread needs.
+        product(Workspace(device=device()))
+    finally:
+        go_on.set()
+        holder.join()
+    product(workspace)
+
+
+def test_free_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(device=device())
+    with pytest.raises(RuntimeError, match="planted"), workspace.call():
+        raise RuntimeError("planted")
+    product(workspace)
+
+
+def test_the_devices_own() -> None:
+    assert local_workspace(device()) is local_workspace(device())
+
+
+@pytest.mark.gpu
+def test_does_not_grow_under_capture() -> None:
+    """Fault 10: RuntimeError, and the workspace goes on to work."""
+    workspace = Workspace(device=device())
+    a, b, out = random(M, K, torch.float16), random(K, N, torch.float16), random(M, N, torch.float16)
+    with (
+        pytest.raises(RuntimeError, match=r"would have to grow .* under CUDA graph capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        stream_k.gemm(a, b, out=out, config=SPLIT, workspace=workspace)
+    product(workspace)
+
+
+@pytest.mark.gpu
+def test_replayed_in_a_graph() -> None:
+    """Fault 10: replays with inputs changed in place, eager calls between; the epoch lives on the device."""
+    workspace = Workspace(device=device())
+    a, b, out = random(M, K, torch.float16), random(K, N, torch.float16), random(M, N, torch.float16)
+    stream_k.gemm(a, b, out=out, config=SPLIT, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream_k.gemm(a, b, out=out, config=SPLIT, workspace=workspace)
+    for replay in range(50):
+        a.copy_(random(M, K, torch.float16))
+        out.fill_(float("nan"))
+        graph.replay()
+        check_product(out, a, b)
+        if replay % 10 == 0:
+            product(workspace)
