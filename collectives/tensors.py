@@ -50,5 +50,5 @@ def run(workspace: Workspace, key: Hashable, call: str, kernel: Any, constants: 
         launch.compile(args)
         heap.vote(f"{call}: ready")
         workspace.plans[key] = launch
-    with workspace.call():
+    with workspace:
         launch(args)

@@ -10,8 +10,8 @@ from pyrocshmem import status, target
 from stream_k.config import Config, choose
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
-from stream_k.operands import aligned, as_argument, check_device, check_product, how_to_write
-from stream_k.product import Product, make_product
+from stream_k.operands import check_apart, check_device, check_product, filled, how_to_write, kind, template
+from stream_k.product import make_product
 from stream_k.workspace import Workspace, local_workspace
 
 
@@ -36,28 +36,31 @@ def gemm(
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up) when the device stood still.
     Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
-    M, N, K = check_product(a, b, bias, activation, out, b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0)
-    check_device(a, a.device if a.device.type == target.device().type else target.device())
-    if out is None:
-        out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    if min(M, N) == 0:
-        return out
-    a, b = with_inner_size(a, b)
-    if target.interpreted() and a.dtype == torch.bfloat16:
-        # The interpreter gets bf16 wrong (hardware facts in docs/architecture.md): the same product in fp32, rounded once.
-        return out.copy_(gemm(a.float(), b.float(), bias=widened(bias), activation=activation, config=config, workspace=workspace))
-    if workspace is None:
+    if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
-    elif workspace.device != a.device:
-        raise ValueError(f"the workspace is on {workspace.device}, a on {a.device}")
-    key = ("gemm", _kind(a), _kind(b), _kind(bias), _kind(out), activation, allow_tf32, config)
-    plan = workspace.plans.get(key)
+    key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config)
+    plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
+        M, N, K = check_product(a, b, bias, activation, out, b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0)
+        assert workspace is not None
+        check_device(a, workspace.device)
+        if out is None:
+            out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+        if min(M, N) == 0:
+            return out
+        if target.interpreted() and a.dtype == torch.bfloat16:
+            # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
+            wide_bias = None if bias is None else bias.float()
+            return out.copy_(gemm(a.float(), b.float(), bias=wide_bias, activation=activation, config=config, workspace=workspace))
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
-        plan = _Plan(make_product(a, b, chosen, allow_tf32), bias, activation, out, workspace)
-        plan.launch.compile(plan.arguments(a, b, bias, out))
+        plan = _Plan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan
-    with workspace.call():
+    elif out is not None:
+        check_apart(out, a, b, bias)
+    else:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    a, b = with_inner_size(a, b)
+    with workspace:  # type: ignore[union-attr]
         plan.launch(plan.arguments(a, b, bias, out))
     return out
 
@@ -69,33 +72,38 @@ def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
     return a.new_zeros(a.shape[0], 1), b.new_zeros(1, b.shape[1])
 
 
-def widened(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias in fp32."""
-    return None if bias is None else bias.float()
-
-
-def _kind(x: torch.Tensor | None) -> Any:
-    """All of a tensor that code is specialized for."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
-
-
 class _Plan:
     """The launch of a GEMM for operands of one kind."""
 
-    def __init__(self, product: Product, bias: torch.Tensor | None, activation: str, out: torch.Tensor, workspace: Workspace) -> None:
-        self.product = product
-        self.out_how = how_to_write(out)
-        options = (ACTIVATIONS.index(activation), int(bias is not None), self.out_how)
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+        allow_tf32: bool,
+        bias: torch.Tensor | None,
+        activation: str,
+        out: torch.Tensor,
+        workspace: Workspace,
+    ) -> None:
+        self.product = product = make_product(a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32)
+        how = how_to_write(out)
+        self.c_template = template(out, how, config.block_m, product.part_n)
         self.context = workspace.context
-        self.fix_up_tiles, self.fix_up_flags = product.fix_up(workspace)
+        self.fix_up = product.fix_up(workspace)
+        self.strides = (out.stride(0), out.stride(1))
+        options = (ACTIVATIONS.index(activation), int(bias is not None), how)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing them.
         self.launch: Launch = product.launch(
             int(status.Op.FIX_UP), 1, store_output, None, options, lag=-1, ends=product.split
         )
+        self.launch.compile(self.arguments(a, b, bias, out))
 
-    def arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        c = as_argument(out, self.out_how, product.config.block_m, product.part_n)
-        extra = (bias if bias is not None else out, out.stride(0), out.stride(1))
-        return (x, y, c, self.fix_up_tiles, self.fix_up_flags, extra, self.context, product.problem, product.strides)
+    def arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """The kernel's arguments for tensors of this kind."""
+        x, y = self.product.operands(a, b)
+        extra = (bias if bias is not None else out, *self.strides)
+        c = filled(self.c_template, out)
+        return (x, y, c, *self.fix_up, extra, self.context, self.product.problem, self.product.strides)

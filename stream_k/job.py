@@ -20,8 +20,7 @@ from pyrocshmem.heap import Heap
 from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
 from stream_k.config import PLACEMENTS, Config, choose
-from stream_k.fused import comm_programs
-from stream_k.product import make_product
+from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 
 COLLECTIVES = ("all_reduce", "all_scatter")
@@ -88,9 +87,8 @@ def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
 def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
     """The schedule that the run follows, for printing."""
     config = make_config(job, num_ranks, device)
-    M, N, K = local_shape(job, num_ranks)
-    a, b = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
-    return make_product(a, b, config, False, comm_programs(config) if num_ranks > 1 else 0, device=device).schedule
+    comm = config.num_comm_programs if config.placement == "beside" and num_ranks > 1 else 0
+    return schedule_of(config, *local_shape(job, num_ranks), device, comm)
 
 
 def describe_share(job: Job, num_ranks: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -56,14 +57,14 @@ def check_product(
         if x is not None and x.device != a.device:
             raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
     if out is not None:
-        _check_apart(out, (("a", a), ("b", b), ("bias", bias)))
+        check_apart(out, a, b, bias)
     return M, N, K
 
 
-def _check_apart(out: torch.Tensor, operands: tuple[tuple[str, torch.Tensor | None], ...]) -> None:
-    """ValueError when `out` shares memory with an operand."""
+def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
+    """ValueError when `out` shares memory with an operand: a, b or the bias."""
     storage = out.untyped_storage().data_ptr()
-    for name, x in operands:
+    for name, x in zip(("a", "b", "bias"), operands, strict=True):
         # The addresses of storages first: that is all it costs a call that does no such thing.
         if x is not None and x.untyped_storage().data_ptr() == storage and _share_memory(out, x):
             raise ValueError(f"out shares memory with {name}, which is still read while out is written; give another out")
@@ -117,6 +118,13 @@ def aligned(x: torch.Tensor | None) -> bool:
     return x is None or x.data_ptr() % _TMA_BYTES == 0
 
 
+def kind(x: Any) -> Hashable:
+    """All of a tensor that a plan depends on."""
+    if not isinstance(x, torch.Tensor):
+        return None if x is None else type(x)
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES)
+
+
 def how_to_read(x: torch.Tensor) -> int:
     """ROW, COLUMN or POINTER for a matrix of any strides."""
     rows, cols = x.shape
@@ -142,3 +150,22 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     if how == COLUMN:
         return TensorDescriptor(x, list(x.shape)[::-1], list(x.stride())[::-1], [cols, rows])
     return x
+
+
+def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
+    """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the same kind."""
+    argument = as_argument(x, how, rows, cols)
+    if argument is x:
+        return None
+    argument.base = None
+    return argument
+
+
+def filled(made: Any, x: torch.Tensor) -> Any:
+    """The kernel's argument for `x`, of the same shape, strides and alignment as the one that `made` is the template of: nothing is checked again."""
+    if made is None:
+        return x
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(made.__dict__)
+    descriptor.base = x
+    return descriptor

@@ -10,7 +10,7 @@ import torch
 from stream_k.config import Config, num_multiprocessors
 from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.operands import as_argument, how_to_read
+from stream_k.operands import as_argument, filled, how_to_read, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
 
@@ -19,7 +19,8 @@ from stream_k.workspace import Workspace
 class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
-    a_how, b_how: how the operands are read. strides: theirs, (am, ak, bk, bn). comm_programs: programs beside those of the schedule.
+    a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors. strides: theirs, (am, ak, bk, bn).
+    comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
 
     M: int
@@ -29,6 +30,8 @@ class Product:
     schedule: Schedule
     a_how: int
     b_how: int
+    a_template: Any
+    b_template: Any
     strides: tuple[int, int, int, int]
     precision: str
     comm_programs: int
@@ -87,12 +90,8 @@ class Product:
         return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
 
     def operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """`a` and `b` as the kernel gets them."""
-        config = self.config
-        return (
-            as_argument(a, self.a_how, config.block_m, config.block_k),
-            as_argument(b, self.b_how, config.block_k, config.block_n),
-        )
+        """`a` and `b`, of the kind that this was planned for, as the kernel gets them."""
+        return filled(self.a_template, a), filled(self.b_template, b)
 
 
 def make_product(
@@ -104,25 +103,31 @@ def make_product(
     *,
     stores_fp32: bool = False,
     longest_k: int = 0,
-    device: torch.device | None = None,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
     comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores fp32 tiles.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of reads as zeros.
-    device: where it will run; None: where `a` is.
     Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
-    programs = (config.num_programs or num_multiprocessors(device or a.device)) - comm_programs
-    if programs < 1:
-        raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
-    steps = (config.block_m, config.block_n, config.block_k)
-    schedule = make_schedule(M, N, max(K, longest_k), *steps, programs, split=config.split)
+    schedule = schedule_of(config, M, N, max(K, longest_k), a.device, comm_programs)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
     precision = "tf32" if allow_tf32 or a.dtype != torch.float32 else "ieee"
+    a_how, b_how = how_to_read(a), how_to_read(b)
+    templates = (
+        template(a, a_how, config.block_m, config.block_k),
+        template(b, b_how, config.block_k, config.block_n),
+    )
     strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
-    hows = (how_to_read(a), how_to_read(b)) if a.device.type != "meta" else (0, 0)
-    return Product(M, N, K, config, schedule, *hows, strides, precision, comm_programs, subtiles)
+    return Product(M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles)
+
+
+def schedule_of(config: Config, M: int, N: int, K: int, device: torch.device, comm_programs: int = 0) -> Schedule:
+    """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer. ValueError when none is left."""
+    programs = (config.num_programs or num_multiprocessors(device)) - comm_programs
+    if programs < 1:
+        raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
+    return make_schedule(M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ class Workspace:
         self._captured = False
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
+        self._handle: int | None = None
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
@@ -127,30 +127,35 @@ class Workspace:
         elif self.heap is not None and self.heap.is_symmetric(buffer):
             self.heap.free(buffer)
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around the launches of a call: orders it after the one before, and raises what an earlier one left in the record."""
+    def __enter__(self) -> Workspace:
+        """Before the launches of a call: orders it after the one before, and raises what an earlier one left in the record."""
         if not self._lock.acquire(blocking=False):
             raise WorkspaceBusy("the workspace is in use by a call of another thread; give each thread a workspace of its own")
         try:
             self.check()
             if self.device.type == "cuda":
                 self._order()
-            yield
-        finally:
+        except BaseException:
             self._lock.release()
-        if self.device.type == "cpu":
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+        if self.device.type == "cpu" and error is None:
             self.check()
 
     def _order(self) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if stream == self._stream:
+        # The handle first: making a stream object costs more than all the rest of this.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle == self._handle:
             return
+        stream = torch.cuda.current_stream(self.device)
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
         elif self._stream is not None:
             stream.wait_stream(self._stream)
-        self._stream = stream
+        self._handle, self._stream = handle, stream
 
     def check(self) -> None:
         """Raise the fault that a kernel recorded, if any. Does not wait for the device."""
