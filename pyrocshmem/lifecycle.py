@@ -112,6 +112,11 @@ class Lifecycle:
         self._system: torch.Tensor | None = tensor_on(storage, torch.int32, (SYSTEM_WORDS,))
         on_gpu = self.device.type != "cpu"
         self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        # For aborting while kernels hold every SM and wait: a copy, which needs no SM, on a stream of its own. Made
+        # now, because pinning memory waits for running kernels.
+        self._abort_word = torch.full((1,), 1 + self.rank, dtype=torch.int32, pin_memory=on_gpu)
+        self._abort_places = [memory.words(base)[:1] for base in self.bases]
+        self._abort_stream = torch.cuda.Stream(self.device) if on_gpu else None
         self._closed = False
         live_heaps.add(self)
 
@@ -207,6 +212,8 @@ class Lifecycle:
         with _store_may_be_gone():
             self._channel.leave("it closed the heap")
         self._system = None
+        self.workspace = None
+        self._abort_places = []
         self._memory = None
 
     def __enter__(self) -> Self:
@@ -267,25 +274,23 @@ class Lifecycle:
 
     def _fail(self, fault: ShmemError) -> None:
         """Break the heap, and tell the peers: those that wait in a vote would otherwise wait in vain."""
-        if self._failure is None:
-            self._failure = fault
-            with _store_may_be_gone():
-                self._channel.abort(f"{type(fault).__name__}: {fault}")
+        if self._failure is not None:
+            return
+        self._failure = fault
+        if isinstance(fault, PeerAborted):
+            return  # the peers hear it from where this rank heard it; passing it on would hide who began
+        with _store_may_be_gone():
+            self._channel.abort(f"{type(fault).__name__}: {fault}")
 
     def _set_abort_words(self) -> None:
-        assert self._memory is not None
-        word = torch.tensor([1 + self.rank], dtype=torch.int32)
-        words = [self._memory.words(base)[:1] for base in self.bases]
-        if self.device.type == "cpu":
-            for place in words:
-                place.copy_(word)
+        if self._abort_stream is None:
+            for place in self._abort_places:
+                place.copy_(self._abort_word)
             return
-        # The copy engine, on a stream of its own: kernels that wait may hold every SM and the current stream.
-        pinned = word.pin_memory()
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)) as _:
-            for place in words:
-                place.copy_(pinned, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(self._abort_stream):
+            for place in self._abort_places:
+                place.copy_(self._abort_word, non_blocking=True)
+        self._abort_stream.synchronize()
 
 
 def close_all() -> None:

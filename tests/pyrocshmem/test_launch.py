@@ -113,7 +113,7 @@ def test_the_others_are_killed_after_a_grace(monkeypatch):
 
 @pytest.mark.cpu
 def test_timeout():
-    ends = run_ranks(_fails, 2, "hangs", timeout=1)
+    ends = run_ranks(_fails, 2, "hangs", timeout=8)
     assert ends[0].value == 0
     assert isinstance(ends[1].exception, TimeoutError)
 
