@@ -2,11 +2,13 @@
 
 Shape letters: M N of the result; R ranks; T tiles of [BLOCK_M, BLOCK_N]; P GEMM programs.
 
-A partial tile lies packed, BLOCK_M x BLOCK_N contiguous, so odd M and N cost no masks on the wire. Every rank computes the same tiles in
-the same order. R tiles in a row form a group and each rank owns one of them; the owner moves on by a place from wave to wave
-(`owned_tile`), so that every rank and every program gets its share.
+A partial tile lies packed, BLOCK_M x BLOCK_N contiguous, so odd M and N cost no masks on the wire. Every rank
+computes the same tiles in the same order. R tiles in a row form a group and each rank owns one of them; the
+owner moves on by a place from wave to wave (`owned_tile`), so that every rank and every program gets its
+share.
 
-Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order, fp32, adds bias, activates
+Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order, fp32,
+adds bias, activates
             owner  --final tile, flag done[tile]------------> every rank's result
 One-shot:   every rank sums every tile itself; no second hop, (R-1) / 2 x (R-1)/R as many bytes again.
 
@@ -14,15 +16,18 @@ Where the partials lie depends on the placement:
   after, beside   in the source's own heap (`publish_partial`); consumers pull them over the links
   inside          in the consumer's heap, a slot a source: the GEMM's epilogue pushes them (`push_partial`)
 
-No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids; across ranks, likewise for tiles that
-the same or lower ids produce there, and for the other owners' `done` only after all its own pushes.
+No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids;
+across ranks, likewise for tiles that the same or lower ids produce there, and for the other owners' `done`
+only after all its own pushes.
 
-Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those of call n - 2
-(LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their partials of this call,
-hence have entered it, hence are done with what the result held before.
+Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those
+of call n - 2 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks
+have published their partials of this call, hence have entered it, hence are done with what the result held
+before.
 
-`extra` is (partials, slot_elements, results, flags, squares, bias): pointers but for the int64 size of a slot. `squares`, when asked for, is fp32
-[tiles_n, M]: the sum of squares, over a tile's columns, of each row of the *reduced* tile, before it is rounded.
+`extra` is (partials, slot_elements, results, flags, squares, bias): pointers but for the int64 size of a
+slot. `squares`, when asked for, is fp32 [tiles_n, M]: the sum of squares, over a tile's columns, of each row
+of the *reduced* tile, before it is rounded.
 """
 
 import triton
@@ -46,7 +51,8 @@ _BESIDE = tl.constexpr(6)
 def owned_tile(group, num_gemm_programs, rank, WORLD: tl.constexpr):
     """The tile of `group` that `rank` (a number or a block) owns.
 
-    Example, R = 2, P = 4: groups (0,1) (2,3) are wave 0, where rank 0 owns tiles 0 and 2; (4,5) (6,7) are wave 1, where it owns 5 and 7.
+    Example, R = 2, P = 4: groups (0,1) (2,3) are wave 0, where rank 0 owns tiles 0 and 2; (4,5) (6,7) are
+    wave 1, where it owns 5 and 7.
     """
     wave = group // tl.cdiv(num_gemm_programs, WORLD)
     return group * WORLD + (rank + wave) % WORLD
@@ -101,7 +107,8 @@ def publish_partial(
     parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into the own heap, then its flag. `c` describes [2 x T x BLOCK_M, BLOCK_N]."""
+    """Epilogue: the partial tile into the own heap, then its flag. `c` describes [2 x T x BLOCK_M,
+    BLOCK_N]."""
     partials, slot_elements, results, flags, squares, bias = extra
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -116,7 +123,8 @@ def push_partial(
     parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's slot at its consumer (all of them in a one-shot), then its flag."""
+    """Epilogue: the partial tile into this rank's slot at its consumer (all of them in a one-shot), then its
+    flag."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -139,7 +147,8 @@ def push_partial(
 
 @triton.jit
 def _sources(
-    tile, tiles, epoch, extra, context, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, tiles, epoch, extra, context, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Where the R partials of `tile` start: a tuple of pointers, in rank order."""
@@ -150,9 +159,11 @@ def _sources(
     for source in tl.static_range(WORLD):
         if PUSHED:
             number = _slot_tile(tile, tiles, source, OPTIONS[_ONE_SHOT], WORLD)
-            places = places + (slot + tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N),)
+            places = places + (slot + tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N),)  # type: ignore[assignment]
         else:
-            places = places + (remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases),)
+            places = places + (
+                remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases),
+            )
     return places
 
 
@@ -167,7 +178,8 @@ def _targets(pointer, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
 
 @triton.jit
 def _reduce_tile(
-    tile, epoch, extra, context, problem, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, epoch, extra, context, problem, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the R partials of `tile`, sum them in rank order, hand the result out."""
@@ -209,10 +221,12 @@ def _reduce_tile(
 
 @triton.jit
 def reduce_groups(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch): pulls."""
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
+    launch): pulls."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
@@ -226,12 +240,16 @@ def reduce_groups(
     if first >= 0:
         if OPTIONS[_ONE_SHOT]:
             for tile in range(first, tiles, step):
-                _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+                _reduce_tile(
+                    tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+                )
         else:
             for group in range(first, groups, step):
                 tile = owned_tile(group, num_gemm_programs, rank, WORLD)
                 if tile < tiles:
-                    _reduce_tile(tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+                    _reduce_tile(
+                        tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+                    )
             # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
             lanes = tl.arange(0, signal.MAX_WORLD)
             for group in range(first, groups, step):
@@ -242,10 +260,12 @@ def reduce_groups(
 
 @triton.jit
 def reduce_own_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot, its rank owns."""
+    """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot,
+    its rank owns."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
@@ -255,9 +275,13 @@ def reduce_own_tiles(
     for i in range(0, count):
         tile = finished_tile(i, split, program, problem)
         if OPTIONS[_ONE_SHOT]:
-            _reduce_tile(tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+            _reduce_tile(
+                tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+            )
         elif tile_owner(tile, num_gemm_programs, WORLD) == rank:
-            _reduce_tile(tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+            _reduce_tile(
+                tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+            )
     if not OPTIONS[_ONE_SHOT]:
         one = tl.arange(0, 1)
         for i in range(0, count):

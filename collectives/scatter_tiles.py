@@ -1,21 +1,25 @@
-"""All-scatter: every rank pushes its block of columns to all ranks, as GEMM tiles finish or from a whole tensor.
+"""All-scatter: every rank pushes its block of columns to all ranks, as GEMM tiles finish or from a whole
+tensor.
 
-Shape letters: M rows; N columns of one rank's block; R ranks; the result is [M, R x N] on every rank; T tiles of [BLOCK_M, BLOCK_N] in a block.
+Shape letters: M rows; N columns of one rank's block; R ranks; the result is [M, R x N] on every rank; T tiles
+of [BLOCK_M, BLOCK_N] in a block.
 
     rank r --tile, flag arrived[r][tile]--> the result of every rank, columns [r x N, (r + 1) x N)
 
 Placements of the tiles' consumer:
-  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`); `push_tiles` copies to the peers
-  inside          the GEMM's epilogue stores each tile R times (`push_output`); no copy, no second read
+  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`); `push_tiles`
+  copies to the peers inside          the GEMM's epilogue stores each tile R times (`push_output`); no copy,
+  no second read
 
-The result may belong to the caller: before the first push a rank waits until its peers have entered the call (LAG = 0), hence are done with
-what the result held before. That costs nothing that the op would not wait for at its end.
+The result may belong to the caller: before the first push a rank waits until its peers have entered the call
+(LAG = 0), hence are done with what the result held before. That costs nothing that the op would not wait for
+at its end.
 
-No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own pushes, for the same tiles that it
-pushed itself.
+No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own
+pushes, for the same tiles that it pushed itself.
 
-`extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per tile, the sum over its columns of
-the squares of each row, before rounding.
+`extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per
+tile, the sum over its columns of the squares of each row, before rounding.
 """
 
 import triton
@@ -83,7 +87,8 @@ def push_output(
     parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of columns."""
+    """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of
+    columns."""
     results, flags, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -101,7 +106,9 @@ def push_output(
         rows = row + tl.arange(0, BLOCK_M)
         square_places = _peers(squares, context, WORLD) + (squares,)
         for k in tl.static_range(WORLD):
-            tl.store(square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
+            tl.store(
+                square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
+            )
     _raise_arrived(tile, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), epoch, flags, context, WORLD)
 
 
@@ -125,7 +132,8 @@ def _squares_row(tile_n, N, context, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _push_tile(
-    tile, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    tile, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a tile of the own result, copy it to the peers, tell them."""
@@ -158,10 +166,12 @@ def _push_tile(
 
 @triton.jit
 def push_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own launch)."""
+    """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
+    launch)."""
     results, flags, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -180,10 +190,12 @@ def push_tiles(
 
 @triton.jit
 def await_own_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have arrived."""
+    """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have
+    arrived."""
     results, flags, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)

@@ -26,7 +26,10 @@ def check_symmetric(heap: Heap, name: str, x: torch.Tensor, dtypes: tuple[torch.
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, dtypes))}")
     if not heap.is_symmetric(x):
-        raise ValueError(f"{name} (shape {tuple(x.shape)}, {x.device}) is not on the group's heap: allocate it with heap.empty and the like")
+        raise ValueError(
+            f"{name} (shape {tuple(x.shape)}, {x.device}) is not on the group's heap: "
+            "allocate it with heap.empty and the like"
+        )
     if not x.is_contiguous():
         raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; contiguous is needed")
 
@@ -39,8 +42,17 @@ def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Works
     return heap, workspace if workspace is not None else workspace_for(heap)
 
 
-def run(workspace: Workspace, key: Hashable, call: str, kernel: Any, constants: dict[str, Any], blocks: int, args: tuple[Any, ...]) -> None:
-    """Launch `kernel` with at most `blocks` programs. The first call of a kind is compared between ranks, compiled and loaded by all."""
+def run(
+    workspace: Workspace,
+    key: Hashable,
+    call: str,
+    kernel: Any,
+    constants: dict[str, Any],
+    blocks: int,
+    args: tuple[Any, ...],
+) -> None:
+    """Launch `kernel` with at most `blocks` programs. The first call of a kind is compared between ranks,
+    compiled and loaded by all."""
     heap = workspace.heap
     assert heap is not None
     launch: Launch | None = workspace.plans.get(key)

@@ -1,8 +1,8 @@
 """Device API: read, write and update a peer's heap from inside a Triton kernel.
 
-A heap pointer addresses the same offset on every rank, so a remote address is
-`pointer - heap_bases[0] + heap_bases[1 + peer]`, where `heap_bases` (`Heap.heap_bases`, int64[1 + R]) holds the
-own base first and then the base of every peer.
+A heap pointer addresses the same offset on every rank, so a remote address is `pointer - heap_bases[0] +
+heap_bases[1 + peer]`, where `heap_bases` (`Heap.heap_bases`, int64[1 + R]) holds the own base first and then
+the base of every peer.
 
     import triton
     import triton.language as tl
@@ -13,19 +13,22 @@ own base first and then the base of every peer.
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         shmem.put(x + offsets, x + offsets, peer, heap_bases, mask=offsets < n)
 
-Argument order everywhere: pointer, value (or local pointer), peer, heap_bases, mask, sem, scope. `pointer` is always a
-pointer into the own heap (a scalar or a block of pointers); `peer` is a rank of the heap's group and may be the own rank.
-Nothing here checks `peer`: the launchers do. Atomics default to the strongest ordering (`acq_rel`, `sys`), because a flag
-with a weaker one is the bug that shows up only on another machine. Flags themselves belong to `pyrocshmem.signal`.
+Argument order everywhere: pointer, value (or local pointer), peer, heap_bases, mask, sem, scope. `pointer` is
+always a pointer into the own heap (a scalar or a block of pointers); `peer` is a rank of the heap's group and
+may be the own rank. Nothing here checks `peer`: the launchers do. Atomics default to the strongest ordering
+(`acq_rel`, `sys`), because a flag with a weaker one is the bug that shows up only on another machine. Flags
+themselves belong to `pyrocshmem.signal`.
 
-Atomics work on int32 and int64 (add also on floats); Triton 3.6 drops `scope="sys"` of `atomic_cas` on gfx942.
+Atomics work on int32 and int64 (add also on floats); Triton 3.6 drops `scope="sys"` of `atomic_cas` on
+gfx942.
 """
 
 import triton
 import triton.language as tl
 
-# Heaps start on 2 MiB boundaries, so the distance between two of them keeps any alignment of `pointer`. Triton can't
-# know that of a number it loads from memory: without the hint, stores through the result become 2 bytes wide.
+# Heaps start on 2 MiB boundaries, so the distance between two of them keeps any alignment of `pointer`.
+# Triton can't know that of a number it loads from memory: without the hint, stores through the result become
+# 2 bytes wide.
 _HEAP_ALIGNMENT = tl.constexpr(4096)
 _STRONGEST = tl.constexpr("acq_rel")
 _SYSTEM = tl.constexpr("sys")
@@ -43,11 +46,11 @@ def remote(pointer, peer, heap_bases):
 
 @triton.jit
 def others(pointer, rank, heap_bases, WORLD: tl.constexpr):
-    """`pointer` on every peer of `rank`, the own rank: a tuple of WORLD - 1, its neighbour's first, so that ranks that walk it in
-    order don't all write to the same one."""
+    """`pointer` on every peer of `rank`, the own rank: a tuple of WORLD - 1, its neighbour's first, so that
+    ranks that walk it in order don't all write to the same one."""
     places = ()
     for k in tl.static_range(WORLD - 1):
-        places = places + (remote(pointer, (rank + 1 + k) % WORLD, heap_bases),)
+        places = places + (remote(pointer, (rank + 1 + k) % WORLD, heap_bases),)  # type: ignore[assignment]
     return places
 
 

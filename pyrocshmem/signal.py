@@ -1,27 +1,28 @@
 """Signals: the one place that orders memory between programs and ranks.
 
-A flag is an int32 that holds the number (epoch) of the last call whose data are complete. `publish` makes every earlier
-write of the whole program visible, then raises the flag; `wait` returns once the flag has reached the epoch, or gives up.
+A flag is an int32 that holds the number (epoch) of the last call whose data are complete. `publish` makes
+every earlier write of the whole program visible, then raises the flag; `wait` returns once the flag has
+reached the epoch, or gives up.
 
-    epoch = signal.begin(context, True, WORLD)           # the number of this call; tells the peers we are in it
-    ...write a tile...
-    signal.publish(flag, epoch, peer, heap_bases)        # drain, barrier, release at system scope
-    if signal.wait(flags, mask, epoch, tiles, peers, context, OP, WORLD):
+    epoch = signal.begin(context, True, WORLD)           # the number of this call; tells the peers we are in
+    it ...write a tile... signal.publish(flag, epoch, peer, heap_bases)        # drain, barrier, release at
+    system scope if signal.wait(flags, mask, epoch, tiles, peers, context, OP, WORLD):
         ...read the tiles...
     signal.end(context, epoch)                           # the last program of the grid closes the call
 
 Rules that the rest of the project relies on:
-- Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can replay. Epochs
-  are compared by their int32 difference, so wrap-around is harmless.
-- `entered[p] >= n` says that peer p runs call n, hence has finished call n - 1 and may have its buffers of call n - 1
-  overwritten. Buffers that alternate between two slots need only `entered[p] >= n - 1`.
-- Waits end. A wait gives up when its budget runs out or the rank's abort word is set; it then records
-  {op, rank, peer, tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the kernel runs to its
-  end without touching what it did not get. `Heap.check` turns the record into `PeerTimeout` or `PeerAborted`.
+- Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can
+  replay. Epochs are compared by their int32 difference, so wrap-around is harmless.
+- `entered[p] >= n` says that peer p runs call n, hence has finished call n - 1 and may have its buffers of
+  call n - 1 overwritten. Buffers that alternate between two slots need only `entered[p] >= n - 1`.
+- Waits end. A wait gives up when its budget runs out or the rank's abort word is set; it then records {op,
+  rank, peer, tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the
+  kernel runs to its end without touching what it did not get. `Heap.check` turns the record into
+  `PeerTimeout` or `PeerAborted`.
 - No other file uses `tl.atomic_*` on a flag.
 
-`context` is the tuple (control, abort, status, heap_bases): `control` int32 words as laid out below (on the heap when there are
-peers), `abort` int32[1], `status` int64[16], `heap_bases` int64[1 + R].
+`context` is the tuple (control, abort, status, heap_bases): `control` int32 words as laid out below (on the
+heap when there are peers), `abort` int32[1], `status` int64[16], `heap_bases` int64[1 + R].
 
 Measured on H200: a signal takes 0.8 us one way relaxed, 1.3 us with release/acquire at system scope.
 """
@@ -47,8 +48,8 @@ CONTROL_WORDS = 64
 # Width of a block with one lane a rank: flags of all peers are raised and read at once.
 MAX_WORLD = tl.constexpr(8)
 
-# A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not used for 2^31 calls
-# (hours of decoding) pass for a fresh one.
+# A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not
+# used for 2^31 calls (hours of decoding) pass for a fresh one.
 _WINDOW = tl.constexpr(4)
 _SYSTEM = tl.constexpr("sys")
 _INTERPRETED = tl.constexpr(target.interpreted())
@@ -70,13 +71,14 @@ def _host_microseconds():
 
 
 def _host_yield():
-    # Ranks share the processor's cores on the CPU target: a rank that spins keeps the one it waits for from running.
+    # Ranks share the processor's cores on the CPU target: a rank that spins keeps the one it waits for from
+    # running.
     time.sleep(0.0002)
 
 
 # Triton's dependency scan refuses plain functions; these two run in the interpreter only.
-_host_microseconds.__triton_builtin__ = True
-_host_yield.__triton_builtin__ = True
+setattr(_host_microseconds, "__triton_builtin__", True)  # noqa: B010 mypy knows no such attribute
+setattr(_host_yield, "__triton_builtin__", True)  # noqa: B010
 
 
 @triton.jit
@@ -99,10 +101,11 @@ def _now_us():
 
 @triton.jit
 def settle():
-    """Every write that any thread of this program has made, TMA stores included, is done before this returns in any thread.
+    """Every write that any thread of this program has made, TMA stores included, is done before this returns
+    in any thread.
 
-    Inline assembly on NVIDIA, because `tl.debug_barrier` in a loop with `flatten=True` switches its pipelining off, and because
-    `desc.store` waits only until shared memory may be reused.
+    Inline assembly on NVIDIA, because `tl.debug_barrier` in a loop with `flatten=True` switches its
+    pipelining off, and because `desc.store` waits only until shared memory may be reused.
     """
     if _INTERPRETED:
         pass
@@ -153,7 +156,8 @@ def raise_flag(flag, epoch, mask=None, scope: tl.constexpr = _SYSTEM):
 
 @triton.jit
 def publish(flag, epoch, peer, heap_bases, mask=None, scope: tl.constexpr = _SYSTEM):
-    """Make this program's writes visible, then set `flag` in the heap of `peer` (a rank, or a block of ranks) to `epoch`.
+    """Make this program's writes visible, then set `flag` in the heap of `peer` (a rank, or a block of ranks)
+    to `epoch`.
 
     Example: publish(flags + tile, 7, lanes, heap_bases, lanes < WORLD) raises flags[tile] to 7 on every rank.
     """
@@ -163,7 +167,8 @@ def publish(flag, epoch, peer, heap_bases, mask=None, scope: tl.constexpr = _SYS
 
 @triton.jit
 def _is_up(flags, mask, epoch):
-    """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an old call left."""
+    """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an
+    old call left."""
     # Volatile: a relaxed load at system scope. It orders nothing; `_acquire` follows once the flags are up.
     ahead = tl.load(flags, mask=mask, other=epoch, volatile=True) - epoch
     return tl.where((ahead >= 0) & (ahead < _WINDOW), 1, 0)
@@ -176,7 +181,9 @@ def _pick(values, lane, lanes):
 
 
 @triton.jit
-def _give_up(code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr):
+def _give_up(
+    code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr
+):
     """Write the record; when this rank is the first to give up, tell the others."""
     control, abort, record, heap_bases = context
     rank = tl.load(control + RANK)
@@ -195,7 +202,8 @@ def _give_up(code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.
     settle()
     tl.store(record + _WORD_CODE, code.to(tl.int64))
     if code == _TIMEOUT:
-        # After the record is whole: a program of this rank that sees the word must find it, and leave it as it is.
+        # After the record is whole: a program of this rank that sees the word must find it, and leave it as
+        # it is.
         if WORLD > 1:
             everyone = tl.arange(0, MAX_WORLD)
             publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
@@ -210,8 +218,9 @@ def wait(
 ):  # fmt: skip
     """Wait until all of `flags` (a block of addresses in the own memory, where `mask`) have reached `epoch`.
 
-    True: what they announce is there to be read. False: gave up; do not read it. `OP` (a `status.Op`), `tiles` and `peers`
-    (a block each, or one number for all lanes) only name, in the record, what was waited for.
+    True: what they announce is there to be read. False: gave up; do not read it. `OP` (a `status.Op`),
+    `tiles` and `peers` (a block each, or one number for all lanes) only name, in the record, what was waited
+    for.
     """
     control, abort, record, heap_bases = context
     up = tl.min(_is_up(flags, mask, epoch), axis=0)
@@ -237,8 +246,8 @@ def wait(
 
 @triton.jit
 def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
-    """The epoch of this call. Where ENTERS, program 0 tells every peer that this rank has entered the call, hence
-    finished the one before."""
+    """The epoch of this call. Where ENTERS, program 0 tells every peer that this rank has entered the call,
+    hence finished the one before."""
     control, abort, record, heap_bases = context
     epoch = tl.load(control + EPOCH) + 1
     if ENTERS:
@@ -258,8 +267,8 @@ def wait_entered(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def end(context, epoch):
-    """Close the call: the last program of the grid to come here writes the number that the next call counts from.
-    True in that program."""
+    """Close the call: the last program of the grid to come here writes the number that the next call counts
+    from. True in that program."""
     control, abort, record, heap_bases = context
     settle()
     last = tl.atomic_add(control + TICKET, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
@@ -271,8 +280,8 @@ def end(context, epoch):
 
 @triton.jit
 def leave_together(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """In the last program of a call whose inputs the peers read: return once every rank has come here, so that whoever follows on
-    the stream may overwrite them. False: gave up."""
+    """In the last program of a call whose inputs the peers read: return once every rank has come here, so
+    that whoever follows on the stream may overwrite them. False: gave up."""
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, MAX_WORLD)
     publish(control + LEFT + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)

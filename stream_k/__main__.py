@@ -1,7 +1,9 @@
-"""`./run.sh -n 4 -c all_reduce`, or `python -m stream_k ...`: run a fused op on this machine, check it, time it beside the reference.
+"""`./run.sh -n 4 -c all_reduce`, or `python -m stream_k ...`: run a fused op on this machine, check it, time
+it beside the reference.
 
-Prints where it runs and why, the problem, each rank's share, the schedule, the error beside its bound, our time and the reference's. Exits with 0 when
-every rank's result is right, 1 when one is wrong or fails, 2 for options that make no sense here.
+Prints where it runs and why, the problem, each rank's share, the schedule, the error beside its bound, our
+time and the reference's. Exits with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for
+options that make no sense here.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ def _run(
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
     sizes = parse_shape(shape) if shape else _default_shape(collective, num_ranks, on_gpu)
     name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
-    wire = getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
+    wire = (
+        getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
+    )
     calls = iters if iters is not None else 20 if on_gpu else 3
     job = Job(collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, **options)
     check_job(job, num_ranks)
@@ -96,7 +100,10 @@ def _run(
     report.print_facts(console, "Stream-K GEMM + " + collective, facts)
     results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
-    timings = [report.Timing(who, report.slowest([result.seconds[who] for result in results])) for who in results[0].seconds]
+    timings = [
+        report.Timing(who, report.slowest([result.seconds[who] for result in results]))
+        for who in results[0].seconds
+    ]
     report.print_errors(console, accuracy)
     report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
@@ -113,9 +120,14 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     device = target.device(0)
     config = make_config(job, num_ranks, device)
     schedule = make_schedule(job, num_ranks, device)
-    beside = f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
+    beside = (
+        f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
+    )
     algorithm = f"{config.algorithm}, " if job.collective == "all_reduce" else ""
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
+    dtype = str(job.dtype).removeprefix("torch.")
+    tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
+    steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
     M, N, K = job.shape
     wire = job.partial_dtype or "fp32"
     bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
@@ -124,11 +136,12 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     return {
         "runs on": target.describe(),
         "reference": f"torch.matmul, then {library}",
-        "C = A x B": f"M N K = {M} {N} {K}, {str(job.dtype).removeprefix('torch.')}, {num_ranks} ranks, seed {job.seed}",
+        "C = A x B": f"M N K = {M} {N} {K}, {dtype}, {num_ranks} ranks, seed {job.seed}",
         "per rank": describe_share(job, num_ranks),
-        "schedule": f"{schedule.kind}: {schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles, {schedule.num_programs} programs{beside}",
-        "tile": f"{config.block_m} x {config.block_n} x {config.block_k}, {config.num_warps} warps, {config.num_stages} stages",
-        "communication": f"{algorithm}{config.placement} the GEMM" + (f", partials in {wire}" if job.collective == "all_reduce" else ""),
+        "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
+        "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
+        "communication": f"{algorithm}{config.placement} the GEMM"
+        + (f", partials in {wire}" if job.collective == "all_reduce" else ""),
         "bound": bound,
     }
 

@@ -28,13 +28,16 @@ CPU_PROGRAMS = 6
 class Config:
     """One way to run an op. Sizes are in elements, counts in programs.
 
-    block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together. subtiles: column parts in
-    which a tile leaves the registers. flatten: overlap a tile's epilogue with the next one's loads (NVIDIA).
-    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a multiprocessor.
-    placement, algorithm: where and how tiles are consumed. num_comm_programs: of num_programs, those that consume beside the GEMM.
+    block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together.
+    subtiles: column parts in which a tile leaves the registers. flatten: overlap a tile's epilogue with the
+    next one's loads (NVIDIA).
+    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a
+    multiprocessor.
+    placement, algorithm: where and how tiles are consumed. num_comm_programs: of num_programs, those that
+    consume beside the GEMM.
     comm_rows: rows of a tile that a consumer moves at a time.
-    partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as one GPU's. torch.bfloat16 or
-    torch.float16 halves the bytes and rounds every rank's partial once.
+    partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as
+    one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
     """
 
     block_m: int = 128
@@ -70,14 +73,20 @@ class Config:
         for name in ("num_stages", "group_m", "num_comm_programs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_programs < 0 or (self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs):
+        if self.num_programs < 0 or (
+            self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs
+        ):
             raise ValueError(
-                f"Config.num_programs is {self.num_programs}, of which {self.num_comm_programs} consume beside the GEMM: none is left for it"
+                f"Config.num_programs is {self.num_programs}, of which {self.num_comm_programs} consume "
+                "beside the GEMM: none is left for it"
             )
         if self.comm_rows > self.block_m:
             raise ValueError(f"Config.comm_rows is {self.comm_rows}, at most block_m = {self.block_m}")
         if self.block_n // self.subtiles < 16:
-            raise ValueError(f"Config.subtiles is {self.subtiles}: parts of {self.block_n // self.subtiles} columns, at least 16 are needed")
+            raise ValueError(
+                f"Config.subtiles is {self.subtiles}: parts of {self.block_n // self.subtiles} columns, "
+                "at least 16 are needed"
+            )
 
 
 @cache
@@ -89,8 +98,11 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, device: torch.device) -> Config:
-    """The configuration for a local product [M, K] x [K, N] of `op` ("gemm", "gemm_all_reduce", "gemm_all_scatter").
+def choose(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, device: torch.device
+) -> Config:
+    """The configuration for a local product [M, K] x [K, N] of `op` ("gemm", "gemm_all_reduce",
+    "gemm_all_scatter").
 
     `world_size`: ranks of the group. Returns a frozen `Config`; change it with `dataclasses.replace`.
     """
@@ -103,26 +115,41 @@ def choose(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int,
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     if world_size > 1 and tiles < num_multiprocessors(device):
         # One wave or less: nothing to overlap with, so the fewest hops win.
-        return replace(config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot")
+        return replace(
+            config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot"
+        )
     return config
 
 
 def _for_cpu(M: int, N: int) -> Config:
-    # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as there are tiles to split.
+    # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as
+    # there are tiles to split.
     block = 64 if max(M, N) > 64 else 32
     return Config(
-        block_m=block, block_n=block, block_k=64, num_warps=1, num_stages=1, group_m=2, subtiles=2, flatten=False, num_comm_programs=1, comm_rows=block
+        block_m=block,
+        block_n=block,
+        block_k=64,
+        num_warps=1,
+        num_stages=1,
+        group_m=2,
+        subtiles=2,
+        flatten=False,
+        num_comm_programs=1,
+        comm_rows=block,
     )
 
 
 def _for_amd(op: str, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
-        return Config(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, subtiles=1, flatten=False)
+        return Config(
+            block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, subtiles=1, flatten=False
+        )
     return Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=2, subtiles=1, flatten=False)
 
 
 def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype) -> Config:
-    # Measured on 4 x H200; docs/log.md has what lost. The sum moves more bytes a tile than the scatter, hence more programs.
+    # Measured on 4 x H200; docs/log.md has what lost. The sum moves more bytes a tile than the scatter, hence
+    # more programs.
     comm_programs, comm_rows = (32, 8) if op == "gemm_all_reduce" else (24, 32)
     config = Config(num_comm_programs=comm_programs, comm_rows=comm_rows)
     if dtype == torch.float32:

@@ -1,7 +1,8 @@
 """What the fused ops share: the way of a call, planning it the first time it is made, running its launches.
 
-The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it differs), allocate, compile and load every
-kernel, and wait for one another. From then on a call looks its plan up and launches it: no rendezvous, no allocation but the result's.
+The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it
+differs), allocate, compile and load every kernel, and wait for one another. From then on a call looks its
+plan up and launches it: no rendezvous, no allocation but the result's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Arguments = tuple[Any, ...]
 class Call:
     """A call that is being planned; every rank brings an equal one, but for the operands.
 
-    operands: a, b, bias, out, checked. direct: peers can write `out` itself. config: chosen. longest_k: the largest inner size of all ranks.
+    operands: a, b, bias, out, checked. direct: peers can write `out` itself. config: chosen. longest_k: the
+    largest inner size of all ranks.
     """
 
     a: torch.Tensor
@@ -49,15 +51,22 @@ class Call:
         """The GEMM of the call."""
         comm = self.config.num_comm_programs if self.config.placement == "beside" else 0
         return make_product(
-            self.a, self.b, self.config, self.allow_tf32, comm, stores_fp32=stores_fp32, longest_k=self.longest_k
+            self.a,
+            self.b,
+            self.config,
+            self.allow_tf32,
+            comm,
+            stores_fp32=stores_fp32,
+            longest_k=self.longest_k,
         )
 
 
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    name: of the op. gathers: the result has the columns of all ranks side by side. launches: in stream order. result: on the heap, to be copied
-    out; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. columns: of the result.
+    name: of the op. gathers: the result has the columns of all ranks side by side. launches: in stream order.
+    result: on the heap, to be copied out; None: the op writes `out` itself. squares: fp32 [tiles x M], where
+    asked for. columns: of the result.
     """
 
     name: str
@@ -98,7 +107,9 @@ def fused_gemm(
     plan = workspace.plans.get(key)
     if plan is None:
         columns = b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0
-        shape = check_product(a, b, bias, activation, out, columns * (heap.world_size if kind_of_plan.gathers else 1))
+        shape = check_product(
+            a, b, bias, activation, out, columns * (heap.world_size if kind_of_plan.gathers else 1)
+        )
         simple = _without_plan(kind_of_plan, a, b, shape, heap, out, bias, *how, workspace)
         if simple is not None:
             return simple
@@ -123,7 +134,8 @@ def _workspace_of(heap: Heap, workspace: Workspace | None) -> Workspace:
 
 
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
-    """Byte offset of a contiguous `out` on the heap, where peers can write it directly; None for any other tensor."""
+    """Byte offset of a contiguous `out` on the heap, where peers can write it directly; None for any other
+    tensor."""
     if not isinstance(out, torch.Tensor) or not 0 <= out.data_ptr() - heap.base < heap.nbytes:
         return None
     if not out.is_contiguous() or not aligned(out) or not heap.is_symmetric(out):
@@ -145,7 +157,8 @@ def _without_plan(
     config: Config | None,
     workspace: Workspace,
 ) -> Any:
-    """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None for any other."""
+    """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
+    for any other."""
     M, N, _ = shape
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
@@ -159,7 +172,17 @@ def _without_plan(
         # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
         wide = fused_gemm(
-            kind_of_plan, a.float(), b.float(), heap, None, wide_bias, activation, squared_partials, allow_tf32, config, workspace
+            kind_of_plan,
+            a.float(),
+            b.float(),
+            heap,
+            None,
+            wide_bias,
+            activation,
+            squared_partials,
+            allow_tf32,
+            config,
+            workspace,
         )
         value, squares = wide if squared_partials else (wide, None)
         value = value.bfloat16() if out is None else out.copy_(value)
@@ -185,10 +208,14 @@ def _make_plan(
     assert heap is not None
     name, M, N = kind_of_plan.name, a.shape[0], b.shape[1]
     offset = symmetric_offset(heap, out)
-    chosen = config if config is not None else choose(name, M, N, a.shape[1], a.dtype, heap.world_size, heap.device)
+    chosen = (
+        config
+        if config is not None
+        else choose(name, M, N, a.shape[1], a.dtype, heap.world_size, heap.device)
+    )
     text = (
-        f"{name}({M} x {N} {a.dtype}, bias={bias is not None}, {activation=}, squares={squared_partials}, tf32={allow_tf32}, "
-        f"out_offset={offset}, {chosen})"
+        f"{name}({M} x {N} {a.dtype}, bias={bias is not None}, {activation=}, squares={squared_partials}, "
+        f"tf32={allow_tf32}, out_offset={offset}, {chosen})"
     )
     a, b = with_inner_size(a, b)
     sizes = heap.vote(text, str(a.shape[1]).encode())
@@ -206,7 +233,9 @@ def _make_plan(
     return plan
 
 
-def consumer_launch(product: Product, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device) -> Launch:
+def consumer_launch(
+    product: Product, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
+) -> Launch:
     """The launch of a consumer after the GEMM, on all multiprocessors."""
     config = product.config
     constants = {

@@ -1,4 +1,5 @@
-"""`gemm_all_reduce`: the row-parallel product, summed over ranks, on every rank. The protocol is `collectives.reduce_tiles`'s."""
+"""`gemm_all_reduce`: the row-parallel product, summed over ranks, on every rank. The protocol is
+`collectives.reduce_tiles`'s."""
 
 from __future__ import annotations
 
@@ -28,19 +29,28 @@ def gemm_all_reduce(
     config: Config | None = None,
     workspace: Workspace | None = None,
 ) -> Any:
-    """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every run.
+    """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every
+    run.
 
-    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the same on all ranks, shares of K may differ.
-    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call together, in the same order.
-    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap (the same one on every rank): peers write it
-    directly, with no copy; it must not be read on another stream while a later call writes it. bias: [N], added once, to the sum.
-    squared_partials: also return fp32 [M, tiles_n], per tile the sum over its columns of the squares of each row of the result, before rounding.
-    config: as `stream_k.choose` makes it; `partial_dtype` halves the traffic at the price of one rounding a rank. workspace: see `Workspace`.
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
+    same on all ranks, shares of K may differ.
+    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
+    together, in the same order.
+    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
+    (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
+    while a later call writes it. bias: [N], added once, to the sum.
+    squared_partials: also return fp32 [M, tiles_n], per tile the sum over its columns of the squares of each
+    row of the result, before rounding.
+    config: as `stream_k.choose` makes it; `partial_dtype` halves the traffic at the price of one rounding a
+    rank. workspace: see `Workspace`.
 
-    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or at `heap.synchronize()`.
-    Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
+    at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    return fused_gemm(_Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace)
+    return fused_gemm(
+        _Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace
+    )
 
 
 class _Plan(FusedPlan):
@@ -81,8 +91,12 @@ class _Plan(FusedPlan):
         options = (*act, int(self.one_shot), int(call.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
-        consumer = {"after": None, "beside": tiles.reduce_groups, "inside": tiles.reduce_own_tiles}[config.placement]
-        self.launches = [product.launch(op, world, epilogue, consumer, options, lag=1, ends=consumer is not None)]
+        consumer = {"after": None, "beside": tiles.reduce_groups, "inside": tiles.reduce_own_tiles}[
+            config.placement
+        ]
+        self.launches = [
+            product.launch(op, world, epilogue, consumer, options, lag=1, ends=consumer is not None)
+        ]
         if consumer is None:
             self.launches.append(consumer_launch(product, tiles.reduce_groups, options, world, heap.device))
 
@@ -92,6 +106,13 @@ class _Plan(FusedPlan):
         product = self.product
         x, y = product.operands(a, b)
         results = out if self.result is None else self.result
-        extra = (self.partials, self.slot_elements, results, self.flags, self.squares, bias if bias is not None else out)
+        extra = (
+            self.partials,
+            self.slot_elements,
+            results,
+            self.flags,
+            self.squares,
+            bias if bias is not None else out,
+        )
         gemm_arguments = (x, y, self.c, *self.fix_up, extra, self.context, product.problem, product.strides)
         return gemm_arguments, (extra, self.context, product.problem)

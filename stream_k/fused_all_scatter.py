@@ -1,4 +1,5 @@
-"""`gemm_all_scatter`: the column-parallel product, every rank's columns on every rank. The protocol is `collectives.scatter_tiles`'s."""
+"""`gemm_all_scatter`: the column-parallel product, every rank's columns on every rank. The protocol is
+`collectives.scatter_tiles`'s."""
 
 from __future__ import annotations
 
@@ -29,18 +30,25 @@ def gemm_all_scatter(
     config: Config | None = None,
     workspace: Workspace | None = None,
 ) -> Any:
-    """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and on every run.
+    """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and
+    on every run.
 
-    a: [M, K], b: [K, N/R]: this rank's columns, the same shapes on all ranks, any strides; float16, bfloat16 or float32. bias: [N/R], its columns'.
-    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap (the same one on every rank): peers write it
-    directly, with no copy; it must not be read on another stream while a later call writes it.
-    squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of each row, before rounding.
+    a: [M, K], b: [K, N/R]: this rank's columns, the same shapes on all ranks, any strides; float16, bfloat16
+    or float32. bias: [N/R], its columns'.
+    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
+    (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
+    while a later call writes it.
+    squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of
+    each row, before rounding.
     group, config, workspace: as in `gemm_all_reduce`.
 
-    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or at `heap.synchronize()`.
-    Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
+    at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    return fused_gemm(_Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace)
+    return fused_gemm(
+        _Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace
+    )
 
 
 class _Plan(FusedPlan):
@@ -59,7 +67,9 @@ class _Plan(FusedPlan):
         self.result: torch.Tensor | None = None
         if not call.direct:
             size = product.M * product.N * world
-            self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(product.M, product.N * world)
+            self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(
+                product.M, product.N * world
+            )
         squares = world * product.schedule.tiles_n * product.M if call.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
         self.context = workspace.context
@@ -72,9 +82,13 @@ class _Plan(FusedPlan):
         options = (*act, 0, int(call.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
-        consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[config.placement]
+        consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[
+            config.placement
+        ]
         lag = 0 if inside else -1
-        self.launches = [product.launch(op, world, epilogue, consumer, options, lag=lag, ends=consumer is not None)]
+        self.launches = [
+            product.launch(op, world, epilogue, consumer, options, lag=lag, ends=consumer is not None)
+        ]
         if consumer is None:
             self.launches.append(consumer_launch(product, tiles.push_tiles, options, world, heap.device))
 

@@ -28,20 +28,24 @@ def gemm(
 ) -> torch.Tensor:
     """activation(a @ b + bias), accumulated in fp32, the same bits on every run.
 
-    a: [M, K], b: [K, N], any strides (transposed views are read as they lie), float16, bfloat16 or float32, one dtype for both.
-    bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any strides without overlap, of their
-    dtype; None: a new tensor. allow_tf32: float32 operands go through tf32 matrix units. config: None chooses one. workspace: of the same
-    device; None: the device's own, on which calls run one after another where tiles are split.
+    a: [M, K], b: [K, N], any strides (transposed views are read as they lie), float16, bfloat16 or float32,
+    one dtype for both.
+    bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N],
+    any strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands go through
+    tf32 matrix units. config: None chooses one. workspace: of the same device; None: the device's own, on
+    which calls run one after another where tiles are split.
 
-    Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up) when the device stood still.
-    Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
+    Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
+    when the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config)
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
-        M, N, K = check_product(a, b, bias, activation, out, b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0)
+        M, N, K = check_product(
+            a, b, bias, activation, out, b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0
+        )
         assert workspace is not None
         check_device(a, workspace.device)
         if out is None:
@@ -51,7 +55,16 @@ def gemm(
         if target.interpreted() and a.dtype == torch.bfloat16:
             # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
             wide_bias = None if bias is None else bias.float()
-            return out.copy_(gemm(a.float(), b.float(), bias=wide_bias, activation=activation, config=config, workspace=workspace))
+            return out.copy_(
+                gemm(
+                    a.float(),
+                    b.float(),
+                    bias=wide_bias,
+                    activation=activation,
+                    config=config,
+                    workspace=workspace,
+                )
+            )
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
         plan = _Plan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan
@@ -86,14 +99,17 @@ class _Plan:
         out: torch.Tensor,
         workspace: Workspace,
     ) -> None:
-        self.product = product = make_product(a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32)
+        self.product = product = make_product(
+            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32
+        )
         how = how_to_write(out)
         self.c_template = template(out, how, config.block_m, product.part_n)
         self.context = workspace.context
         self.fix_up = product.fix_up(workspace)
         self.strides = (out.stride(0), out.stride(1))
         options = (ACTIVATIONS.index(activation), int(bias is not None), how)
-        # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing them.
+        # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
+        # them.
         self.launch: Launch = product.launch(
             int(status.Op.FIX_UP), 1, store_output, None, options, lag=-1, ends=product.split
         )

@@ -1,7 +1,7 @@
 """One run of a fused op on one rank: operands, result, its check, its times beside the reference's.
 
-Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.float16, ...))`, a `Result` a rank. A and B are random; rank r's shares are
-cut from them, K for all_reduce, columns for all_scatter.
+Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.float16, ...))`, a `Result` a
+rank. A and B are random; rank r's shares are cut from them, K for all_reduce, columns for all_scatter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _SLEEP_CYCLES = 1_000_000  # about 0.5 ms
 class Job:
     """What to run: a name from COLLECTIVES, the global (M, N, K), the dtype, how many calls to time.
 
-    placement: a name of stream_k.config.PLACEMENTS, or "auto". partial_dtype: what partial sums travel in; None: fp32.
+    placement: a name of stream_k.config.PLACEMENTS, or "auto". partial_dtype: what partial sums travel in;
+    None: fp32.
     """
 
     collective: str
@@ -49,7 +50,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found: its output against the bound; seconds of each timed call on this rank, by provider; bytes of workspace."""
+    """What a rank found: its output against the bound; seconds of each timed call on this rank, by provider;
+    bytes of workspace."""
 
     accuracy: Accuracy
     seconds: dict[str, tuple[float, ...]]
@@ -69,7 +71,8 @@ def check_job(job: Job, num_ranks: int) -> None:
 
 
 def local_shape(job: Job, num_ranks: int) -> tuple[int, int, int]:
-    """(M, N, K) of the largest product of a rank. Columns are padded to equal widths, K is cut as evenly as it goes."""
+    """(M, N, K) of the largest product of a rank. Columns are padded to equal widths, K is cut as evenly as
+    it goes."""
     M, N, K = job.shape
     if job.collective == "all_scatter":
         return M, -(-N // num_ranks), K
@@ -111,7 +114,9 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         ours, reference, mine, expected = _prepare(job, a, b, heap)
         seconds = _time({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
         heap.synchronize()
-        roundings = {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
+        roundings = (
+            {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
+        )
         accuracy = check(mine[:, :N], a, b, expected[:, :N], **roundings)
         assert heap.workspace is not None or world_size == 1
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
@@ -119,7 +124,8 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
 
 
 def _heap_bytes(job: Job, world_size: int) -> int:
-    """Enough for the slots of both ops: two of fp32 partials, padded to tiles, in every placement; a result; flags."""
+    """Enough for the slots of both ops: two of fp32 partials, padded to tiles, in every placement; a result;
+    flags."""
     M, N, _ = job.shape
     padded = (M + 256) * (N + 256 * world_size)
     return 2 * padded * 4 + 3 * padded * job.dtype.itemsize + (16 << 20)
@@ -150,7 +156,9 @@ def _prepare(
     block, gathered = a.new_empty(M, width), a.new_empty(world_size, M, width)
     return (
         lambda: stream_k.gemm_all_scatter(a, columns, group=heap, out=mine, config=config),
-        lambda: ops.gemm_all_gather(a, columns, num_columns=width * world_size, out=expected, block=block, gathered=gathered),
+        lambda: ops.gemm_all_gather(
+            a, columns, num_columns=width * world_size, out=expected, block=block, gathered=gathered
+        ),
         mine,
         expected,
     )
@@ -159,7 +167,8 @@ def _prepare(
 def _time(
     calls: dict[str, tuple[Callable[[], object], torch.Tensor]], iters: int, device: torch.device
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of `iters` calls of each provider in turn, after a warm-up; ranks lined up, caches flushed and its output poisoned before each."""
+    """Seconds of `iters` calls of each provider in turn, after a warm-up; ranks lined up, caches flushed and
+    its output poisoned before each."""
     on_gpu = device.type == "cuda"
     flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
     signal = torch.zeros(1, device=device)
@@ -170,8 +179,8 @@ def _time(
             flush.fill_(i & 1)
             if on_gpu:
                 torch.cuda.synchronize(device)
-                # The GPU is kept busy while the host enqueues what follows, so that the sample holds no host time; the tiny all-reduce
-                # then lines the ranks up.
+                # The GPU is kept busy while the host enqueues what follows, so that the sample holds no host
+                # time; the tiny all-reduce then lines the ranks up.
                 torch.cuda._sleep(_SLEEP_CYCLES)
             dist.all_reduce(signal)
             spent = _time_on_gpu(call, device) if on_gpu else _time_on_cpu(call)

@@ -2,26 +2,30 @@
 
 Shape letters: A [M, K], B [K, N]; P programs; T tiles [BLOCK_M, BLOCK_N], of which the first T_s are split.
 
-Every program does its share of the split tiles first (`stream_k.schedule` has the closed form and its tests): one contributing
-segment, whose fp32 partial goes to the program's own workspace tile, then the segments that finish a tile, adding the partials of
-lower-numbered programs in ascending order, so the bits are the same on every run. Then it walks whole tiles, P apart. Split tiles come
-first so that the wait of a fix-up (3 to 5 us) hides behind the whole ones.
+Every program does its share of the split tiles first (`stream_k.schedule` has the closed form and its tests):
+one contributing segment, whose fp32 partial goes to the program's own workspace tile, then the segments that
+finish a tile, adding the partials of lower-numbered programs in ascending order, so the bits are the same on
+every run. Then it walks whole tiles, P apart. Split tiles come first so that the wait of a fix-up (3 to 5 us)
+hides behind the whole ones.
 
-A finished tile goes to EPILOGUE, and after a program's tiles comes CONSUMER; both are jit functions handed over as constexprs:
+A finished tile goes to EPILOGUE, and after a program's tiles comes CONSUMER; both are jit functions handed
+over as constexprs:
 
     EPILOGUE(parts, tile, tile_m, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
 
-`parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right. `c` is the output as a descriptor or a pointer, `extra`
-a tuple of pointers and integers that the pair understands, `context` the one of `pyrocshmem.signal`, `problem` the tuple
-(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no
-tiles of their own: that is where a consumer beside the GEMM runs.
+`parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right. `c` is the output as
+a descriptor or a pointer, `extra` a tuple of pointers and integers that the pair understands, `context` the
+one of `pyrocshmem.signal`, `problem` the tuple (M, N, K, iterations, num_split_tiles, num_split_programs,
+num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no tiles of their
+own: that is where a consumer beside the GEMM runs.
 
-A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a descriptor of its
-transpose; POINTER, any strides at all (sizes that TMA can't address come here).
+A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a
+descriptor of its transpose; POINTER, any strides at all (sizes that TMA can't address come here).
 
-Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two sub-tiles, FLATTEN: 165 registers, 229,408 B of shared
-memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32 fix-up needs four sub-tiles to fit beside the stages.
+Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two sub-tiles, FLATTEN: 165
+registers, 229,408 B of shared memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32
+fix-up needs four sub-tiles to fit beside the stages.
 """
 
 import triton
@@ -40,7 +44,8 @@ _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
 
 @triton.jit
 def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and B.
+    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and
+    B.
 
     Example: 4 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
     """
@@ -52,7 +57,8 @@ def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def program_range(program, iterations, num_split_tiles, num_split_programs):
-    """[lo, hi) of the split iterations of `program`: the first `extra` programs have one more than the others."""
+    """[lo, hi) of the split iterations of `program`: the first `extra` programs have one more than the
+    others."""
     total = num_split_tiles * iterations
     base = total // num_split_programs
     extra = total % num_split_programs
@@ -127,13 +133,14 @@ def _split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: 
         left, right = _halves(acc, BLOCK_M, BLOCK_N)
         a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
         c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
-        parts = (a, b, c, d)
+        parts = (a, b, c, d)  # type: ignore[assignment]
     return parts
 
 
 @triton.jit
 def _multiply(
-    a, b, tile_m, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, tile_m, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum of the K-iterations [k_begin, k_end) of a tile, fp32 [BLOCK_M, BLOCK_N]."""
@@ -174,7 +181,8 @@ def _add_partials(
 
 @triton.jit
 def nothing(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The consumer of a GEMM that has none."""
@@ -186,16 +194,19 @@ def stream_k_kernel(
     EPILOGUE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr,
     SPLIT: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """One program of the schedule; the module's docstring has the arguments.
 
-    LAG: what this launch writes may be written once every peer has entered the call LAG before this one; negative: at once.
-    ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that gave up.
+    LAG: what this launch writes may be written once every peer has entered the call LAG before this one;
+    negative: at once. ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that
+    gave up.
 
-    Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each: program 0 does tile 0,
-    then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9 iterations: 5 and 4) program 0 first leaves the first two
-    iterations of tile 1 in its workspace, then does tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
+    Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each:
+    program 0 does tile 0, then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9
+    iterations: 5 and 4) program 0 first leaves the first two iterations of tile 1 in its workspace, then does
+    tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)

@@ -1,8 +1,9 @@
-"""A kernel launch that is prepared once and repeated: no argument binding, no compilation on the way of a call.
+"""A kernel launch that is prepared once and repeated: no argument binding, no compilation on the way of a
+call.
 
-    launch = Launch(kernel, grid, constants, num_warps=8, num_stages=4)
-    launch.compile(args)          # compiles and loads; nothing runs
-    launch(args)                  # repeated; `args` may hold other tensors of the same kind
+launch = Launch(kernel, grid, constants, num_warps=8, num_stages=4)
+launch.compile(args)          # compiles and loads; nothing runs
+launch(args)                  # repeated; `args` may hold other tensors of the same kind
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pyrocshmem import target
 class Launch:
     """One kernel with its grid and its constants; only the run-time arguments change from call to call.
 
-    Every pointer must keep its alignment (divisible by 16 or not) and every integer its value from `compile` on: that is what
-    Triton specializes the code for, and nobody checks it again.
+    Every pointer must keep its alignment (divisible by 16 or not) and every integer its value from `compile`
+    on: that is what Triton specializes the code for, and nobody checks it again.
     """
 
-    def __init__(self, kernel: Any, grid: int, constants: dict[str, Any], num_warps: int, num_stages: int) -> None:
+    def __init__(
+        self, kernel: Any, grid: int, constants: dict[str, Any], num_warps: int, num_stages: int
+    ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
         self.constants = constants
@@ -28,8 +31,9 @@ class Launch:
         self._run: Any = None
 
     def compile(self, args: tuple[Any, ...]) -> Any:
-        """Compile for `args` and load the machine code, before any kernel of the op can wait: loading a module while a kernel of the
-        same device spins would wait for that kernel. Returns Triton's compiled kernel; None in the interpreter."""
+        """Compile for `args` and load the machine code, before any kernel of the op can wait: loading a
+        module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
+        kernel; None in the interpreter."""
         if target.interpreted():
             return None
         compiled = self.kernel.warmup(*args, grid=self.grid, **self.constants, **self.options)

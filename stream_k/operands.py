@@ -1,8 +1,8 @@
-"""Checks of a product's operands, and how the kernel reads them: through a tensor descriptor where TMA can, by pointers otherwise."""
+"""Checks of a product's operands, and how the kernel reads them: through a tensor descriptor where TMA can,
+by pointers otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -13,16 +13,23 @@ from stream_k.kernel import COLUMN, POINTER, ROW
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# TMA addresses whole 16-byte units: the base and every stride but the contiguous one must be multiples of that.
+# TMA addresses whole 16-byte units: the base and every stride but the contiguous one must be multiples of
+# that.
 _TMA_BYTES = 16
 
 
 def check_product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor | None, out_columns: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor | None,
+    out_columns: int,
 ) -> tuple[int, int, int]:
     """(M, N, K) of a [M, K] x b [K, N]. `out_columns`: the result is [M, out_columns].
 
-    Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes, devices and names that don't fit.
+    Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes,
+    devices and names that don't fit.
     """
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
@@ -34,7 +41,9 @@ def check_product(
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; both must have the same dtype")
     if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ")
+        raise ValueError(
+            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}")
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
@@ -45,7 +54,9 @@ def check_product(
         if bias.dtype not in (a.dtype, torch.float32):
             raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed")
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
+            )
     if out is not None:
         if out.dtype != a.dtype:
             raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
@@ -67,7 +78,9 @@ def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
     for name, x in zip(("a", "b", "bias"), operands, strict=True):
         # The addresses of storages first: that is all it costs a call that does no such thing.
         if x is not None and x.untyped_storage().data_ptr() == storage and _share_memory(out, x):
-            raise ValueError(f"out shares memory with {name}, which is still read while out is written; give another out")
+            raise ValueError(
+                f"out shares memory with {name}, which is still read while out is written; give another out"
+            )
 
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:
@@ -89,7 +102,8 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether a byte may belong to both. Exact for blocks of columns, or of rows, of one matrix; else by first and last byte."""
+    """Whether a byte may belong to both. Exact for blocks of columns, or of rows, of one matrix; else by
+    first and last byte."""
     if x.numel() == 0 or y.numel() == 0:
         return False
     x_first, y_first = x.data_ptr(), y.data_ptr()
@@ -99,7 +113,8 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     pitch = max(strides)
     if x.dtype != y.dtype or x.ndim != 2 or strides != y.stride() or min(strides) != 1 or pitch == 1:
         return True
-    # Lines of so many elements, `pitch` apart: two such sets are disjoint when the lines are, modulo the pitch.
+    # Lines of so many elements, `pitch` apart: two such sets are disjoint when the lines are, modulo the
+    # pitch.
     inner = strides.index(1)
     ahead = (y_first - x_first) // x.element_size() % pitch
     return ahead < x.shape[inner] or ahead + y.shape[inner] > pitch
@@ -118,7 +133,7 @@ def aligned(x: torch.Tensor | None) -> bool:
     return x is None or x.data_ptr() % _TMA_BYTES == 0
 
 
-def kind(x: Any) -> Hashable:
+def kind(x: Any) -> Any:
     """All of a tensor that a plan depends on."""
     if not isinstance(x, torch.Tensor):
         return None if x is None else type(x)
@@ -144,7 +159,8 @@ def how_to_write(x: torch.Tensor) -> int:
 
 
 def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
-    """What the kernel gets for matrix `x`, read or written in blocks [rows, cols]: a descriptor, or the tensor itself."""
+    """What the kernel gets for matrix `x`, read or written in blocks [rows, cols]: a descriptor, or the
+    tensor itself."""
     if how == ROW:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols])
     if how == COLUMN:
@@ -153,7 +169,8 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
 
 
 def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
-    """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the same kind."""
+    """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the
+    same kind."""
     argument = as_argument(x, how, rows, cols)
     if argument is x:
         return None
@@ -162,7 +179,8 @@ def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
 
 
 def filled(made: Any, x: torch.Tensor) -> Any:
-    """The kernel's argument for `x`, of the same shape, strides and alignment as the one that `made` is the template of: nothing is checked again."""
+    """The kernel's argument for `x`, of the same shape, strides and alignment as the one that `made` is the
+    template of: nothing is checked again."""
     if made is None:
         return x
     descriptor = object.__new__(TensorDescriptor)

@@ -1,4 +1,5 @@
-"""The GEMM part of every op: its schedule, its constants and its arguments, prepared once for operands of one kind."""
+"""The GEMM part of every op: its schedule, its constants and its arguments, prepared once for operands of one
+kind."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from stream_k.workspace import Workspace
 class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
-    a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors. strides: theirs, (am, ak, bk, bn).
+    a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
+    strides: theirs, (am, ak, bk, bn).
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
 
@@ -54,7 +56,16 @@ class Product:
         """Columns of one part of a tile."""
         return self.config.block_n // self.subtiles
 
-    def launch(self, op: int, world_size: int, epilogue: Any, consumer: Any, options: tuple[int, ...], lag: int, ends: bool) -> Launch:
+    def launch(
+        self,
+        op: int,
+        world_size: int,
+        epilogue: Any,
+        consumer: Any,
+        options: tuple[int, ...],
+        lag: int,
+        ends: bool,
+    ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s."""
         config = self.config
         constants = {
@@ -106,9 +117,10 @@ def make_product(
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
-    comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores fp32 tiles.
-    longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of reads as zeros.
-    Raises ValueError when no program is left for the GEMM.
+    comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores
+    fp32 tiles.
+    longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
+    reads as zeros. Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
     schedule = schedule_of(config, M, N, max(K, longest_k), a.device, comm_programs)
@@ -122,12 +134,22 @@ def make_product(
         template(b, b_how, config.block_k, config.block_n),
     )
     strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
-    return Product(M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles)
+    return Product(
+        M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles
+    )
 
 
-def schedule_of(config: Config, M: int, N: int, K: int, device: torch.device, comm_programs: int = 0) -> Schedule:
-    """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer. ValueError when none is left."""
+def schedule_of(
+    config: Config, M: int, N: int, K: int, device: torch.device, comm_programs: int = 0
+) -> Schedule:
+    """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer.
+    ValueError when none is left."""
     programs = (config.num_programs or num_multiprocessors(device)) - comm_programs
     if programs < 1:
-        raise ValueError(f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: none is left for it")
-    return make_schedule(M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split)
+        raise ValueError(
+            f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: "
+            "none is left for it"
+        )
+    return make_schedule(
+        M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split
+    )

@@ -1,13 +1,15 @@
 """Workspace: the device memory of one op at a time: control words, flags, slots and fix-up tiles.
 
-A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with everything that peers touch on the symmetric
-heap. Give an op a workspace of its own to run it beside another one:
+A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with
+everything that peers touch on the symmetric heap. Give an op a workspace of its own to run it beside another
+one:
 
     mine = stream_k.Workspace(heap)                     # grows as calls need it
     stream_k.gemm_all_reduce(a, b, group=heap, workspace=mine)
 
-Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call from another thread at the same time
-raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
+Calls on one workspace run one after another. A call on another stream waits, on the device, for the one
+before; a call from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a
+workspace in the same order.
 """
 
 from __future__ import annotations
@@ -29,22 +31,30 @@ DEFAULT_WAIT_SECONDS = 10.0
 class Workspace:
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
 
-    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no heap.
-    nbytes: a fixed size for the slots; calls that need more raise ValueError before anything is launched. None: grows as needed.
+    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace
+    with no heap.
+    nbytes: a fixed size for the slots; calls that need more raise ValueError before anything is launched.
+    None: grows as needed.
     wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
     """
 
     def __init__(
-        self, heap: Heap | None = None, device: torch.device | None = None, nbytes: int | None = None, wait_seconds: float | None = None
+        self,
+        heap: Heap | None = None,
+        device: torch.device | None = None,
+        nbytes: int | None = None,
+        wait_seconds: float | None = None,
     ) -> None:
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
         self.heap = heap
-        self.device = heap.device if heap is not None else torch.device(device)  # type: ignore[arg-type]
+        self.device = heap.device if heap is not None else torch.device(device)
         self.world_size = heap.world_size if heap is not None else 1
         self.nbytes = nbytes
         if self.world_size > int(signal.MAX_WORLD.value):
-            raise ValueError(f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported")
+            raise ValueError(
+                f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported"
+            )
         self.plans: dict[Any, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
@@ -56,7 +66,9 @@ class Workspace:
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
         else:
-            self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self.status = torch.zeros(
+                status.NUM_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda"
+            )
             abort = torch.zeros(1, dtype=torch.int32, device=self.device)
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
         self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
@@ -82,7 +94,8 @@ class Workspace:
         return int(self.control[int(signal.EPOCH.value)].item())
 
     def restart(self, epoch: int) -> None:
-        """Count calls from `epoch` (any int32) on: collective, with no call in flight. For tests of wrap-around."""
+        """Count calls from `epoch` (any int32) on: collective, with no call in flight. For tests of
+        wrap-around."""
         self.control[int(signal.EPOCH.value)] = epoch
         for first in (signal.ENTERED, signal.LEFT):
             self.control[int(first.value) :][: int(signal.MAX_WORLD.value)] = epoch
@@ -92,24 +105,34 @@ class Workspace:
         self._agree("restart")
 
     def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
-        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose name ends in
-        "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch it, so it lies off the heap.
+        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose
+        name ends in "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch
+        it, so it lies off the heap.
 
-        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would grow under CUDA graph capture.
+        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would
+        grow under CUDA graph capture.
         """
         key = f"{dtype}:{name}"
         found = self._buffers.get(key)
         if found is not None and found.numel() >= count:
             return found
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"the workspace would have to grow ({name}) under CUDA graph capture: make the call once before")
+            raise RuntimeError(
+                f"the workspace would have to grow ({name}) under CUDA graph capture: make the call once before"
+            )
         held = sum(x.numel() * x.element_size() for k, x in self._buffers.items() if k != key)
         needed = held + count * dtype.itemsize
         if self.nbytes is not None and needed > self.nbytes:
-            raise ValueError(f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; use a larger one or smaller blocks")
+            raise ValueError(
+                f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; "
+                "use a larger one or smaller blocks"
+            )
         self._release(self._buffers.pop(key, None))
         on_heap = self.heap is not None and not local
-        made = self.heap.empty(count, dtype=dtype) if on_heap else torch.empty(count, dtype=dtype, device=self.device)  # type: ignore[union-attr]
+        if self.heap is not None and not local:
+            made = self.heap.empty(count, dtype=dtype)
+        else:
+            made = torch.empty(count, dtype=dtype, device=self.device)
         if name.endswith("flags"):
             made.fill_(self.epoch())
         self._buffers[key] = made
@@ -128,9 +151,12 @@ class Workspace:
             self.heap.free(buffer)
 
     def __enter__(self) -> Workspace:
-        """Before the launches of a call: orders it after the one before, and raises what an earlier one left in the record."""
+        """Before the launches of a call: orders it after the one before, and raises what an earlier one left
+        in the record."""
         if not self._lock.acquire(blocking=False):
-            raise WorkspaceBusy("the workspace is in use by a call of another thread; give each thread a workspace of its own")
+            raise WorkspaceBusy(
+                "the workspace is in use by a call of another thread; give each thread a workspace of its own"
+            )
         try:
             self.check()
             if self.device.type == "cuda":
@@ -140,7 +166,9 @@ class Workspace:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lock.release()
         if self.device.type == "cpu" and error is None:
             self.check()
