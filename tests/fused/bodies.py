@@ -1,0 +1,206 @@
+"""What the ranks of tests/fused/test_protocol.py run: calls in which a rank is delayed at the worst moment.
+
+Most bodies return how many of their calls were wrong. Operands are -1, 0 and 1, so that a wrong sum is wrong by
+whole numbers.
+The plants work in Triton's interpreter only, where a kernel looks its helpers up each time it calls them.
+"""
+
+import importlib.util
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import stream_k
+from collectives import reduce_tiles
+from pyrocshmem import Heap, signal
+from stream_k import fused_all_reduce
+from stream_k.workspace import Workspace
+from tests.fused.cases import HEAP_BYTES, Case, Verdict, run_case
+from tests.stream_k.products import integers, small_config
+
+DELAY_S = 0.3
+_WAIT_S = 5.0
+
+
+@triton.jit
+def end_without_counting(context, epoch):
+    """`signal.end` as it must not be: the epoch stays."""
+    return False
+
+
+def integer_call(
+    heap: Heap,
+    seed: int,
+    shape: tuple[int, int, int],
+    config: stream_k.Config,
+    workspace: Workspace,
+    op: str = "all_reduce",
+) -> bool:
+    """One call with data of its own; whether it came out exactly."""
+    M, N, K = shape
+    shares = [
+        (
+            integers(M, K, torch.float32, 1000 * seed + rank),
+            integers(K, N, torch.float32, 1000 * seed + 500 + rank),
+        )
+        for rank in range(heap.world_size)
+    ]
+    if op == "all_reduce":
+        a, b = shares[heap.rank]
+        out = stream_k.gemm_all_reduce(a, b, group=heap, config=config, workspace=workspace)
+        expected = sum(x.double() @ y.double() for x, y in shares)
+    else:
+        a, b = shares[0][0], shares[heap.rank][1]
+        out = stream_k.gemm_all_scatter(a, b, group=heap, config=config, workspace=workspace)
+        expected = torch.cat([a.double() @ y.double() for _, y in shares], dim=1)
+    return torch.equal(out.double(), expected)
+
+
+def changing_data(rank: int, world_size: int, placement: str, algorithm: str, counting: bool) -> int:
+    """Rank 1 is late in every call but the first. Without counting, the flags of the call before look raised."""
+    if not counting:
+        signal.end = end_without_counting
+    config = small_config(placement=placement, algorithm=algorithm)
+    wrong = 0
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=_WAIT_S)
+        for call in range(4):
+            if rank == 1 and call > 0:
+                time.sleep(DELAY_S)
+            wrong += not integer_call(heap, call, (40, 33, 24), config, workspace)
+        heap.vote("done")
+    return wrong
+
+
+def with_a_single_slot() -> ModuleType:
+    """`collectives.reduce_tiles` in which both slots of the partials are the same."""
+    source = Path(reduce_tiles.__file__).read_text()
+    assert source.count("(epoch & 1)") >= 3
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reduce_tiles_with_a_single_slot.py"
+        path.write_text(source.replace("(epoch & 1)", "(epoch & 0)"))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        # The interpreter reads a function's source when it is first called.
+        for helper in list(vars(module).values()):
+            if hasattr(helper, "rewrite") and callable(helper.rewrite):
+                helper.rewrite()
+        return module
+
+
+def delay_reads(tiles: ModuleType) -> None:
+    """This rank sleeps between seeing a tile's flags and reading its partials."""
+    honest: Callable[..., Any] = tiles._sources
+
+    def late(*args: Any, **more: Any) -> Any:
+        time.sleep(DELAY_S)
+        return honest(*args, **more)
+
+    tiles._sources = late  # type: ignore[attr-defined]
+
+
+def stalled_reader(
+    rank: int, world_size: int, shapes: list[tuple[int, int, int]], placement: str, single_slot: bool
+) -> int:
+    """Fault 8: rank 1 stalls between flag and read, while rank 0 goes on into the next call, whose shape may differ."""
+    if single_slot:
+        fused_all_reduce.tiles = with_a_single_slot()
+    # One program for the GEMM, so that inside it, too, all tiles are pushed before the first is read.
+    num_programs = 3 if placement == "beside" else 1
+    config = small_config(placement=placement, algorithm="one_shot", num_programs=num_programs)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=_WAIT_S)
+        # Plans are made together; the stall comes afterwards.
+        wrong = sum(not integer_call(heap, 50, shape, config, workspace) for shape in shapes)
+        if rank == 1:
+            delay_reads(fused_all_reduce.tiles)
+        for call in range(4):
+            wrong += not integer_call(heap, call, shapes[call % len(shapes)], config, workspace)
+        heap.vote("done")
+    return wrong
+
+
+def slow_flags(rank: int, world_size: int, calls: list[tuple[str, tuple[int, int, int]]]) -> int:
+    """Rank 1 raises the flags of its peers one by one, with stalls; the other ranks run ahead into another op."""
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=_WAIT_S)
+        config = small_config(algorithm="one_shot")
+        wrong = sum(not integer_call(heap, 50, shape, config, workspace, op) for op, shape in calls)
+        if rank == 1:
+            honest = signal.raise_flag
+
+            def one_by_one(flag: Any, epoch: Any, mask: Any = None, scope: Any = signal._SYSTEM) -> None:
+                lanes = mask.handle.data.nonzero()[0] if mask is not None else []
+                if len(lanes) < 2:
+                    honest(flag, epoch, mask, scope)
+                    return
+                for lane in lanes:
+                    only = mask & (tl.arange(0, len(mask.handle.data)) == int(lane))
+                    honest(flag, epoch, only, scope)
+                    time.sleep(DELAY_S)
+
+            signal.raise_flag = one_by_one
+        for call in range(6):
+            op, shape = calls[call % len(calls)]
+            wrong += not integer_call(heap, call, shape, config, workspace, op)
+        heap.vote("done")
+    return wrong
+
+
+def wrapped(rank: int, world_size: int, epoch: int, cases: list[Case]) -> list[Verdict]:
+    """Fault 7: the workspace's counter starts just below a limit of int32."""
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap)
+        verdicts = [run_case(case, heap, 90, workspace) for case in cases]
+        workspace.restart(epoch)
+        for call in range(3):
+            verdicts += [run_case(case, heap, call, workspace) for case in cases]
+        assert workspace.epoch() == (epoch + 3 * len(cases) + 2**31) % 2**32 - 2**31
+    return verdicts
+
+
+def two_workspaces(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
+    """Calls in turn on two workspaces of one heap, and on two heaps (fault 26)."""
+    with Heap(HEAP_BYTES) as heap, Heap(HEAP_BYTES) as other:
+        places = [(heap, Workspace(heap)), (heap, Workspace(heap)), (other, Workspace(other))]
+        return [
+            run_case(case, where, seed, workspace)
+            for seed, case in enumerate(cases)
+            for where, workspace in places
+        ]
+
+
+def subgroups(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
+    """Overlapping groups: all ranks, and ranks 0 and 2 alone, which make calls on both, in turn (fault 26)."""
+    outer = dist.group.WORLD
+    pair = dist.new_group([0, 2])
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu" if not torch.cuda.is_available() else "cuda", (world_size,)
+    )
+    verdicts = []
+    with Heap(HEAP_BYTES, outer) as heap:
+        inner = Heap(HEAP_BYTES, pair) if rank in (0, 2) else None
+        from_mesh = Heap(HEAP_BYTES, mesh)
+        for seed, case in enumerate(cases):
+            verdicts.append(run_case(case, heap, seed))
+            if inner is not None:
+                error = run_case(case, inner, seed).error
+                assert not error, error
+            verdicts.append(run_case(case, from_mesh, seed))
+        from_mesh.close()
+        if inner is not None:
+            inner.close()
+    return verdicts

@@ -1,0 +1,201 @@
+"""What the ranks of the fused ops' tests run: cases, their operands, and how a result is judged.
+
+Bodies return a list with one `Verdict` a call; the test's own process compares the ranks' bits.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+
+import stream_k
+from pyrocshmem import Heap
+from reference.accuracy import check, make_operand
+from reference.ops import shard_range
+from stream_k.workspace import Workspace
+from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, small_config
+
+HEAP_BYTES = 32 << 20
+_CANARY = 77.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call. M N K are global sizes, but N is the columns of one rank for "all_scatter".
+
+    out: "new", "ordinary", "strided" or "symmetric". bias: None, "own" (dtype) or "fp32". config: changes to
+    small_config.
+    """
+
+    op: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    out: str = "new"
+    bias: str | None = None
+    activation: str = "none"
+    squares: bool = False
+    config: tuple[tuple[str, Any], ...] = ()
+
+    def with_config(self, **changes: Any) -> "Case":
+        return dataclasses.replace(self, config=tuple({**dict(self.config), **changes}.items()))
+
+    def columns(self, world_size: int) -> int:
+        return self.N * (world_size if self.op == "all_scatter" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """error: empty when the call was right. digest: of the result's bits."""
+
+    case: Case
+    error: str
+    digest: str
+
+
+class Operands:
+    """The full product, and the share of `rank`."""
+
+    def __init__(self, case: Case, rank: int, world_size: int, seed: int) -> None:
+        def make(shape: tuple[int, ...], tag: str, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+            return make_operand(shape, dtype, seed, 0, tag=tag, device="cpu").to(device(rank))
+
+        columns = case.columns(world_size)
+        self.full_a, self.full_b = make((case.M, case.K), "a"), make((case.K, columns), "b")
+        self.full_bias = None
+        if case.bias is not None:
+            self.full_bias = make((columns,), "bias", torch.float32 if case.bias == "fp32" else case.dtype)
+        self.a, self.b, self.bias = self.full_a, self.full_b, self.full_bias
+        if case.op == "all_reduce":
+            first, last = shard_range(case.K, rank, world_size)
+            # Views: columns of A don't lie together, and their addresses are not aligned.
+            self.a, self.b = self.full_a[:, first:last], self.full_b[first:last]
+        else:
+            mine = slice(rank * case.N, (rank + 1) * case.N)
+            self.b = self.full_b[:, mine]
+            self.bias = None if self.full_bias is None else self.full_bias[mine].clone()
+
+
+class SymmetricFrame:
+    """A contiguous output on the heap between canaries, as `products.Frame`."""
+
+    def __init__(self, heap: Heap, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.heap = heap
+        self.buffer = heap.full((32 + rows * columns,), _CANARY, dtype=dtype)
+        self.out = self.buffer[16 : 16 + rows * columns].view(rows, columns)
+        self.out.fill_(float("nan"))
+
+    def check(self) -> None:
+        assert (self.buffer[:16] == _CANARY).all()
+        assert (self.buffer[-16:] == _CANARY).all()
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def call(
+    case: Case,
+    heap: Heap,
+    operands: Operands,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> Any:
+    """The case's op on this rank's share."""
+    op = stream_k.gemm_all_reduce if case.op == "all_reduce" else stream_k.gemm_all_scatter
+    return op(
+        operands.a,
+        operands.b,
+        group=heap,
+        out=out,
+        bias=operands.bias,
+        activation=case.activation,
+        squared_partials=case.squares,
+        config=small_config(**dict(case.config)),
+        workspace=workspace,
+    )
+
+
+def judge(case: Case, operands: Operands, out: torch.Tensor, world_size: int) -> None:
+    """AssertionError unless the result keeps its bound, against the full product in float64."""
+    partial = dict(case.config).get("partial_dtype")
+    if partial is None:
+        check_product(out, operands.full_a, operands.full_b, operands.full_bias, case.activation)
+        return
+    assert case.bias is None
+    assert case.activation == "none"
+    baseline = (operands.full_a.float() @ operands.full_b.float()).to(case.dtype)
+    found = check(
+        out, operands.full_a, operands.full_b, baseline, num_partials=world_size, partial_roundings=1
+    )
+    assert found.ok, str(found)
+
+
+def judge_squares(case: Case, operands: Operands, squares: torch.Tensor, world_size: int) -> None:
+    """AssertionError unless each tile has the sum of its rows' squares, of the unrounded result."""
+    bias = 0.0 if operands.full_bias is None else operands.full_bias.double()
+    result = ACTIVATIONS[case.activation](operands.full_a.double() @ operands.full_b.double() + bias)
+    width = small_config(**dict(case.config)).block_n
+    blocks = world_size if case.op == "all_scatter" else 1
+    expected = [
+        tile.square().sum(1)
+        for block in range(blocks)
+        for tile in result[:, block * case.N : (block + 1) * case.N].split(width, dim=1)
+        if case.N > 0
+    ]
+    assert squares.dtype == torch.float32
+    assert squares.shape == (case.M, len(expected))
+    if expected:
+        torch.testing.assert_close(squares.double(), torch.stack(expected, dim=1), rtol=1e-4, atol=1e-6)
+
+
+def run_case(case: Case, heap: Heap, seed: int, workspace: Workspace | None = None) -> Verdict:
+    """Make the call into a poisoned output, judge it, look at the canaries."""
+    world_size = heap.world_size
+    operands = Operands(case, heap.rank, world_size, seed)
+    columns = case.columns(world_size)
+    frame: Any = None
+    if case.out == "symmetric":
+        frame = SymmetricFrame(heap, case.M, columns, case.dtype)
+    elif case.out != "new":
+        frame = Frame(case.M, columns, case.dtype, {"ordinary": "row"}.get(case.out, case.out), heap.rank)
+    given = None if frame is None else frame.out
+    found = call(case, heap, operands, given, workspace)
+    value, squares = found if case.squares else (found, None)
+    heap.synchronize()
+    error = ""
+    try:
+        assert given is None or value is given
+        judge(case, operands, value, world_size)
+        if squares is not None:
+            judge_squares(case, operands, squares, world_size)
+        if frame is not None:
+            frame.check()
+    except AssertionError as wrong:
+        error = f"{case} (seed {seed}): {wrong}"
+    verdict = Verdict(case, error, digest(value))
+    if case.out == "symmetric":
+        heap.free(frame.buffer)
+    return verdict
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
+    """A body: all cases on one heap, one after another."""
+    with Heap(HEAP_BYTES) as heap:
+        return [run_case(case, heap, seed) for seed, case in enumerate(cases)]
+
+
+def assert_right(verdicts_of_ranks: list[list[Verdict]]) -> None:
+    """Every call right on every rank; for all ops here every rank has the same result, bit by bit."""
+    errors = [
+        f"rank {rank}: {verdict.error}"
+        for rank, verdicts in enumerate(verdicts_of_ranks)
+        for verdict in verdicts
+        if verdict.error
+    ]
+    assert not errors, "\n".join(errors)
+    for number, verdict in enumerate(verdicts_of_ranks[0]):
+        bits = {verdicts[number].digest for verdicts in verdicts_of_ranks}
+        assert len(bits) == 1, f"{verdict.case}: the ranks' results differ"

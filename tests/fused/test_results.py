@@ -1,0 +1,132 @@
+"""`gemm_all_reduce` and `gemm_all_scatter`: right and equal on all ranks, in every placement.
+
+Each test starts ranks that run a list of cases: outputs of every kind, poisoned and between canaries; biases and
+activations; sizes that are prime, 0, and smaller than the number of ranks.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.fused.cases import HEAP_BYTES, Case, Verdict, assert_right, run_case, run_cases
+from tests.ranks import run_ranks, values
+
+from pyrocshmem import Heap  # isort: skip
+
+TIER = 3
+TIMEOUT_S = 100.0
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+WAYS = [
+    ("all_reduce", "after", "one_shot"),
+    ("all_reduce", "after", "two_shot"),
+    ("all_reduce", "beside", "one_shot"),
+    ("all_reduce", "beside", "two_shot"),
+    ("all_reduce", "inside", "one_shot"),
+    ("all_reduce", "inside", "two_shot"),
+    ("all_scatter", "after", "two_shot"),
+    ("all_scatter", "beside", "two_shot"),
+    ("all_scatter", "inside", "two_shot"),
+]
+
+
+def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
+    split = (("split", "stream_k"), ("num_programs", 3))
+    made = [
+        Case(op, 67, 45, 51, FP16, config=(("comm_rows", 8),)),
+        Case(op, 50, 40, 64, FP32, "symmetric", squares=True),
+        Case(op, 2, 70, 40, BF16, "ordinary", bias="own", activation="gelu"),
+        Case(op, 33, 40, 0, FP32, "strided", bias="fp32"),
+        Case(op, 1, 1, 3, FP16, "symmetric"),
+        Case(op, 0, 8, 8, FP16),
+        Case(op, 8, 0, 8, FP32, squares=True),
+        Case(
+            op,
+            64,
+            72,
+            936 if op == "all_reduce" else 312,
+            FP16,
+            "symmetric",
+            bias="fp32",
+            activation="silu",
+            config=split,
+        ),
+        Case(op, 40, 20, 48, FP32, "strided", bias="own", activation="relu", squares=True),
+    ]
+    return [case.with_config(placement=placement, algorithm=algorithm) for case in made]
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.num_ranks(3)
+def test_three_ranks(way: tuple[str, str, str]) -> None:
+    assert_right(values(run_ranks(run_cases, 3, cases_of(*way), timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(2)
+def test_two_ranks() -> None:
+    cases = [
+        Case(op, 70, 50, 64, FP16, out).with_config(placement=placement, algorithm=algorithm)
+        for (op, placement, algorithm), out in zip(
+            WAYS, itertools.cycle(("new", "symmetric", "strided")), strict=False
+        )
+    ]
+    assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(4)
+def test_four_ranks() -> None:
+    cases = [
+        Case(op, 97, 64, 128, FP16, "symmetric").with_config(placement="beside")
+        for op in ("all_reduce", "all_scatter")
+    ]
+    assert_right(values(run_ranks(run_cases, 4, cases, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(1)
+def test_one_rank() -> None:
+    """No peers: the result is the product, in every placement."""
+    cases = [
+        Case(op, 40, 50, 64, dtype, out, bias="fp32", squares=squares).with_config(
+            placement=placement, algorithm=algorithm
+        )
+        for (op, placement, algorithm), dtype, out, squares in zip(
+            WAYS,
+            itertools.cycle((FP16, FP32)),
+            itertools.cycle(("new", "symmetric", "strided")),
+            itertools.cycle((True, False)),
+            strict=False,
+        )
+    ]
+    assert_right(values(run_ranks(run_cases, 1, cases, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(2)
+def test_rounded_partials() -> None:
+    """Sums that travel in half the bytes keep the bound with one rounding a rank."""
+    cases = [
+        Case("all_reduce", 70, 50, 256, FP16, squares=False).with_config(
+            placement=placement, algorithm=algorithm, partial_dtype=FP16
+        )
+        for _, placement, algorithm in WAYS[:6]
+    ]
+    assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))
+
+
+def repeat(rank: int, world_size: int, cases: list[Case], calls: int) -> list[Verdict]:
+    """A body: two sets of data in turn, `calls` times, with the cases interleaved on one workspace."""
+    with Heap(HEAP_BYTES) as heap:
+        return [run_case(case, heap, number % 2) for number in range(calls) for case in cases]
+
+
+@pytest.mark.parametrize("placement", ["after", "beside", "inside"])
+@pytest.mark.num_ranks(2)
+def test_20_calls(placement: str) -> None:
+    """Fault 22: the same bits every time, on every rank; data of the call before would show."""
+    ways = [("all_reduce", "one_shot"), ("all_reduce", "two_shot"), ("all_scatter", "two_shot")]
+    cases = [Case(op, 40, 33, 48, FP32).with_config(placement=placement, algorithm=how) for op, how in ways]
+    verdicts = values(run_ranks(repeat, 2, cases, 20, timeout=TIMEOUT_S))
+    assert_right(verdicts)
+    for number in range(len(cases)):
+        bits = [verdict.digest for verdict in verdicts[0][number :: len(cases)]]
+        assert len(set(bits[::2])) == len(set(bits[1::2])) == 1
+        assert bits[0] != bits[1]
