@@ -20,16 +20,17 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
+from pyrocshmem.boards import Board, MemoryBoard, StoreBoard
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 _LOOK_FOR_ABORT_S = 0.05
-_GAVE_UP = b"\0"  # shorter than any message
+_GAVE_UP = 0xFFFFFFFF  # instead of the length of a call
 
 
 def init_seconds() -> float:
@@ -42,66 +43,6 @@ def init_seconds() -> float:
     if not seconds > 0:
         raise ValueError(f"PYROCSHMEM_INIT_SECONDS={text!r}, allowed are numbers greater than 0")
     return seconds
-
-
-class Board(Protocol):
-    """The key-value store under a group."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The values, or None while one is missing."""
-
-    def delete(self, key: str) -> None: ...
-
-    def pause(self, seconds: float) -> None:
-        """Sleep for at most so long; may return sooner when something changed."""
-
-
-class StoreBoard:
-    """A `torch.distributed.Store`."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        if not self._store.check(list(keys)):
-            return None
-        return [self._store.get(key) for key in keys]
-
-    def delete(self, key: str) -> None:
-        self._store.delete_key(key)
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
-class MemoryBoard:
-    """A dictionary shared by threads of one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        with self._changed:
-            return [self._values[key] for key in keys] if all(key in self._values for key in keys) else None
-
-    def delete(self, key: str) -> None:
-        with self._changed:
-            self._values.pop(key, None)
-
-    def pause(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait(seconds)
 
 
 _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
@@ -234,23 +175,30 @@ class Group:
             now = time.monotonic()
             if now >= look_for_abort:
                 self._raise_if_given_up(keys)
-                self._raise_if_too_late([self._value(key) for key in keys], what)
+                self._raise_if_too_late([self._value(key) for key in keys], what, now - start)
                 look_for_abort = now + _LOOK_FOR_ABORT_S
             if now - start >= seconds:
                 missing = [peer for peer, key in enumerate(keys) if self._value(key) is None]
                 # Marked, so that a rank that comes later doesn't take this call for a live one; not deleted, so
                 # that one that gives up a moment later doesn't take this rank for missing.
-                self._board.set(keys[self.rank], _GAVE_UP)
+                self._board.set(keys[self.rank], _pack_given_up(missing))
                 raise InitTimeout(missing, what, now - start, self.world_size)
             self._board.pause(min(pause, max(0.0, start + seconds - now)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        self._raise_if_too_late(messages, what)
+        self._raise_if_too_late(messages, what, time.monotonic() - start)
         return messages
 
-    def _raise_if_too_late(self, messages: Sequence[bytes | None], what: str) -> None:
-        gone = [peer for peer, message in enumerate(messages) if message == _GAVE_UP]
-        if gone:
-            raise InitTimeout(gone, what, 0.0, self.world_size, "it had waited in vain and given up")
+    def _raise_if_too_late(self, messages: Sequence[bytes | None], what: str, waited_s: float) -> None:
+        """A peer gave up in this round: for want of others, who then are missing here too, or of this rank."""
+        for peer, message in enumerate(messages):
+            missing = _given_up_for(message)
+            if missing is None:
+                continue
+            if self.rank in missing:
+                raise InitTimeout(
+                    [peer], what, waited_s, self.world_size, "it had waited in vain and given up"
+                )
+            raise InitTimeout(missing, what, waited_s, self.world_size)
 
     def _raise_if_given_up(self, keys: Sequence[str]) -> None:
         if (record := self.abort_record()) is not None:
@@ -265,6 +213,18 @@ class Group:
 def _pack(what: str, payload: bytes) -> bytes:
     name = what.encode()
     return len(name).to_bytes(4, "little") + name + payload
+
+
+def _pack_given_up(missing: list[int]) -> bytes:
+    return _GAVE_UP.to_bytes(4, "little") + json.dumps(missing).encode()
+
+
+def _given_up_for(message: bytes | None) -> list[int] | None:
+    """The ranks for which a peer had waited when it left this message; None if the message is a call."""
+    if message is None or int.from_bytes(message[:4], "little") != _GAVE_UP:
+        return None
+    missing: list[int] = json.loads(message[4:])
+    return missing
 
 
 def _unpack(message: bytes) -> tuple[str, bytes]:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from pyrocshmem import bootstrap, heap, target
 from pyrocshmem.bootstrap import ThreadGroup
+from pyrocshmem.errors import PeerAborted
 from pyrocshmem.rank_process import Job, init_process_group, rank_main
 
 _TIMEOUT_S = 600.0
@@ -97,8 +98,8 @@ def spawn(
         timeout: seconds until ranks that haven't finished are killed.
 
     Raises:
-        ValueError: more ranks than GPUs, or a bad argument. RanksFailed: a rank raised, died, or ran out of
-        time.
+        ValueError: more ranks than GPUs, or a bad argument.
+        RanksFailed: a rank raised, died, or ran out of time.
     """
     results, first = _run(fn, num_ranks, args, backend, timeout, _GRACE_S)
     if first is not None:
@@ -120,11 +121,9 @@ def run_ranks(
 def spawn_threads(
     fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = _TIMEOUT_S
 ) -> list[Any]:
-    """Run `fn(group, *args)` in `num_ranks` threads of this process, each with its `ThreadGroup`; the
-    results in order.
+    """Run `fn(group, *args)` in `num_ranks` threads, each with its `ThreadGroup`; the results in rank order.
 
-    On GPUs thread r has GPU r as its current device. Raises as `spawn`; threads that run out of time can't
-    be killed.
+    On GPUs thread r has GPU r as its current device. Raises as `spawn`, but can't kill threads that are late.
     """
     _check_num_ranks(num_ranks, target.backend() != "host", target.num_devices())
     results: dict[int, RankResult] = {}
@@ -137,10 +136,10 @@ def spawn_threads(
                 value = fn(group, *args)
             results[group.rank] = RankResult(group.rank, value)
         except BaseException as error:
+            results[group.rank] = RankResult(group.rank, None, error, traceback.format_exc())
             message = f"{type(error).__name__}: {error}"
             heap.abort_all(message, group)
             group.abort(message)
-            results[group.rank] = RankResult(group.rank, None, error, traceback.format_exc())
 
     threads = [threading.Thread(target=body, args=(group,), daemon=True) for group in groups]
     for thread in threads:
@@ -148,11 +147,13 @@ def spawn_threads(
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    failed = [result for result in results.values() if not result.ok]  # in the order in which they failed
-    late = TimeoutError(f"did not finish within {timeout:g} s")
-    ends = [results.get(rank, RankResult(rank, None, late)) for rank in range(num_ranks)]
-    if not all(end.ok for end in ends):
-        raise RanksFailed(ends) from (failed[0].exception if failed else late)
+    for rank in range(num_ranks):
+        if rank not in results:
+            results[rank] = RankResult(rank, None, TimeoutError(f"did not finish within {timeout:g} s"))
+    first = _cause([result for result in results.values() if not result.ok])
+    ends = [results[rank] for rank in range(num_ranks)]
+    if first is not None:
+        raise RanksFailed(ends) from first.exception
     return [end.value for end in ends]
 
 
@@ -311,30 +312,31 @@ class _Rank:
 
 def _collect(ranks: list[_Rank], timeout: float, grace: float) -> tuple[list[RankResult], RankResult | None]:
     results: dict[int, RankResult] = {}
-    first: RankResult | None = None
-    start = time.monotonic()
-    deadline, why = start + timeout, f"did not finish within {timeout:g} s"
+    failed: list[RankResult] = []  # in the order in which they came
+    deadline, why = time.monotonic() + timeout, f"did not finish within {timeout:g} s"
     try:
         while pending := [each for each in ranks if each.rank not in results]:
             ready = wait([each.pipe for each in pending], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                for each in pending:
-                    results[each.rank] = each.kill(why)
-                    first = first or results[each.rank]
-                break
             for each in pending:
-                if each.pipe not in ready:
+                if ready and each.pipe not in ready:
                     continue
-                result = results[each.rank] = each.result()
-                if not result.ok and first is None:
-                    first = result
-                    if time.monotonic() + grace < deadline:
-                        deadline = time.monotonic() + grace
-                        why = f"did not finish within {grace:g} s of the failure of rank {result.rank}"
+                result = results[each.rank] = each.result() if ready else each.kill(why)
+                if result.ok:
+                    continue
+                if not failed and time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    why = f"did not finish within {grace:g} s of the failure of rank {result.rank}"
+                failed.append(result)
     except BaseException:  # Ctrl-C: don't wait for ranks that nobody will hear
         for each in ranks:
             each.process.kill()
         raise
     for each in ranks:
-        each.release(first is None)
-    return [results[each.rank] for each in ranks], first
+        each.release(not failed)
+    return [results[each.rank] for each in ranks], _cause(failed)
+
+
+def _cause(failed: Sequence[RankResult]) -> RankResult | None:
+    """The failure, of those in order of time, that is not one of hearing of another's."""
+    causes = [result for result in failed if not isinstance(result.exception, PeerAborted)]
+    return (causes or [*failed, None])[0]

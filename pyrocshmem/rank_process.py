@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import bootstrap, heap, target
-from pyrocshmem.bootstrap import Group, StoreBoard
+from pyrocshmem.boards import StoreBoard
+from pyrocshmem.bootstrap import Group
 
 _PR_SET_PDEATHSIG = 1
 
@@ -93,8 +94,9 @@ def rank_main(job: Job, pipe: Connection) -> None:
         value = fn(job.rank, job.world_size, *args)
     except BaseException as raised:
         error, text = raised, traceback.format_exc()
-        _tell_peers(f"{type(raised).__name__}: {raised}")
     _report(pipe, value, error, text)
+    if error is not None:  # after the report: the parent takes the first failure for the cause
+        _tell_peers(f"{type(error).__name__}: {error}")
     _leave(pipe)
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import CallMismatch, InitTimeout, PeerAborted, ShmemError, ThreadGroup, as_group, bootstrap
-from pyrocshmem.bootstrap import Group, StoreBoard
+from pyrocshmem.boards import StoreBoard
+from pyrocshmem.bootstrap import Group
 from tests.ranks import run_ranks, values
 
 TIER = 1
