@@ -190,15 +190,15 @@ class Group:
 
     def _raise_if_too_late(self, messages: Sequence[bytes | None], what: str, waited_s: float) -> None:
         """A peer gave up in this round: for want of others, who then are missing here too, or of this rank."""
-        for peer, message in enumerate(messages):
-            missing = _given_up_for(message)
-            if missing is None:
-                continue
-            if self.rank in missing:
-                raise InitTimeout(
-                    [peer], what, waited_s, self.world_size, "it had waited in vain and given up"
-                )
-            raise InitTimeout(missing, what, waited_s, self.world_size)
+        given_up = {
+            peer: missing for peer, m in enumerate(messages) if (missing := _given_up_for(m)) is not None
+        }
+        for missing in given_up.values():
+            if self.rank not in missing:
+                raise InitTimeout(missing, what, waited_s, self.world_size)
+        if given_up:
+            reason = "it had waited in vain and given up"
+            raise InitTimeout(list(given_up), what, waited_s, self.world_size, reason)
 
     def _raise_if_given_up(self, keys: Sequence[str]) -> None:
         if (record := self.abort_record()) is not None:

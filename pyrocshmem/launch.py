@@ -339,4 +339,4 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> tuple[list[Ran
 def _cause(failed: Sequence[RankResult]) -> RankResult | None:
     """The failure, of those in order of time, that is not one of hearing of another's."""
     causes = [result for result in failed if not isinstance(result.exception, PeerAborted)]
-    return (causes or [*failed, None])[0]
+    return next(iter([*causes, *failed]), None)

@@ -229,19 +229,25 @@ def test_groups_of_torch():
     assert "[0, 2]" not in found[1]
 
 
-def _made_again(rank, world_size):
-    store = dist.distributed_c10d._get_default_store()
+def _made_again(rank, world_size, guarded):
+    shared = dist.distributed_c10d._get_default_store()
+    bootstrap.StoreBoard = lambda store: StoreBoard(shared)  # as if torch gave every group the same keys
     replies = []
     for number in range(3):
-        if number:
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"made{number}", shared)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        if not guarded:
+            bootstrap._names_used.clear()
+        dist.barrier()
         if rank == 1:
             time.sleep(0.2)
         replies.append(as_group(None).exchange(bytes([number]), "call"))
+        dist.barrier()
     return replies
 
 
-def test_a_process_group_made_again_over_the_same_store_reads_no_old_keys():
-    for replies in values(run_ranks(_made_again, 2)):
-        assert replies == [[bytes([number])] * 2 for number in range(3)]
+def test_a_process_group_made_again_reads_no_old_keys():
+    expected = [[bytes([number])] * 2 for number in range(3)]
+    assert values(run_ranks(_made_again, 2, True)) == [expected, expected]
+    assert values(run_ranks(_made_again, 2, False))[0] != expected, "the check above can't fail"
