@@ -200,6 +200,7 @@ def running(pid):
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", "0"], ids=["forked", "spawned"])
 def test_no_rank_outlives_its_parent(tmp_path, interpret):
     script = tmp_path / "orphans.py"
@@ -237,6 +238,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.num_ranks(2)
 def test_under_torchrun(tmp_path):
     script = tmp_path / "job.py"

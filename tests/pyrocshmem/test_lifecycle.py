@@ -255,6 +255,7 @@ except pyrocshmem.PeerAborted as error:
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "heard"),
     [
