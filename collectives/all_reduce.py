@@ -63,11 +63,12 @@ def all_reduce_kernel(
                     places = others(out, rank, heap_bases, WORLD)
                     for k in tl.static_range(WORLD - 1):
                         tl.store(places[k] + offsets, value, mask=mask)
-                    signal.publish(flags + block, epoch, lanes, heap_bases, lanes < WORLD)
+                    signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
         if not ONE_SHOT:
             one = tl.arange(0, 1)
             for block in range(program, blocks, tl.num_programs(0)):
-                signal.wait(flags + block + one, one == 0, epoch, block, block % WORLD, context, _OP, WORLD)
+                done = signal.word(flags, block, block % WORLD + one)
+                signal.wait(done, one == 0, epoch, block, block % WORLD, context, _OP, WORLD)
     if signal.end(context, epoch):
         if ONE_SHOT or blocks < WORLD:
             signal.leave_together(epoch, context, _OP, WORLD)
@@ -116,7 +117,7 @@ def all_reduce(
     if not one_shot and not (heap.is_symmetric(given) and given.is_contiguous()):
         target = workspace.buffer("results", x.numel(), x.dtype)[: x.numel()].view(x.shape)
     blocks = -(-x.numel() // BLOCK)
-    flags = workspace.buffer("flags", blocks, torch.int32)
+    flags = workspace.flags(blocks)
     offset = heap.offset(target) if not one_shot else None
     key = ("all_reduce", x.numel(), x.dtype, one_shot, x.data_ptr() % 16, target.data_ptr() % 16)
     call = f"all_reduce(x {tuple(x.shape)} {x.dtype} at offset {heap.offset(x)}, {algorithm}, out at offset {offset})"

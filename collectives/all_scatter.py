@@ -43,10 +43,10 @@ def all_scatter_kernel(
             value = tl.load(x + i[:, None] * stride_m + j[None, :], mask=mask)
             for k in tl.static_range(WORLD):
                 tl.store(places[k] + i[:, None] * (N * WORLD) + (rank * N + j)[None, :], value, mask=mask)
-            signal.publish(flags + rank * blocks + block, epoch, lanes, heap_bases, lanes < WORLD)
+            signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             signal.wait(
-                flags + lanes * blocks + block, lanes < WORLD, epoch, block, lanes, context, _OP, WORLD
+                signal.word(flags, block, lanes), lanes < WORLD, epoch, block, lanes, context, _OP, WORLD
             )
     signal.end(context, epoch)
 
@@ -88,7 +88,7 @@ def all_scatter(
     wide = min(256, triton.next_power_of_2(N))
     rows = BLOCK // wide
     blocks = -(-M // rows) * -(-N // wide)
-    flags = workspace.buffer("flags", heap.world_size * blocks, torch.int32)
+    flags = workspace.flags(blocks)
     key = ("all_scatter", x.shape, x.stride(0), x.dtype, x.data_ptr() % 16, target.data_ptr() % 16)
     call = f"all_scatter(x {tuple(x.shape)} {x.dtype}, out at offset {heap.offset(target)})"
     constants = {"ROWS": rows, "COLUMNS": wide, "WORLD": heap.world_size}

@@ -20,6 +20,8 @@ No wait can deadlock. Within a rank a consumer waits only for tiles of programs 
 across ranks, likewise for tiles that the same or lower ids produce there, and for the other owners' `done`
 only after all its own pushes.
 
+Flags: ready is numbers 0 to T - 1 of `signal.word`, written by the source; done is T to 2 T - 1, by the owner.
+
 Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those
 of call n - 2 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks
 have published their partials of this call, hence have entered it, hence are done with what the result held
@@ -91,7 +93,7 @@ def _slot_tile(tile, tiles, source, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr)
 
 
 @triton.jit
-def _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
+def _raise_ready(tile, epoch, flags, problem, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
     """ready[own rank][tile]: to everyone in a one-shot, to the owner in a two-shot."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -99,7 +101,8 @@ def _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD: tl.constexp
     to = lanes < WORLD
     if not ONE_SHOT:
         to = lanes == tile_owner(tile, num_gemm_programs, WORLD)
-    signal.publish(flags + tl.load(control + signal.RANK) * tiles + tile, epoch, lanes, heap_bases, to)
+    flag = signal.word(flags, tile, tl.load(control + signal.RANK))
+    signal.publish(flag, epoch, lanes, heap_bases, to)
 
 
 @triton.jit
@@ -107,15 +110,13 @@ def publish_partial(
     parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into the own heap, then its flag. `c` describes [2 x T x BLOCK_M,
-    BLOCK_N]."""
+    """Epilogue: the partial tile into the own heap, then its flag. `c` describes both slots as rows of BLOCK_N."""
     partials, slot_elements, results, flags, squares, bias = extra
-    tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    row = ((epoch & 1) * tiles + tile) * BLOCK_M
+    row = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
         c.store([row, i * PART_N], parts[i].to(c.dtype))
-    _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
+    _raise_ready(tile, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
 
 
 @triton.jit
@@ -142,7 +143,7 @@ def push_partial(
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)
         else:
             tl.store(remote(place, tile_owner(tile, num_gemm_programs, WORLD), heap_bases) + offsets, value)
-    _raise_ready(tile, tiles, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
+    _raise_ready(tile, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
 
 
 @triton.jit
@@ -158,12 +159,12 @@ def _sources(
     places = ()
     for source in tl.static_range(WORLD):
         if PUSHED:
-            number = _slot_tile(tile, tiles, source, OPTIONS[_ONE_SHOT], WORLD)
-            places = places + (slot + tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N),)  # type: ignore[assignment]
-        else:
-            places = places + (
-                remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases),
+            place = slot + tl.cast(_slot_tile(tile, tiles, source, OPTIONS[_ONE_SHOT], WORLD), tl.int64) * (
+                BLOCK_M * BLOCK_N
             )
+        else:
+            place = remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases)
+        places = places + (place,)  # type: ignore[assignment]
     return places
 
 
@@ -189,7 +190,7 @@ def _reduce_tile(
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     lanes = tl.arange(0, signal.MAX_WORLD)
-    if signal.wait(flags + lanes * tiles + tile, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD):
+    if signal.wait(signal.word(flags, tile, lanes), lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD):
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         sources = _sources(tile, tiles, epoch, extra, context, PUSHED, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         targets = _targets(results, context, WORLD, OPTIONS[_ONE_SHOT])
@@ -216,7 +217,8 @@ def _reduce_tile(
                 for k in tl.static_range(len(targets)):
                     tl.store(square_targets[k] + tl.cast(tile_n, tl.int64) * M + i, sums, mask=i < M)
         if not OPTIONS[_ONE_SHOT]:
-            signal.publish(flags + WORLD * tiles + tile, epoch, lanes, heap_bases, lanes < WORLD)
+            flag = signal.word(flags, tiles + tile, tl.load(control + signal.RANK))
+            signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
 
 
 @triton.jit
@@ -255,7 +257,8 @@ def reduce_groups(
             for group in range(first, groups, step):
                 tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
                 mask = (lanes < WORLD) & (tile < tiles)
-                signal.wait(flags + WORLD * tiles + tile, mask, epoch, tile, lanes, context, _OP, WORLD)
+                done = signal.word(flags, tiles + tile, lanes)
+                signal.wait(done, mask, epoch, tile, lanes, context, _OP, WORLD)
 
 
 @triton.jit
@@ -287,4 +290,5 @@ def reduce_own_tiles(
         for i in range(0, count):
             tile = finished_tile(i, split, program, problem)
             owner = tile_owner(tile, num_gemm_programs, WORLD)
-            signal.wait(flags + WORLD * tiles + tile + one, one == 0, epoch, tile, owner, context, _OP, WORLD)
+            done = signal.word(flags, tiles + tile, owner + one)
+            signal.wait(done, one == 0, epoch, tile, owner, context, _OP, WORLD)

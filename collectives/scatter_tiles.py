@@ -15,6 +15,8 @@ The result may belong to the caller: before the first push a rank waits until it
 (LAG = 0), hence are done with what the result held before. That costs nothing that the op would not wait for
 at its end.
 
+Flags: local is numbers 0 to T - 1 of `signal.word`, arrived is T to 2 T - 1; a rank writes only its own.
+
 No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own
 pushes, for the same tiles that it pushed itself.
 
@@ -47,14 +49,15 @@ def _peers(pointer, context, WORLD: tl.constexpr):
 def _raise_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
-    flag = flags + (1 + tl.load(control + signal.RANK)) * tiles + tile
+    flag = signal.word(flags, tiles + tile, tl.load(control + signal.RANK))
     signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
 
 
 @triton.jit
 def _wait_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
     lanes = tl.arange(0, signal.MAX_WORLD)
-    signal.wait(flags + (1 + lanes) * tiles + tile, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD)
+    arrived = signal.word(flags, tiles + tile, lanes)
+    signal.wait(arrived, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD)
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def publish_output(
         rows = row + tl.arange(0, BLOCK_M)
         tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
     signal.settle()
-    signal.raise_flag(flags + tile, epoch, scope="gpu")
+    signal.raise_flag(signal.word(flags, tile, tl.load(control + signal.RANK)), epoch, scope="gpu")
 
 
 @triton.jit
@@ -142,7 +145,8 @@ def _push_tile(
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     rank = tl.load(context[0] + signal.RANK)
     one = tl.arange(0, 1)
-    if signal.wait(flags + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
+    local = signal.word(flags, tile, rank + one)
+    if signal.wait(local, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         block = results + rank * N
         places = _peers(block, context, WORLD)

@@ -6,20 +6,17 @@ A and B are random; rank r's shards are cut from them by `shard_range` (K for su
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from pyrocshmem import target
 from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
+from reference.timing import time_in_turn
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
-
-_WARM_UP_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     a = make_operand((M, K), job.dtype, job.seed, 0, tag="a", device=device)
     b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
     call, out = _prepare(job, a, b, rank, world_size)
-    seconds = _time(call, out, job.iters, device)
+    seconds = time_in_turn({"reference": (call, out)}, job.iters, device)["reference"]
 
     # One product of the whole operands on this device: independent of the shards and of the collective.
     baseline = torch.matmul(a, b)
@@ -114,23 +111,3 @@ def _prepare(
         return lambda: ops.gemm_all_reduce(a_shard, b_shard, out=out), out
     out, partial = a.new_empty(M // world_size, N), a.new_empty(M, N)
     return lambda: ops.gemm_reduce_scatter(a_shard, b_shard, out=out, partial=partial), out
-
-
-def _time(
-    call: Callable[[], torch.Tensor], out: torch.Tensor, iters: int, device: torch.device
-) -> tuple[float, ...]:
-    """Seconds of each of `iters` calls after a warm-up, ranks lined up before each and `out` poisoned."""
-    for _ in range(_WARM_UP_CALLS):
-        call()
-    seconds = []
-    for _ in range(iters):
-        out.fill_(float("nan"))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return tuple(seconds)

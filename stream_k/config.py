@@ -99,25 +99,33 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @lru_cache(maxsize=4096)
 def choose(
-    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, device: torch.device
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
 ) -> Config:
     """The configuration for a local product [M, K] x [K, N] of `op` ("gemm", "gemm_all_reduce",
     "gemm_all_scatter").
 
-    `world_size`: ranks of the group. Returns a frozen `Config`; change it with `dataclasses.replace`.
+    world_size: ranks of the group. partial_dtype: as in `Config`. Returns a frozen `Config`; change it with
+    `dataclasses.replace`.
     """
     if target.interpreted():
         config = _for_cpu(M, N)
     elif target.backend() == "hip":
         config = _for_amd(op, dtype)
     else:
-        config = _for_nvidia(op, M, N, dtype)
+        config = _for_nvidia(op, M, N, dtype, partial_dtype)
+    config = replace(config, partial_dtype=partial_dtype)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     if world_size > 1 and tiles < num_multiprocessors(device):
         # One wave or less: nothing to overlap with, so the fewest hops win.
-        return replace(
-            config, placement="after", algorithm="one_shot" if op == "gemm_all_reduce" else "two_shot"
-        )
+        algorithm = "one_shot" if op == "gemm_all_reduce" else "two_shot"
+        return replace(config, placement="after", algorithm=algorithm)
     return config
 
 
@@ -148,10 +156,12 @@ def _for_amd(op: str, dtype: torch.dtype) -> Config:
     return Config(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=2, subtiles=1, flatten=False)
 
 
-def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype) -> Config:
-    # Measured on 4 x H200; docs/log.md has what lost. The sum moves more bytes a tile than the scatter, hence
-    # more programs.
-    comm_programs, comm_rows = (32, 8) if op == "gemm_all_reduce" else (24, 32)
+def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype, partial_dtype: torch.dtype | None) -> Config:
+    # Measured on 4 x H200; docs/log.md has what lost. More bytes a tile want more programs to move them.
+    if op == "gemm_all_reduce":
+        comm_programs, comm_rows = (24, 16) if partial_dtype and partial_dtype.itemsize == 2 else (40, 8)
+    else:
+        comm_programs, comm_rows = 32, 16
     config = Config(num_comm_programs=comm_programs, comm_rows=comm_rows)
     if dtype == torch.float32:
         return replace(config, block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)

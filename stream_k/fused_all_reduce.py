@@ -70,9 +70,8 @@ class _Plan(FusedPlan):
         places = num_tiles
         if pushed:
             places = world * (num_tiles if self.one_shot else -(-num_tiles // world))
-        self.slot_elements = places * tile_elements
-        self.partials = workspace.buffer("partials", 2 * self.slot_elements, dtype)
-        self.flags = workspace.buffer("flags", (world + 1) * num_tiles, torch.int32)
+        self.partials, self.slot_elements = workspace.slots("partials", places * tile_elements, dtype)
+        self.flags = workspace.flags(2 * num_tiles)
         # A result that nobody else writes can be the caller's tensor; so can one that peers reach.
         self.result: torch.Tensor | None = None
         if not call.direct and not (self.one_shot and call.out.is_contiguous()):
@@ -84,7 +83,7 @@ class _Plan(FusedPlan):
         self.fix_up = product.fix_up(workspace)
         self.c: Any = self.partials
         if not pushed:
-            rows = self.partials[: 2 * self.slot_elements].view(-1, config.block_n)
+            rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
         act = (ACTIVATIONS.index(call.activation), int(call.bias is not None), 0)
         move = (config.comm_rows, int(config.placement == "beside"))

@@ -63,7 +63,7 @@ class _Plan(FusedPlan):
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
-        self.flags = workspace.buffer("flags", (world + 1) * num_tiles, torch.int32)
+        self.flags = workspace.flags(2 * num_tiles)
         self.result: torch.Tensor | None = None
         if not call.direct:
             size = product.M * product.N * world

@@ -7,28 +7,22 @@ rank. A and B are random; rank r's shares are cut from them, K for all_reduce, c
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 import stream_k
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
 from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
+from reference.timing import time_in_turn
 from stream_k.config import PLACEMENTS, Config, choose
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 
 COLLECTIVES = ("all_reduce", "all_scatter")
-
-# Written before each timed call so that operands don't wait in the L2 cache of a GPU (60 MB on an H200).
-_FLUSH_BYTES = 256 << 20
-_WARM_UP_CALLS = 3
-_SLEEP_CYCLES = 1_000_000  # about 0.5 ms
 
 
 @dataclass(frozen=True)
@@ -81,10 +75,9 @@ def local_shape(job: Job, num_ranks: int) -> tuple[int, int, int]:
 
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     """The configuration that the run uses."""
-    config = choose(f"gemm_{job.collective}", *local_shape(job, num_ranks), job.dtype, num_ranks, device)
-    if job.placement != "auto":
-        config = dataclasses.replace(config, placement=job.placement)
-    return dataclasses.replace(config, partial_dtype=job.partial_dtype)
+    op, shape = f"gemm_{job.collective}", local_shape(job, num_ranks)
+    config = choose(op, *shape, job.dtype, num_ranks, device, job.partial_dtype)
+    return config if job.placement == "auto" else dataclasses.replace(config, placement=job.placement)
 
 
 def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
@@ -112,7 +105,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
     with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
         ours, reference, mine, expected = _prepare(job, a, b, heap)
-        seconds = _time({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
+        seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
         heap.synchronize()
         roundings = (
             {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
@@ -162,43 +155,3 @@ def _prepare(
         mine,
         expected,
     )
-
-
-def _time(
-    calls: dict[str, tuple[Callable[[], object], torch.Tensor]], iters: int, device: torch.device
-) -> dict[str, tuple[float, ...]]:
-    """Seconds of `iters` calls of each provider in turn, after a warm-up; ranks lined up, caches flushed and
-    its output poisoned before each."""
-    on_gpu = device.type == "cuda"
-    flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
-    signal = torch.zeros(1, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(-_WARM_UP_CALLS if on_gpu else -1, iters):
-        for name, (call, out) in calls.items():
-            out.fill_(float("nan"))
-            flush.fill_(i & 1)
-            if on_gpu:
-                torch.cuda.synchronize(device)
-                # The GPU is kept busy while the host enqueues what follows, so that the sample holds no host
-                # time; the tiny all-reduce then lines the ranks up.
-                torch.cuda._sleep(_SLEEP_CYCLES)
-            dist.all_reduce(signal)
-            spent = _time_on_gpu(call, device) if on_gpu else _time_on_cpu(call)
-            if i >= 0:
-                seconds[name].append(spent)
-    return {name: tuple(samples) for name, samples in seconds.items()}
-
-
-def _time_on_gpu(call: Callable[[], object], device: torch.device) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / 1e3
-
-
-def _time_on_cpu(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin

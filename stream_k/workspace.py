@@ -27,6 +27,9 @@ from pyrocshmem.heap import Heap
 
 DEFAULT_WAIT_SECONDS = 10.0
 
+# Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
+_SLOT_STEP = 4096
+
 
 class Workspace:
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
@@ -139,6 +142,19 @@ class Workspace:
         if on_heap:
             self._agree(name)
         return made
+
+    def flags(self, count: int) -> torch.Tensor:
+        """`count` flags a rank, for `signal.word`: all ops on this workspace share them."""
+        return self.buffer("flags", count * int(signal.MAX_WORLD.value), torch.int32)
+
+    def slots(self, name: str, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """(a buffer of two slots of at least `count` elements, the elements from one to the other).
+
+        The slots are the halves of the buffer, whatever its size: were they packed for each call, a large
+        call's first slot would reach into the second one of the small call before, which a peer still reads.
+        """
+        buffer = self.buffer(name, 2 * -(-count // _SLOT_STEP) * _SLOT_STEP, dtype)
+        return buffer, buffer.numel() // 2
 
     def _release(self, buffer: torch.Tensor | None) -> None:
         if buffer is None:

@@ -1,0 +1,1 @@
+"""Measurements: `readings` takes them, `report` makes the tables of docs/results.md from its records."""

@@ -1,0 +1,76 @@
+"""Timing calls of several providers in turn, on all ranks together.
+
+    seconds = time_in_turn({"ours": (ours, out), "reference": (theirs, expected)}, 20, device)
+
+Per sample on a GPU: poison the provider's output, flush the L2 cache, keep the device busy while the host
+enqueues, line the ranks up by a tiny all-reduce, then start event, call, end event. A sample is this rank's
+own; the time of a call is the largest of all ranks (`reference.report.slowest`). On a CPU: wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+Calls = Mapping[str, tuple[Callable[[], object], torch.Tensor]]
+
+# Written before each timed call so that operands don't wait in the L2 cache of a GPU (60 MB on an H200).
+_FLUSH_BYTES = 256 << 20
+_SLEEP_CYCLES = 1_000_000  # about 0.5 ms
+_GPU_WARM_UP, _CPU_WARM_UP = 3, 1
+
+
+def time_in_turn(calls: Calls, iters: int, device: torch.device) -> dict[str, tuple[float, ...]]:
+    """Seconds on this rank of `iters` calls of each provider, in turn (A B A B ...), after a warm-up.
+
+    calls: by name, the call and the tensor that it writes, which holds NaN before each. All ranks of the
+    default process group, where there is one, time the same calls.
+    """
+    on_gpu = device.type == "cuda"
+    flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
+    token = torch.zeros(1, device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(-(_GPU_WARM_UP if on_gpu else _CPU_WARM_UP), iters):
+        for name, (call, out) in calls.items():
+            out.fill_(float("nan"))
+            flush.fill_(i & 1)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                # While this runs the host enqueues what follows: the sample then holds no host time.
+                torch.cuda._sleep(_SLEEP_CYCLES)
+            if dist.is_initialized():
+                dist.all_reduce(token)
+            spent = _time_on_gpu(call, device) if on_gpu else _time_on_cpu(call)
+            if i >= 0:
+                seconds[name].append(spent)
+    return {name: tuple(samples) for name, samples in seconds.items()}
+
+
+def host_seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Mean seconds that the host spends in one of `calls` calls in a row, none of which it waits for."""
+    call()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    spent = (time.perf_counter() - begin) / calls
+    torch.cuda.synchronize(device)
+    return spent
+
+
+def _time_on_gpu(call: Callable[[], object], device: torch.device) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3
+
+
+def _time_on_cpu(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
