@@ -166,6 +166,19 @@ def publish(flag, epoch, peer, heap_bases, mask=None, scope: tl.constexpr = _SYS
 
 
 @triton.jit
+def word(flags, index, writer):
+    """The address of flag number `index` of those that rank `writer` raises, each a number or a block.
+
+    Every word has one writer, whatever op and shape a call has: calls that follow one another use `flags` in
+    different ways, and a write that one rank still makes for the last must not undo another's for the next.
+    The flags of all ranks for one index lie side by side, to be read at once.
+
+    Example: index 3, writer 1 is flags[25].
+    """
+    return flags + index * MAX_WORLD + writer
+
+
+@triton.jit
 def _is_up(flags, mask, epoch):
     """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an
     old call left."""

@@ -27,7 +27,7 @@ from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES, Case, Verdict, run_case
 from tests.stream_k.products import integers, small_config
 
-DELAY_S = 0.3
+DELAY_S = 0.2
 _WAIT_S = 5.0
 
 
