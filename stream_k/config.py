@@ -148,12 +148,12 @@ def _for_cpu(M: int, N: int) -> Config:
 
 
 def _for_amd(op: str, dtype: torch.dtype) -> Config:
+    # comm_rows: as many as give every thread of a consumer 16 bytes to store.
+    config = Config(block_n=64, num_stages=2, subtiles=1, flatten=False, comm_rows=64)
     if dtype == torch.float32:
-        return Config(
-            block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, subtiles=1, flatten=False
-        )
-    # 128 x 128 spills where tiles are split: 44 to 99 vector registers with Triton 3.6; this one nowhere.
-    return Config(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=2, subtiles=1, flatten=False)
+        return replace(config, block_m=64, block_k=32, num_warps=4)
+    # 128 x 128 spills where tiles are split: 44 to 99 vector registers with Triton 3.6; 128 x 64 nowhere.
+    return config
 
 
 def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype, partial_dtype: torch.dtype | None) -> Config:
