@@ -201,13 +201,17 @@ class Group:
             raise InitTimeout(list(given_up), what, waited_s, self.world_size, reason)
 
     def _raise_if_given_up(self, keys: Sequence[str]) -> None:
-        if (record := self.abort_record()) is not None:
-            raise PeerAborted(self.rank, *record)
-        for peer in range(self.world_size):
+        self._raise_if_aborted()
+        for peer, key in enumerate(keys):
             # Looked at in this order: a rank that posts and then leaves has taken part.
             message = self._read(f"left/{peer}")
-            if message is not None and self._value(keys[peer]) is None:
+            if message is not None and self._value(key) is None:
+                self._raise_if_aborted()  # a rank that aborts leaves next: its reason tells more
                 raise PeerAborted(self.rank, peer, message.decode())
+
+    def _raise_if_aborted(self) -> None:
+        if (record := self.abort_record()) is not None:
+            raise PeerAborted(self.rank, *record)
 
 
 def _pack(what: str, payload: bytes) -> bytes:
