@@ -119,7 +119,9 @@ def choose(
     elif target.backend() == "hip":
         config = _for_amd(op, dtype)
     else:
-        config = _for_nvidia(op, M, N, dtype, partial_dtype)
+        config = _for_nvidia(M, N, dtype)
+        programs, rows = _nvidia_communication(op, M, N, K, dtype, world_size, partial_dtype, device)
+        config = replace(config, num_comm_programs=programs, comm_rows=rows)
     config = replace(config, partial_dtype=partial_dtype)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     if world_size > 1 and tiles < num_multiprocessors(device):
@@ -156,15 +158,45 @@ def _for_amd(op: str, dtype: torch.dtype) -> Config:
     return config
 
 
-def _for_nvidia(op: str, M: int, N: int, dtype: torch.dtype, partial_dtype: torch.dtype | None) -> Config:
-    # Measured on 4 x H200; docs/log.md has what lost. More bytes a tile want more programs to move them.
-    if op == "gemm_all_reduce":
-        comm_programs, comm_rows = (24, 16) if partial_dtype and partial_dtype.itemsize == 2 else (40, 8)
-    else:
-        comm_programs, comm_rows = 32, 16
-    config = Config(num_comm_programs=comm_programs, comm_rows=comm_rows)
+def _for_nvidia(M: int, N: int, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
-        return replace(config, block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
+        return Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
     if M <= 64 or N <= 64:
-        return replace(config, block_m=64, block_n=128, block_k=128, num_warps=4, subtiles=1)
-    return config
+        return Config(block_m=64, block_n=128, block_k=128, num_warps=4, subtiles=1)
+    return Config()
+
+
+# Readings on 4 x H200, of which the choice below needs only the ratios (docs/log.md has the sweep).
+_GEMM_FLOPS = {torch.float32: 45e12, torch.float16: 7e14, torch.bfloat16: 7e14}
+_LINK_BYTES = 290e9
+_PROGRAM_BYTES = {4: 7.5e9, 2: 12e9}  # of one consumer program, by the width of what it pulls or pushes
+_COMM_PROGRAMS = (8, 16, 24, 32, 40, 48)  # of 132
+
+
+def _nvidia_communication(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    partial_dtype: torch.dtype | None,
+    device: torch.device,
+) -> tuple[int, int]:
+    """(num_comm_programs, comm_rows): as many programs that the GEMM and the transfers end together."""
+    width = dtype.itemsize
+    sent = (world_size - 1) * M * N * width
+    if op == "gemm_all_reduce":
+        wire = (partial_dtype or torch.float32).itemsize
+        sent = (world_size - 1) / world_size * M * N * (wire + width)
+        width = wire
+    programs = num_multiprocessors(device)
+    flops = 2.0 * M * N * K / _GEMM_FLOPS[dtype]
+
+    def slower_of_both(comm: int) -> float:
+        return max(
+            flops * programs / (programs - comm), sent / min(_LINK_BYTES, comm * _PROGRAM_BYTES[width])
+        )
+
+    allowed = [max(1, programs * comm // 132) for comm in _COMM_PROGRAMS]
+    return min(allowed, key=slower_of_both), 8 if width == 4 else 16

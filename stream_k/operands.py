@@ -155,7 +155,9 @@ def how_to_read(x: torch.Tensor) -> int:
 
 def how_to_write(x: torch.Tensor) -> int:
     """ROW or POINTER for an output matrix."""
-    return ROW if how_to_read(x) == ROW else POINTER
+    # TMA clips a store to whole 16-byte units only: it would write past the last column of a shorter row.
+    whole = x.shape[1] * x.element_size() % _TMA_BYTES == 0
+    return ROW if whole and how_to_read(x) == ROW else POINTER
 
 
 def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
