@@ -1,0 +1,104 @@
+"""One file owns ordering: a flag is touched, and a barrier placed, nowhere but in `pyrocshmem/signal.py`.
+
+The device API's own atomics are in `device.py`. What is looked for is code: comments and docstrings may speak of it.
+"""
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pyrocshmem", "stream_k", "collectives")
+SIGNAL, DEVICE = "pyrocshmem/signal.py", "pyrocshmem/device.py"
+BARRIERS = (
+    "bar.sync",
+    "bar.arrive",
+    "barrier.sync",
+    "barrier.cta",
+    "barrier.cluster",
+    "s_barrier",
+    "membar",
+    "fence.",
+)
+
+
+def violations(root: Path) -> list[str]:
+    """Lines of code that order memory in a file that may not, as `file:line: what`."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            for node in ast.walk(ast.parse(path.read_text(), name)):
+                what = _ordering(node)
+                if what and name != SIGNAL and not (name == DEVICE and what.startswith("atomic_")):
+                    found.append(f"{name}:{node.lineno}: {what}")  # type: ignore[attr-defined]
+    return found
+
+
+def _ordering(node: ast.AST) -> str:
+    """The name of what `node` does to the order of memory, or nothing."""
+    if isinstance(node, ast.Attribute):
+        on_triton = isinstance(node.value, ast.Name) and node.value.id in ("tl", "language", "core")
+        if (on_triton and node.attr.startswith("atomic_")) or node.attr == "debug_barrier":
+            return node.attr
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.language"):
+        return next(
+            (a.name for a in node.names if a.name.startswith("atomic_") or a.name == "debug_barrier"), ""
+        )
+    if (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "inline_asm_elementwise"
+    ):
+        texts = [
+            each.value
+            for each in ast.walk(node)
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        ]
+        return next((word for word in BARRIERS for text in texts if word in text), "")
+    return ""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_only_the_signals_file_orders_memory() -> None:
+    assert violations(ROOT) == []
+    assert "tl.atomic_xchg" in (ROOT / SIGNAL).read_text(), "the file that owns ordering has moved"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "what"),
+    [
+        ("collectives/all_reduce.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
+        ("stream_k/kernel.py", "tl.atomic_add(flag, 1, sem='relaxed')", "atomic_add"),
+        ("stream_k/epilogue.py", "tl.debug_barrier()", "debug_barrier"),
+        ("pyrocshmem/device.py", "tl.debug_barrier()", "debug_barrier"),
+        ("stream_k/kernel.py", "tl.inline_asm_elementwise('bar.sync 0;', '=r', [], tl.int32, False, 1)", "bar.sync"),
+        ("pyrocshmem/heap.py", "from triton.language import atomic_cas", "atomic_cas"),
+    ],
+)  # fmt: skip
+def test_a_planted_line_is_found(copy: Path, name: str, line: str, what: str) -> None:
+    path = copy / name
+    body = line if line.startswith("from") else f"def planted(flag):\n    {line}"
+    path.write_text(path.read_text() + f"\n\n{body}\n")
+    found = violations(copy)
+    assert len(found) == 1
+    assert found[0].startswith(f"{name}:")
+    assert found[0].endswith(what)
+
+
+def test_words_in_comments_are_no_code(copy: Path) -> None:
+    path = copy / "stream_k" / "kernel.py"
+    path.write_text(
+        path.read_text() + '\n\n# tl.atomic_add and tl.debug_barrier() and bar.sync\n"""tl.atomic_cas"""\n'
+    )
+    assert violations(copy) == []
