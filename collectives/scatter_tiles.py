@@ -15,12 +15,13 @@ The result may belong to the caller: before the first push a rank waits until it
 (LAG = 0), hence are done with what the result held before. That costs nothing that the op would not wait for
 at its end.
 
-Flags: local is numbers 0 to T - 1 of `signal.word`, arrived is T to 2 T - 1; a rank writes only its own.
+Flags: arrived is numbers 0 to T - 1 of `signal.word`; local[T] is a buffer of its own, because its rank alone
+writes it.
 
 No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own
 pushes, for the same tiles that it pushed itself.
 
-`extra` is (results, flags, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per
+`extra` is (results, flags, local, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per
 tile, the sum over its columns of the squares of each row, before rounding.
 """
 
@@ -46,17 +47,17 @@ def _peers(pointer, context, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _raise_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
+def _raise_arrived(tile, epoch, flags, context, WORLD: tl.constexpr):
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
-    flag = signal.word(flags, tiles + tile, tl.load(control + signal.RANK))
+    flag = signal.word(flags, tile, tl.load(control + signal.RANK))
     signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
 
 
 @triton.jit
-def _wait_arrived(tile, tiles, epoch, flags, context, WORLD: tl.constexpr):
+def _wait_arrived(tile, epoch, flags, context, WORLD: tl.constexpr):
     lanes = tl.arange(0, signal.MAX_WORLD)
-    arrived = signal.word(flags, tiles + tile, lanes)
+    arrived = signal.word(flags, tile, lanes)
     signal.wait(arrived, lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD)
 
 
@@ -66,7 +67,7 @@ def publish_output(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: the tile into the own result, then its local flag. `c` is the own block of columns."""
-    results, flags, squares, bias, stride_n = extra
+    results, flags, local, squares, bias, stride_n = extra
     control, abort, record, heap_bases = context
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -82,7 +83,7 @@ def publish_output(
         rows = row + tl.arange(0, BLOCK_M)
         tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
     signal.settle()
-    signal.raise_flag(signal.word(flags, tile, tl.load(control + signal.RANK)), epoch, scope="gpu")
+    signal.raise_flag(local + tile, epoch, scope="gpu")
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def push_output(
 ):  # fmt: skip
     """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of
     columns."""
-    results, flags, squares, bias, stride_n = extra
+    results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     row = tile_m * BLOCK_M
@@ -112,7 +113,7 @@ def push_output(
             tl.store(
                 square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
             )
-    _raise_arrived(tile, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), epoch, flags, context, WORLD)
+    _raise_arrived(tile, epoch, flags, context, WORLD)
 
 
 @triton.jit
@@ -140,13 +141,12 @@ def _push_tile(
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a tile of the own result, copy it to the peers, tell them."""
-    results, flags, squares, bias, stride_n = extra
+    results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     rank = tl.load(context[0] + signal.RANK)
     one = tl.arange(0, 1)
-    local = signal.word(flags, tile, rank + one)
-    if signal.wait(local, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
+    if signal.wait(local + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         block = results + rank * N
         places = _peers(block, context, WORLD)
@@ -165,7 +165,7 @@ def _push_tile(
             square_places = _peers(sums, context, WORLD)
             for k in tl.static_range(WORLD - 1):
                 tl.store(square_places[k], value, mask=rows < M)
-        _raise_arrived(tile, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), epoch, flags, context, WORLD)
+        _raise_arrived(tile, epoch, flags, context, WORLD)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def push_tiles(
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
     launch)."""
-    results, flags, squares, bias, stride_n = extra
+    results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
@@ -189,7 +189,7 @@ def push_tiles(
             for tile in range(first, tiles, step):
                 _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
         for tile in range(first, tiles, step):
-            _wait_arrived(tile, tiles, epoch, flags, context, WORLD)
+            _wait_arrived(tile, epoch, flags, context, WORLD)
 
 
 @triton.jit
@@ -200,10 +200,10 @@ def await_own_tiles(
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have
     arrived."""
-    results, flags, squares, bias, stride_n = extra
+    results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     split, count = num_finished_tiles(program, problem, tiles)
     for i in range(0, count):
-        _wait_arrived(finished_tile(i, split, program, problem), tiles, epoch, flags, context, WORLD)
+        _wait_arrived(finished_tile(i, split, program, problem), epoch, flags, context, WORLD)

@@ -63,7 +63,8 @@ class _Plan(FusedPlan):
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
-        self.flags = workspace.flags(2 * num_tiles)
+        self.flags = workspace.flags(num_tiles)
+        self.local = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         self.result: torch.Tensor | None = None
         if not call.direct:
             size = product.M * product.N * world
@@ -105,6 +106,6 @@ class _Plan(FusedPlan):
         columns = self._columns(out)
         c = filled(self.c_template, columns)
         results = out if self.result is None else self.result
-        extra = (results, self.flags, self.squares, bias if bias is not None else results, 1)
+        extra = (results, self.flags, self.local, self.squares, bias if bias is not None else results, 1)
         gemm_arguments = (x, y, c, *self.fix_up, extra, self.context, product.problem, product.strides)
         return gemm_arguments, (extra, self.context, product.problem)
