@@ -127,7 +127,8 @@ def make_product(
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
-    precision = "tf32" if allow_tf32 or a.dtype != torch.float32 else "ieee"
+    # For 16-bit operands it says nothing, and AMD's compiler refuses the word "tf32" even there.
+    precision = "tf32" if allow_tf32 and a.dtype == torch.float32 else "ieee"
     a_how, b_how = how_to_read(a), how_to_read(b)
     templates = (
         template(a, a_how, config.block_m, config.block_k),
