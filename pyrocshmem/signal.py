@@ -179,11 +179,38 @@ def word(flags, index, writer):
 
 
 @triton.jit
-def _is_up(flags, mask, epoch):
+def _poll(words):
+    """A relaxed load at system scope of an int32, or of a block of them. It orders nothing; `_acquire` does."""
+    if _INTERPRETED:
+        value = tl.load(words)
+    elif target_info.is_hip():
+        # Triton 3.6 drops `volatile` on AMD: the load would be served by a cache, for ever.
+        value = tl.inline_asm_elementwise(
+            "global_load_dword $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)",
+            "=&v,v", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        value = tl.load(words, volatile=True)
+    return value
+
+
+@triton.jit
+def _read(flags, mask, epoch, safe):
+    """The flags, and `epoch` where not `mask`; `safe` is an address that can always be read."""
+    if not _INTERPRETED and target_info.is_hip():
+        # As numbers: Triton 3.6 can't choose between pointers into two tensors.
+        value = _poll(tl.where(mask, flags.to(tl.int64), safe.to(tl.int64)))
+        value = tl.where(mask, value, epoch)
+    else:
+        value = tl.load(flags, mask=mask, other=epoch, volatile=True)
+    return value
+
+
+@triton.jit
+def _is_up(flags, mask, epoch, safe):
     """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an
     old call left."""
-    # Volatile: a relaxed load at system scope. It orders nothing; `_acquire` follows once the flags are up.
-    ahead = tl.load(flags, mask=mask, other=epoch, volatile=True) - epoch
+    ahead = _read(flags, mask, epoch, safe) - epoch
     return tl.where((ahead >= 0) & (ahead < _WINDOW), 1, 0)
 
 
@@ -201,9 +228,9 @@ def _give_up(
     control, abort, record, heap_bases = context
     rank = tl.load(control + RANK)
     lanes = tl.arange(0, flags.shape[0])
-    seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
-    lane = tl.argmin(_is_up(flags, mask, epoch), axis=0)
-    aborter = tl.load(abort, volatile=True) - 1
+    seen = _read(flags, mask, epoch, abort)
+    lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
+    aborter = _poll(abort) - 1
     tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
     tl.store(record + _WORD_RANK, rank.to(tl.int64))
     tl.store(record + _WORD_PEER, tl.where(code == _ABORTED, aborter, _pick(peers, lane, lanes)).to(tl.int64))
@@ -236,17 +263,17 @@ def wait(
     for.
     """
     control, abort, record, heap_bases = context
-    up = tl.min(_is_up(flags, mask, epoch), axis=0)
+    up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
     if up == 0:
         budget = tl.load(control + BUDGET_US)
         start = _now_us()
         waited = start - start
-        aborted = tl.load(abort, volatile=True)
+        aborted = _poll(abort)
         while (up == 0) & (aborted == 0) & (waited < budget):
             if _INTERPRETED:
                 _host_yield()
-            up = tl.min(_is_up(flags, mask, epoch), axis=0)
-            aborted = tl.load(abort, volatile=True)
+            up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
+            aborted = _poll(abort)
             waited = _now_us() - start
         if up == 0:
             # The first record stands: it names the cause, later ones its consequences.
@@ -275,7 +302,9 @@ def wait_entered(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Wait until every peer has entered call `epoch`. False: gave up."""
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, MAX_WORLD)
-    return wait(control + ENTERED + lanes, lanes < WORLD, epoch, -1, lanes, context, OP, WORLD)
+    # A rank alone tells nobody that it enters, and is the only one that could be late.
+    peers = (lanes < WORLD) & (WORLD > 1)
+    return wait(control + ENTERED + lanes, peers, epoch, -1, lanes, context, OP, WORLD)
 
 
 @triton.jit

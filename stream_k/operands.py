@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pyrocshmem import target
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.kernel import COLUMN, POINTER, ROW
 
@@ -84,7 +85,9 @@ def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
 
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:
-    """ValueError unless `a` lives where the kernels of this process run."""
+    """ValueError unless `a` lives on `device`, and kernels of this process can run there."""
+    if a.device.type != ("cpu" if target.backend() == "host" else "cuda"):
+        raise ValueError(f"a is on {a.device}, but kernels run elsewhere: {target.describe()}")
     if a.device != device:
         raise ValueError(f"a is on {a.device}, the kernels of this rank run on {device}")
 

@@ -64,10 +64,12 @@ def test_too_small() -> None:
 
 
 def test_on_another_device() -> None:
+    """Fault 16, of the workspace and of the operands themselves."""
     a = random(8, 8, torch.float32)
-    workspace = Workspace(device=torch.device("meta"))
-    with pytest.raises(ValueError, match=f"the workspace is on meta, a on {a.device}"):
-        stream_k.gemm(a, a, workspace=workspace)
+    with pytest.raises(ValueError, match=f"a is on {a.device}, the kernels of this rank run on meta"):
+        stream_k.gemm(a, a, workspace=Workspace(device=torch.device("meta")))
+    with pytest.raises(ValueError, match="a is on meta, but kernels run elsewhere"):
+        stream_k.gemm(a.to("meta"), a.to("meta"))
 
 
 def test_counts_the_calls_that_split() -> None:
