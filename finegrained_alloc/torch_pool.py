@@ -47,6 +47,8 @@ def pool(device: int | torch.device | None = None) -> Iterator[torch.cuda.MemPoo
             'on a CPU allocate with finegrained_alloc.alloc(nbytes, "host")'
         )
     allocator = _pluggable_allocator("hip" if torch.version.hip else "cuda")
-    mem_pool = torch.cuda.MemPool(allocator.allocator())
+    # A pool belongs to the device that is current when it is made, whatever device it is used for.
+    with torch.cuda.device(device):
+        mem_pool = torch.cuda.MemPool(allocator.allocator())
     with torch.cuda.use_mem_pool(mem_pool, device):
         yield mem_pool
