@@ -1,6 +1,6 @@
 """Tables of docs/results.md, made from the records of `benchmarks.readings`.
 
-python -m benchmarks.report benchmarks/results/*.jsonl        # rewrites docs/results.md
+python -m benchmarks.report benchmarks/results/*.jsonl        # rewrites docs/results.md, README's table
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 BASELINES = ("blas", "unfused")
 
 
@@ -79,7 +82,7 @@ def section(path: Path) -> str:
     parts = [
         f"## {environment['num_ranks']} x {environment['gpus'][0].split(',')[0]}\n",
         f"`{environment['command']}` at commit `{environment['commit'][:10]}`; {versions}; NVLink multicast off. "
-        f"Records: `{path.relative_to(DOCUMENT.parents[1])}`. Medians; a sample is the slowest rank's.\n",
+        f"Records: `{path.relative_to(ROOT)}`. Medians; a sample is the slowest rank's.\n",
     ]
     if gemms:
         parts += ["### GEMM alone, bfloat16\n", gemm_table(gemms)]
@@ -88,8 +91,29 @@ def section(path: Path) -> str:
     return "\n".join(parts)
 
 
+def summary(path: Path) -> str:
+    """The table of README.md: the first case of each fused op, and the GEMM alone."""
+    environment, *records = [json.loads(line) for line in path.read_text().splitlines()]
+    ratios = [median(r, "blas") / median(r, "ours") for r in records if r["op"] == "gemm"]
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    gpus = f"{environment['num_ranks']} x {environment['gpus'][0].split(',')[0]}"
+    rows = [["`gemm`, 18 Llama products", "cuBLAS", "", "", f"{mean:.3f} (geometric mean)"]]
+    for op in ("gemm_all_reduce", "gemm_all_scatter"):
+        record = next(r for r in records if r["op"] == op)
+        base = median(record, "unfused")
+        shape = f"{record['M']} x {record['N']} x {record['K']}"
+        for provider in record["us"]:
+            if provider.startswith("ours") and provider.split()[-1] not in ("after", "inside"):
+                name = f"`{op}` {shape}{provider.removeprefix('ours')}"
+                time = median(record, provider)
+                rows.append([name, "cuBLAS + NCCL", f"{time:.0f}", f"{base:.0f}", f"{base / time:.2f}"])
+    header = ["op, local product", "against", "us", "theirs, us", "speed-up"]
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "nccl"))
+    return f"{gpus}, bfloat16, {versions}, multicast off:\n\n{table(header, rows)}"
+
+
 def main(files: Annotated[list[Path], typer.Argument(help="Records of benchmarks.readings.")]) -> None:
-    """Write docs/results.md."""
+    """Write docs/results.md and the table of README.md."""
     head = (
         "# Results\n\nMade by `python -m benchmarks.report` from the records named; don't edit. Losing cases stay "
         "in the tables.\n\n"
@@ -98,7 +122,9 @@ def main(files: Annotated[list[Path], typer.Argument(help="Records of benchmarks
         "cuBLAS, then NCCL, and for the scatter a copy into place, which `not in place` leaves out.\n\n"
     )
     DOCUMENT.write_text(head + "\n".join(section(path.resolve()) for path in files))
-    typer.echo(f"wrote {DOCUMENT.name}")
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{summary(files[-1])}{END}{rest.split(END)[1]}")
+    typer.echo(f"wrote {DOCUMENT.name} and the table of {README.name}")
 
 
 if __name__ == "__main__":
