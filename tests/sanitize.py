@@ -42,7 +42,9 @@ def main() -> int:
             expected = a.double() @ b.double()
             squares = expected.square().sum(1)
             for split in ("none", "stream_k"):
-                config = dataclasses.replace(stream_k.Config(), split=split, num_programs=5)
+                config = dataclasses.replace(
+                    stream_k.Config(), split=split, num_programs=5, num_comm_programs=1
+                )
                 report(f"gemm {M} {N} {K} {split}", close(stream_k.gemm(a, b, config=config), expected))
             for op in ("gemm_all_reduce", "gemm_all_scatter"):
                 for placement in ("after", "beside", "inside"):
