@@ -49,9 +49,8 @@ def main() -> int:
             for op in ("gemm_all_reduce", "gemm_all_scatter"):
                 for placement in ("after", "beside", "inside"):
                     for algorithm in ("one_shot", "two_shot") if op == "gemm_all_reduce" else ("two_shot",):
-                        config = dataclasses.replace(
-                            stream_k.Config(), placement=placement, algorithm=algorithm, num_comm_programs=8
-                        )
+                        config = stream_k.choose(op, M, N, K, a.dtype, 1, device)
+                        config = dataclasses.replace(config, placement=placement, algorithm=algorithm)
                         # Squares asked for: a world of one then takes the kernels of a larger one.
                         out, partials = getattr(stream_k, op)(
                             a, b, group=heap, config=config, squared_partials=True
