@@ -86,7 +86,7 @@ def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:
     """ValueError unless `a` lives on `device`, and kernels of this process can run there."""
-    if a.device.type != ("cpu" if target.backend() == "host" else "cuda"):
+    if a.device.type != target.device().type:
         raise ValueError(f"a is on {a.device}, but kernels run elsewhere: {target.describe()}")
     if a.device != device:
         raise ValueError(f"a is on {a.device}, the kernels of this rank run on {device}")

@@ -87,7 +87,7 @@ def test_busy() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with workspace.call():
+        with workspace:
             inside.set()
             go_on.wait(30)
 
@@ -107,9 +107,9 @@ def test_busy() -> None:
     product(workspace)
 
 
-def test_free_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_again_after_an_error() -> None:
     workspace = Workspace(device=device())
-    with pytest.raises(RuntimeError, match="planted"), workspace.call():
+    with pytest.raises(RuntimeError, match="planted"), workspace:
         raise RuntimeError("planted")
     product(workspace)
 
