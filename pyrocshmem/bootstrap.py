@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -175,30 +175,36 @@ class Group:
             now = time.monotonic()
             if now >= look_for_abort:
                 self._raise_if_given_up(keys)
-                self._raise_if_too_late([self._value(key) for key in keys], what, now - start)
+                self._give_up_with_others(keys, [self._value(key) for key in keys], what, now - start)
                 look_for_abort = now + _LOOK_FOR_ABORT_S
             if now - start >= seconds:
                 missing = [peer for peer, key in enumerate(keys) if self._value(key) is None]
-                # Marked, so that a rank that comes later doesn't take this call for a live one; not deleted, so
-                # that one that gives up a moment later doesn't take this rank for missing.
-                self._board.set(keys[self.rank], _pack_given_up(missing))
-                raise InitTimeout(missing, what, now - start, self.world_size)
+                self._give_up(keys[self.rank], InitTimeout(missing, what, now - start, self.world_size))
             self._board.pause(min(pause, max(0.0, start + seconds - now)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        self._raise_if_too_late(messages, what, time.monotonic() - start)
+        self._give_up_with_others(keys, messages, what, time.monotonic() - start)
         return messages
 
-    def _raise_if_too_late(self, messages: Sequence[bytes | None], what: str, waited_s: float) -> None:
-        """A peer gave up in this round: for want of others, who then are missing here too, or of this rank."""
+    def _give_up(self, key: str, fault: InitTimeout) -> NoReturn:
+        # Marked, so that a rank that comes later doesn't take this call for a live one; not deleted, so that one that
+        # gives up a moment later doesn't take this rank for missing.
+        self._board.set(key, _pack_given_up(fault.missing))
+        raise fault
+
+    def _give_up_with_others(
+        self, keys: Sequence[str], messages: Sequence[bytes | None], what: str, waited_s: float
+    ) -> None:
+        """When peers gave up in this round, do so too: they waited for this rank, or for others that are missing."""
         given_up = {
             peer: missing for peer, m in enumerate(messages) if (missing := _given_up_for(m)) is not None
         }
-        for missing in given_up.values():
-            if self.rank not in missing:
-                raise InitTimeout(missing, what, waited_s, self.world_size)
-        if given_up:
+        waited_for_me = [peer for peer, missing in given_up.items() if self.rank in missing]
+        if waited_for_me:
             reason = "it had waited in vain and given up"
-            raise InitTimeout(list(given_up), what, waited_s, self.world_size, reason)
+            fault = InitTimeout(waited_for_me, what, waited_s, self.world_size, reason)
+            self._give_up(keys[self.rank], fault)
+        for missing in given_up.values():
+            self._give_up(keys[self.rank], InitTimeout(missing, what, waited_s, self.world_size))
 
     def _raise_if_given_up(self, keys: Sequence[str]) -> None:
         self._raise_if_aborted()
