@@ -1,8 +1,10 @@
 """Kernels that consume GEMM tiles (`reduce_tiles`, `scatter_tiles`) or whole symmetric tensors.
 
-x = heap.randn(1 << 20, dtype=torch.bfloat16)
-total = collectives.all_reduce(x, group=heap)
-wide = collectives.all_scatter(x.view(1024, 1024), group=heap)
+    x = heap.randn(1 << 20, dtype=torch.bfloat16)
+    total = collectives.all_reduce(x, group=heap)
+    wide = collectives.all_scatter(x.view(1024, 1024), group=heap)
+
+Both are collective: all ranks of the group make the same calls in the same order.
 """
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton

@@ -10,7 +10,7 @@ rank order, rounded once, so all ranks get the same bits on every run.
 
 Nobody returns while a peer may still read its tensor: in a two-shot every owner has read a rank's blocks by
 the time its sums have arrived; a one-shot, and a two-shot with fewer blocks than ranks, end by
-`signal.leave_together`.
+`signal.barrier`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def all_reduce_kernel(
                 signal.wait(done, one == 0, epoch, block, block % WORLD, context, _OP, WORLD)
     if signal.end(context, epoch):
         if ONE_SHOT or blocks < WORLD:
-            signal.leave_together(epoch, context, _OP, WORLD)
+            signal.barrier(epoch, context, _OP, WORLD)
 
 
 def all_reduce(

@@ -42,7 +42,7 @@ TICKET = tl.constexpr(1)  # programs of this call that have ended
 BUDGET_US = tl.constexpr(2)  # how long a wait may last
 RANK = tl.constexpr(3)
 ENTERED = tl.constexpr(32)  # per peer: the last call it has entered
-LEFT = tl.constexpr(40)  # per peer: the last call it has left, where a call waits for that
+BARRIER = tl.constexpr(40)  # per peer: the last call whose barrier it has reached
 CONTROL_WORDS = 64
 
 # Width of a block with one lane a rank: flags of all peers are raised and read at once.
@@ -321,10 +321,14 @@ def end(context, epoch):
 
 
 @triton.jit
-def leave_together(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """In the last program of a call whose inputs the peers read: return once every rank has come here, so
-    that whoever follows on the stream may overwrite them. False: gave up."""
+def barrier(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Between ranks, once a call, by one program of each: everything that the programs of any rank did before
+    is visible after it on all. False: gave up.
+
+    In the last program of a call (`end`) it keeps whoever follows on the stream from overwriting what peers
+    still read.
+    """
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, MAX_WORLD)
-    publish(control + LEFT + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
-    return wait(control + LEFT + lanes, lanes < WORLD, epoch, -1, lanes, context, OP, WORLD)
+    publish(control + BARRIER + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
+    return wait(control + BARRIER + lanes, lanes < WORLD, epoch, -1, lanes, context, OP, WORLD)

@@ -1,9 +1,11 @@
 """Stream-K GEMMs in Triton, alone and joined to collectives.
 
-import stream_k
-c = stream_k.gemm(a, b, bias=bias, activation="gelu")
-c = stream_k.gemm_all_reduce(a_share, b_share, group=group)     # sum over ranks, on every rank
-c = stream_k.gemm_all_scatter(a, b_columns, group=group)        # every rank's columns, on every rank
+    import stream_k
+    c = stream_k.gemm(a, b, bias=bias, activation="gelu")
+    c = stream_k.gemm_all_reduce(a_share, b_share, group=group)     # sum over ranks, on every rank
+    c = stream_k.gemm_all_scatter(a, b_columns, group=group)        # every rank's columns, on every rank
+
+Every call returns an ordinary tensor, which is the caller's.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """Epilogues: what happens to a finished tile.
 
 `store_output` is the one of a plain GEMM; those that feed collectives are in `collectives`. To write another,
-give a jit function with the signature of `stream_k.kernel` to `stream_k.Config`-driven launchers; `activate`,
-`add_bias`, `store_block` and `row_squares` are its building blocks.
+give a jit function with the signature that `stream_k.kernel` describes to `Product.launch`; `activate`,
+`add_bias` and `store_block` are its building blocks.
 
 OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
     OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`

@@ -203,7 +203,7 @@ def _make_plan(
     config: Config | None,
     workspace: Workspace,
 ) -> FusedPlan:
-    """Plan a call on all ranks together."""
+    """Plan a call: on all ranks together, the first time that they make it."""
     heap = workspace.heap
     assert heap is not None
     name, M, N = kind_of_plan.name, a.shape[0], b.shape[1]
@@ -218,17 +218,23 @@ def _make_plan(
         f"tf32={allow_tf32}, out_offset={offset}, {chosen})"
     )
     a, b = with_inner_size(a, b)
-    sizes = heap.vote(text, str(a.shape[1]).encode())
     columns = N * (heap.world_size if kind_of_plan.gathers else 1)
     example = out if out is not None else torch.empty(M, columns, dtype=a.dtype, device=a.device)
-    longest_k = max(int(size) for size in sizes)
-    options = (activation, squared_partials, allow_tf32, chosen, workspace, heap, longest_k)
+    # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
+    # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
+    agreement = (text, a.shape[1])
+    new = agreement not in workspace.agreed
+    if new:
+        sizes = heap.vote(text, str(a.shape[1]).encode())
+        workspace.agreed[agreement] = max(int(size) for size in sizes)
+    options = (activation, squared_partials, allow_tf32, chosen, workspace, heap, workspace.agreed[agreement])
     plan = kind_of_plan(Call(a, b, bias, example, offset is not None, *options))
     plan.columns = columns
     for launch, args in zip(plan.launches, plan.arguments(a, b, bias, example), strict=False):
         launch.compile(args)
-    # A rank that compiles longer than the others must not eat into their kernels' wait budget.
-    heap.vote(f"{text}: ready")
+    if new:
+        # A rank that compiles longer than the others must not eat into their kernels' wait budget.
+        heap.vote(f"{text}: ready")
     workspace.plans[key] = plan
     return plan
 

@@ -75,8 +75,10 @@ class _Plan(FusedPlan):
         # A result that nobody else writes can be the caller's tensor; so can one that peers reach.
         self.result: torch.Tensor | None = None
         if not call.direct and not (self.one_shot and call.out.is_contiguous()):
-            buffer = workspace.buffer("results", product.M * product.N, call.a.dtype)
-            self.result = buffer[: product.M * product.N].view(product.M, product.N)
+            # In a one-shot no peer writes it: off the heap, since only this rank may need it.
+            size, name = product.M * product.N, "own results" if self.one_shot else "results"
+            buffer = workspace.buffer(name, size, call.a.dtype, local=self.one_shot)
+            self.result = buffer[:size].view(product.M, product.N)
         squares = product.schedule.tiles_n * product.M if call.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
         self.context = workspace.context

@@ -1,16 +1,21 @@
-"""A kernel launch that is prepared once and repeated: no argument binding, no compilation on the way of a
-call.
+"""A kernel launch that is prepared once and repeated: no argument binding, no compilation on the way.
 
-launch = Launch(kernel, grid, constants, num_warps=8, num_stages=4)
-launch.compile(args)          # compiles and loads; nothing runs
-launch(args)                  # repeated; `args` may hold other tensors of the same kind
+    launch = Launch(kernel, grid, constants, num_warps=8, num_stages=4)
+    launch.compile(args)          # compiles and loads; nothing runs
+    launch(args)                  # repeated; `args` may hold other tensors of the same kind
+
+On the CPU target a launch runs in Triton's interpreter, whose state belongs to the process: one at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from pyrocshmem import target
+from pyrocshmem.errors import WorkspaceBusy
+
+_interpreter = threading.Lock()
 
 
 class Launch:
@@ -43,5 +48,13 @@ class Launch:
     def __call__(self, args: tuple[Any, ...]) -> None:
         if self._run is not None:
             self._run(*args, *self._values)
-        else:
+            return
+        if not _interpreter.acquire(blocking=False):
+            raise WorkspaceBusy(
+                "Triton's interpreter runs a kernel of another thread, and one at a time is all it can: "
+                "on the CPU target start ranks as processes (pyrocshmem.spawn, torchrun)"
+            )
+        try:
             self.kernel[self.grid](*args, **self.constants, **self.options)
+        finally:
+            _interpreter.release()

@@ -59,6 +59,7 @@ class Workspace:
                 f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported"
             )
         self.plans: dict[Any, Any] = {}
+        self.agreed: dict[Any, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
         self._captured = False
@@ -100,7 +101,7 @@ class Workspace:
         """Count calls from `epoch` (any int32) on: collective, with no call in flight. For tests of
         wrap-around."""
         self.control[int(signal.EPOCH.value)] = epoch
-        for first in (signal.ENTERED, signal.LEFT):
+        for first in (signal.ENTERED, signal.BARRIER):
             self.control[int(first.value) :][: int(signal.MAX_WORLD.value)] = epoch
         for name, buffer in self._buffers.items():
             if name.endswith("flags"):

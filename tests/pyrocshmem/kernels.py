@@ -179,7 +179,7 @@ def meet_kernel(stamps, out, context, ENTER: tl.constexpr, TOGETHER: tl.constexp
         met = signal.wait_entered(epoch, context, _OP, WORLD)
     if signal.end(context, epoch):
         if TOGETHER:
-            met = signal.leave_together(epoch, context, _OP, WORLD)
+            met = signal.barrier(epoch, context, _OP, WORLD)
     if met:
         for peer in tl.static_range(WORLD):
             tl.store(out + peer, shmem.load(stamps, peer, heap_bases))
