@@ -60,7 +60,7 @@ class Operands:
 
     def __init__(self, case: Case, rank: int, world_size: int, seed: int) -> None:
         def make(shape: tuple[int, ...], tag: str, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-            return make_operand(shape, dtype, seed, 0, tag=tag, device="cpu").to(device(rank))
+            return make_operand(shape, dtype, seed, 0, tag=tag, device="cpu").to(device())
 
         columns = case.columns(world_size)
         self.full_a, self.full_b = make((case.M, case.K), "a"), make((case.K, columns), "b")
@@ -160,7 +160,7 @@ def run_case(case: Case, heap: Heap, seed: int, workspace: Workspace | None = No
     if case.out == "symmetric":
         frame = SymmetricFrame(heap, case.M, columns, case.dtype)
     elif case.out != "new":
-        frame = Frame(case.M, columns, case.dtype, {"ordinary": "row"}.get(case.out, case.out), heap.rank)
+        frame = Frame(case.M, columns, case.dtype, {"ordinary": "row"}.get(case.out, case.out))
     given = None if frame is None else frame.out
     found = call(case, heap, operands, given, workspace)
     value, squares = found if case.squares else (found, None)

@@ -29,8 +29,9 @@ _CANARY = 77.0
 _seeds = itertools.count(1)
 
 
-def device(rank: int = 0) -> torch.device:
-    return target.device(rank)
+def device() -> torch.device:
+    """Where this process' kernels run: a spawned rank's GPU is the current one, whatever its number in a group."""
+    return target.device() if ON_CPU else torch.device("cuda", torch.cuda.current_device())
 
 
 def small_config(**changes: object) -> Config:
@@ -48,18 +49,16 @@ def small_config(**changes: object) -> Config:
     return Config(**{**sizes, **shape, **changes})  # type: ignore[arg-type]
 
 
-def random(
-    rows: int, columns: int, dtype: torch.dtype, seed: int | None = None, rank: int = 0
-) -> torch.Tensor:
+def random(rows: int, columns: int, dtype: torch.dtype, seed: int | None = None) -> torch.Tensor:
     """Standard normal [rows, columns]; without a seed, other data at each call."""
     generator = torch.Generator().manual_seed(next(_seeds) if seed is None else seed)
-    return torch.randn(rows, columns, generator=generator).to(dtype).to(device(rank))
+    return torch.randn(rows, columns, generator=generator).to(dtype).to(device())
 
 
-def integers(rows: int, columns: int, dtype: torch.dtype, seed: int, rank: int = 0) -> torch.Tensor:
+def integers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """-1, 0 or 1: sums of fewer than 2048 products are exact in every dtype but bfloat16 (256)."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-1, 2, (rows, columns), generator=generator).to(dtype).to(device(rank))
+    return torch.randint(-1, 2, (rows, columns), generator=generator).to(dtype).to(device())
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -94,15 +93,13 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 class Frame:
     """An output [rows, columns] of NaN inside a buffer of canaries."""
 
-    def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, layout: str = "row", rank: int = 0
-    ) -> None:
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, layout: str = "row") -> None:
         height, width = rows + 4, columns + 4
         if layout == "padded":
             width = (columns + 31) // 16 * 16
         if layout == "strided":
             height, width = 2 * rows + 4, 3 * columns + 16
-        self.buffer = torch.full((height, width), _CANARY, dtype=dtype, device=device(rank))
+        self.buffer = torch.full((height, width), _CANARY, dtype=dtype, device=device())
         if layout == "row":
             # Contiguous: canaries before and behind.
             flat = self.buffer.flatten()
@@ -111,7 +108,7 @@ class Frame:
         elif layout == "padded":
             self.out = self.buffer[2 : 2 + rows, :columns]
         elif layout == "column":
-            self.buffer = torch.full((columns + 4, rows + 24), _CANARY, dtype=dtype, device=device(rank))
+            self.buffer = torch.full((columns + 4, rows + 24), _CANARY, dtype=dtype, device=device())
             self.out = self.buffer[2 : 2 + columns, 8 : 8 + rows].t()
         elif layout == "strided":
             self.out = self.buffer[1 : 1 + 2 * rows : 2, 2 : 2 + 3 * columns : 3]
