@@ -1,0 +1,154 @@
+"""What a kernel became: PTX or GCN assembly as text, resources, and the rules that it is held to.
+
+Rules return what they found wrong as a list of sentences, empty when all is well:
+
+    assert not unsettled_releases(assembly)
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from tests.compile import control_flow
+
+# Of lines of `Assembly.normal`, where what `signal.settle` writes has become the one line SETTLE.
+_NVIDIA = {
+    "store": re.compile(
+        r"\bst\.(?:volatile\.)?global|\bcp\.(?:reduce\.)?async\.bulk\.tensor\S*\.global\.shared"
+    ),
+    "release": re.compile(r"\b(?:atom|red|st)\.\S*(?:release|acq_rel)"),
+    "drain": re.compile(r"^SETTLE$"),
+    "barrier": re.compile(r"^SETTLE$"),
+}
+_AMD = {
+    "store": re.compile(r"\b(?:global|flat|buffer)_store_"),
+    # A release is a write-back of the caches up to its scope, with the atomic right behind it.
+    "release": re.compile(r"\bbuffer_wbl2\b"),
+    "drain": re.compile(r"^SETTLE$"),
+    "barrier": re.compile(r"\bs_barrier\b"),
+}
+# As `signal.settle` writes them. What Triton adds by itself doesn't count: not every version adds it.
+_NVIDIA_SETTLE = re.compile(r"^cp\.async\.bulk\.wait_group 0;\nbar\.sync 0;$", re.MULTILINE)
+_AMD_SETTLE = re.compile(r"^;+#ASMSTART\ns_waitcnt vmcnt\(0\)\n;+#ASMEND$", re.MULTILINE)
+_AMD_RELEASE = re.compile(
+    r"buffer_wbl2([^\n]*)\n(?:s_\w+[^\n]*\n)*?((?:global|flat|buffer)_(?:atomic|store)_[^\n]*)"
+)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One kernel on one target.
+
+    constants: the launch's, as text. shared: bytes of shared memory. registers: of a thread. spills: of a thread, bytes
+    of stack and local memory on NVIDIA, vector registers on AMD.
+    """
+
+    target: str
+    kernel: str
+    constants: dict[str, str]
+    text: str
+    shared: int
+    registers: int
+    spills: int
+
+    @classmethod
+    def of(cls, target: str, constants: dict[str, Any], compiled: Any) -> "Assembly":
+        """From Triton's compiled kernel."""
+        if target.startswith("gfx"):
+            text = compiled.asm["amdgcn"]
+            usage = {
+                name: int(value)
+                for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)
+            }
+            registers, spills = usage["vgpr_count"], usage["vgpr_spill_count"]
+        else:
+            text = compiled.asm["ptx"]
+            registers, spills = _resources(compiled.asm["cubin"])
+        shown = {name: getattr(value, "__name__", str(value)) for name, value in constants.items()}
+        return cls(target, compiled.name, shown, text, compiled.metadata.shared, registers, spills)
+
+    @property
+    def nvidia(self) -> bool:
+        return self.target.startswith("sm_")
+
+    def normal(self) -> str:
+        """The text without indentation and remarks on source lines, and with SETTLE for `signal.settle`."""
+        lines = (line.strip() for line in self.text.splitlines())
+        remarks = (".loc", "//", ".Ltmp", "$L__tmp", "; %bb")
+        text = "\n".join(line for line in lines if line and not line.startswith(remarks))
+        return (_NVIDIA_SETTLE if self.nvidia else _AMD_SETTLE).sub("SETTLE", text)
+
+    def count(self, pattern: str) -> int:
+        """How often a regular expression occurs in the normal text."""
+        return len(re.findall(pattern, self.normal()))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack and local memory) of the one kernel in `cubin`."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def unsettled_releases(assembly: Assembly) -> list[str]:
+    """Releases that some path reaches with no `signal.settle` before them, or with a write in between."""
+    kinds = _NVIDIA if assembly.nvidia else _AMD
+    return control_flow.unsettled(control_flow.blocks_of(assembly.normal(), kinds))
+
+
+def release_scopes(assembly: Assembly) -> dict[str, int]:
+    """How many releases reach the other ranks ("sys") and how many only this GPU ("gpu"); "other" should not occur."""
+    scopes = {"sys": 0, "gpu": 0, "other": 0}
+    text = assembly.normal()
+    if assembly.nvidia:
+        for line in text.splitlines():
+            if _NVIDIA["release"].search(line):
+                scopes[next((name for name in ("sys", "gpu") if f".{name}." in line), "other")] += 1
+        return scopes
+    for write_back, atomic in _AMD_RELEASE.findall(text):
+        # System scope: the write-back goes to memory, and the atomic itself past this GPU's L2.
+        scope = (
+            "other"
+            if "sc1" not in write_back
+            else "sys"
+            if "sc0" in write_back and "sc1" in atomic
+            else "gpu"
+        )
+        scopes[scope] += 1
+    scopes["other"] += text.count("buffer_wbl2") - sum(scopes.values())
+    return scopes
+
+
+def unacquired_polls(assembly: Assembly) -> list[str]:
+    """Whether flags are polled past the caches, and acquired once they are up."""
+    if assembly.nvidia:
+        polls = assembly.count(r"ld\.volatile\.global")
+        acquires = assembly.count(r"fence\.acq_rel\.(?:sys|gpu);\nfence\.proxy\.async;\nbar\.sync 0;")
+    else:
+        polls = assembly.count(r"(?:global|flat)_load_dword\b.* sc0 sc1")
+        acquires = assembly.count(r"buffer_inv sc0 sc1\ns_waitcnt vmcnt\(0\)")
+    wrong = []
+    if polls and not acquires:
+        wrong.append(f"{polls} polls and no acquire")
+    if acquires and not polls:
+        wrong.append(f"{acquires} acquires and no poll that goes past the caches")
+    return wrong
+
+
+def narrow_accesses(assembly: Assembly) -> list[str]:
+    """Accesses of global memory of 2 bytes or fewer: what tiles become when their pointers' alignment is lost."""
+    if assembly.nvidia:
+        found = re.findall(r"\b(?:ld|st)\.global\.(?:b8|b16|u16)\b", assembly.text)
+    else:
+        found = re.findall(
+            r"\b(?:global|flat|buffer)_(?:load|store)_(?:u?short\w*|[us]?byte\w*)", assembly.text
+        )
+    return [f"{found.count(each)} x {each}" for each in sorted(set(found))]

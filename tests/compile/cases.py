@@ -1,0 +1,90 @@
+"""What is compiled: every op in its shipped configurations, planned by the public functions themselves."""
+
+from dataclasses import dataclass
+
+PLACEMENTS = ("after", "beside", "inside")
+
+# On every target, with and without programs for communication, the last wave is partly full: tiles can be split.
+LARGE = (4736, 4096, 4096)
+# One wave or less: other blocks, and the fewest hops.
+SMALL = (16, 4096, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: `op` of a local product [M, K] x [K, N], or of a tensor [M, N].
+
+    changes: (field, value) that differ from what `stream_k.choose` chooses. arguments: more keywords of the op.
+    hot: its kernels may not spill.
+    """
+
+    op: str
+    dtype: str = "bfloat16"
+    shape: tuple[int, int, int] = LARGE
+    world_size: int = 4
+    changes: tuple[tuple[str, object], ...] = ()
+    arguments: tuple[tuple[str, object], ...] = ()
+    layouts: tuple[str, str] = ("row", "row")
+    hot: bool = False
+
+    def __str__(self) -> str:
+        facts = [str(value) for _, value in self.changes] + [f"{k}={v}" for k, v in self.arguments]
+        if self.shape != LARGE:
+            facts.append("x".join(map(str, self.shape)))
+        if self.layouts != ("row", "row"):
+            facts.append("+".join(self.layouts))
+        if self.world_size != 4:
+            facts.append(f"R{self.world_size}")
+        return "-".join([self.op, self.dtype, *facts])
+
+
+def _shipped(dtype: str) -> list[Case]:
+    hot = dtype != "float32"
+    cases = [Case("gemm", dtype, changes=(("split", split),), hot=hot) for split in ("none", "stream_k")]
+    # One-shot differs by a constant that has nothing to do with the type.
+    algorithms = ("one_shot", "two_shot") if dtype == "bfloat16" else ("two_shot",)
+    for placement in PLACEMENTS:
+        for algorithm in algorithms:
+            changes = (("placement", placement), ("algorithm", algorithm))
+            cases.append(Case("gemm_all_reduce", dtype, changes=changes, hot=hot))
+        cases.append(Case("gemm_all_scatter", dtype, changes=(("placement", placement),), hot=hot))
+    return cases
+
+
+# float16 takes the same ways as bfloat16, through other matrix instructions.
+_FLOAT16 = [
+    Case("gemm", "float16", changes=(("split", "none"),), hot=True),
+    Case(
+        "gemm_all_reduce", "float16", changes=(("placement", "inside"), ("algorithm", "two_shot")), hot=True
+    ),
+    Case("gemm_all_scatter", "float16", changes=(("placement", "beside"),), hot=True),
+]
+
+# Variations that hardly depend on the dtype.
+_ONCE = [
+    Case("gemm", shape=SMALL, hot=True),
+    Case("gemm", "float32", shape=SMALL),
+    # b as the transposed view that a linear layer's weight is.
+    Case("gemm", layouts=("row", "column"), hot=True),
+    # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
+    Case("gemm", layouts=("column", "column")),
+    Case("gemm", layouts=("odd", "odd")),
+    Case("gemm", shape=(97, 193, 131), arguments=(("activation", "gelu"), ("bias", True))),
+    Case("gemm", "float32", arguments=(("allow_tf32", True),)),
+    Case("gemm_all_reduce", shape=SMALL, hot=True),
+    Case("gemm_all_scatter", shape=SMALL, hot=True),
+    Case("gemm_all_reduce", changes=(("placement", "beside"), ("split", "stream_k")), hot=True),
+    # Not held to "no spills": on sm_90 it uses all 255 registers and 8 bytes of stack.
+    Case("gemm_all_scatter", changes=(("placement", "beside"), ("split", "stream_k"))),
+    Case("gemm_all_reduce", changes=(("placement", "beside"), ("partial_dtype", "bfloat16")), hot=True),
+    Case("gemm_all_reduce", world_size=8),
+    Case("gemm_all_scatter", world_size=8, changes=(("placement", "inside"),)),
+    Case("gemm_all_reduce", arguments=(("squared_partials", True), ("activation", "silu"), ("bias", True))),
+    Case("gemm_all_scatter", arguments=(("squared_partials", True), ("activation", "relu"), ("bias", True))),
+    Case("all_reduce", arguments=(("algorithm", "one_shot"),), hot=True),
+    Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
+    Case("all_reduce", "float32", arguments=(("algorithm", "two_shot"),), hot=True),
+    Case("all_scatter", hot=True),
+]
+
+CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + _ONCE

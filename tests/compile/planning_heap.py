@@ -1,0 +1,63 @@
+"""A heap for planning alone: one process plays one rank of any number, votes pass, memory is plain and stays unread."""
+
+from typing import Any
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.heap import SYSTEM_WORDS, Heap
+
+
+class PlanningHeap(Heap):
+    """Rank 1 of `world_size`; allocates, answers every question of an op that plans a call, and reaches nobody."""
+
+    def __init__(self, world_size: int) -> None:
+        self._closed = True  # for `close` and `__del__`: there is nothing to leave
+        self.rank, self.world_size = min(1, world_size - 1), world_size
+        self.device = torch.device("cpu")
+        self.base, self.bases = 0, [0] * world_size
+        self.heap_bases = torch.zeros(9, dtype=torch.int64)
+        self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64)
+        self._system = torch.zeros(SYSTEM_WORDS, dtype=torch.int32)
+        self.workspace: Any = None
+        self._mine: dict[int, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"PlanningHeap({self.world_size})"
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensor = torch.empty(*shape, dtype=dtype)
+        self._mine[tensor.data_ptr()] = tensor
+        return tensor
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.empty(*shape, dtype=dtype).zero_()
+
+    def free(self, tensor: torch.Tensor) -> None:
+        del self._mine[tensor.data_ptr()]
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._mine
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+    def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
+        return [payload] * self.world_size
+
+    def synchronize(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+def operand(rows: int, cols: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """A matrix [rows, cols]: "row", "column" (a transposed view), or "odd" (strides that TMA can't address)."""
+    if layout == "row":
+        return torch.empty(rows, cols, dtype=dtype)
+    if layout == "column":
+        return torch.empty(cols, rows, dtype=dtype).t()
+    if layout == "odd":
+        return torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
+    raise ValueError(f"layout {layout!r}, allowed are row, column, odd")

@@ -1,0 +1,100 @@
+"""The checks of the assembly find what they are there for, and targets don't get one another's code."""
+
+import re
+
+import pytest
+
+from tests.compile import assembly as rules
+from tests.compile import control_flow
+from tests.compile.assembly import Assembly
+from tests.compile.cases import Case
+from tests.compile.conftest import Compile
+from tests.compile.target_names import TARGETS
+
+TIER = 3
+pytestmark = pytest.mark.timeout(400)
+
+# Publishes at system scope from an epilogue and from a consumer, with pointer stores.
+PUBLISHING = Case(
+    "gemm_all_reduce", "float16", changes=(("placement", "inside"), ("algorithm", "two_shot")), hot=True
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_missing_barrier_in_publish_is_found(
+    target: str, compiled: Compile, compiled_without_settle: Compile
+) -> None:
+    assert not any(rules.unsettled_releases(kernel) for kernel in compiled(PUBLISHING, target))
+    planted = compiled_without_settle(PUBLISHING, target)
+    assert all(rules.unsettled_releases(kernel) for kernel in planted)
+
+
+def test_each_target_gets_its_own_code(compiled_without_settle: Compile) -> None:
+    """One process compiles all three, one after another."""
+    kernels = {name: compiled_without_settle(PUBLISHING, name)[0] for name in TARGETS}
+    assert ".target sm_90a" in kernels["sm_90"].text
+    for name in ("gfx942", "gfx950"):
+        assert re.search(rf'\.amdgcn_target\s+"[^"]*{name}\b', kernels[name].text), name
+    assert len({kernel.text for kernel in kernels.values()}) == len(TARGETS)
+
+
+STORE = "st.global.b32 [%rd1], %r1;"
+SETTLE = "cp.async.bulk.wait_group 0;\nbar.sync 0;"
+RELEASE = "atom.global.sys.release.exch.b32 %r2, [%rd2], %r3;"
+TO_2, IN_1, IN_2, BACK_TO_1 = "bra.uni $L__BB0_2;", "$L__BB0_1:", "$L__BB0_2:", "bra.uni $L__BB0_1;"
+
+
+def _ptx(*lines: str) -> Assembly:
+    return Assembly("sm_90", "hand_written", {}, "\n".join(lines), 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_wrong"),
+    [
+        ((STORE, SETTLE, RELEASE, "ret;"), False),
+        ((STORE, RELEASE, "ret;"), True),
+        ((SETTLE, STORE, RELEASE, "ret;"), True),
+        ((STORE, "bar.sync 0;", RELEASE, "ret;"), True),
+        ((STORE, "cp.async.bulk.wait_group.read 0;\nbar.sync 0;", RELEASE, "ret;"), True),
+        # The store stands below the release, and runs before it.
+        ((TO_2, IN_1, RELEASE, "ret;", IN_2, STORE, BACK_TO_1), True),
+        ((TO_2, IN_1, RELEASE, "ret;", IN_2, STORE, SETTLE, BACK_TO_1), False),
+        # One of two ways to the release jumps over the settling.
+        ((STORE, "@%p1 bra $L__BB0_1;", SETTLE, "$L__BB0_1:", RELEASE, "ret;"), True),
+        # A loop: the store of one round, the release of the next.
+        (("$L__BB0_1:", SETTLE, RELEASE, STORE, "@%p1 bra $L__BB0_1;", "ret;"), False),
+        (("$L__BB0_1:", RELEASE, STORE, "@%p1 bra $L__BB0_1;", "ret;"), True),
+    ],
+)
+def test_release_rule(lines: tuple[str, ...], is_wrong: bool) -> None:
+    assert bool(rules.unsettled_releases(_ptx(*lines))) == is_wrong
+
+
+def test_gcn_needs_every_wave_to_drain() -> None:
+    """On AMD the barrier alone orders nothing: each wave's stores must be done before it."""
+    store = "global_store_dword v[0:1], v2, off"
+    release = "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nglobal_atomic_swap v[2:3], v1, off sc1"
+    drain = ";;#ASMSTART\ns_waitcnt vmcnt(0)\n;;#ASMEND"
+
+    def make(*lines: str) -> Assembly:
+        return Assembly("gfx942", "hand_written", {}, "\n".join(lines), 0, 0, 0)
+
+    good = make(store, drain, "s_barrier", release, "s_endpgm")
+    assert not rules.unsettled_releases(good)
+    assert rules.release_scopes(good) == {"sys": 1, "gpu": 0, "other": 0}
+    assert rules.unsettled_releases(make(store, "s_barrier", release, "s_endpgm"))
+    assert rules.unsettled_releases(make(store, "s_barrier", drain, release, "s_endpgm"))
+    assert rules.release_scopes(make(release.replace("sc0 sc1", "sc1"))) == {"sys": 0, "gpu": 1, "other": 0}
+
+
+def test_calls_are_not_read_over() -> None:
+    with pytest.raises(ValueError, match="call"):
+        control_flow.blocks_of("call.uni (retval0), f, (param0);", {})
+
+
+def test_narrow_accesses_are_counted() -> None:
+    ptx = _ptx("st.global.b16 [%rd1], %rs1;", "st.global.v4.b32 [%rd1], {};")
+    assert rules.narrow_accesses(ptx) == ["1 x st.global.b16"]
+    text = "global_load_ushort v1, v[2:3], off\nglobal_load_dwordx4 v[0:3], v[4:5], off"
+    gcn = Assembly("gfx950", "hand_written", {}, text, 0, 0, 0)
+    assert rules.narrow_accesses(gcn) == ["1 x global_load_ushort"]

@@ -1,0 +1,85 @@
+"""The processes that compile: a pool of them, each for all targets.
+
+Importing this module imports no Triton: `prepare` first settles, in the fresh process, that kernels are compiled and
+not interpreted, GPUs present or not.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.compile.assembly import Assembly
+    from tests.compile.cases import Case
+
+
+def prepare(without_settle: bool, cache: str) -> None:
+    """Once a process. `without_settle`: plant the mistake that the checks exist for, before anything is compiled.
+
+    cache: Triton's cache folder, the test session's own: what an older run compiled must not count.
+    """
+    os.environ.update(PYROCSHMEM_BACKEND="cpu", TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
+    if without_settle:
+        from pyrocshmem import signal
+        from tests.compile import planted
+
+        signal.settle = planted.settle_nothing
+
+
+def compile_case(case: "Case", target_name: str) -> "list[Assembly]":
+    """Make the call of `case` on `target_name`, and return what its kernels became, in stream order."""
+    import torch
+
+    from stream_k import launch as launch_module
+    from tests.compile import fake_gpu
+    from tests.compile.assembly import Assembly
+
+    found: list[Assembly] = []
+    real = launch_module.Launch.compile
+
+    def recording(self: Any, args: tuple[Any, ...]) -> Any:
+        compiled = real(self, args)
+        found.append(Assembly.of(target_name, self.constants, compiled))
+        return compiled
+
+    launch_module.Launch.compile = recording  # type: ignore[method-assign]
+    try:
+        with fake_gpu.pretend(target_name), torch.no_grad():
+            _call(case)
+    finally:
+        launch_module.Launch.compile = real  # type: ignore[method-assign]
+    if not found:
+        raise AssertionError(f"{case} on {target_name} compiled nothing")
+    return found
+
+
+def _call(case: "Case") -> None:
+    """The op of `case` through its public function."""
+    import dataclasses
+
+    import torch
+
+    import collectives
+    import stream_k
+    from stream_k.workspace import Workspace
+    from tests.compile.planning_heap import PlanningHeap, operand
+
+    M, N, K = case.shape
+    dtype = getattr(torch, case.dtype)
+    arguments: dict[str, Any] = dict(case.arguments)
+    heap = PlanningHeap(case.world_size)
+    if case.op in ("all_reduce", "all_scatter"):
+        getattr(collectives, case.op)(heap.empty(M, N, dtype=dtype), group=heap, **arguments)
+        return
+    a = operand(M, K, dtype, case.layouts[0])
+    b = operand(K, N, dtype, case.layouts[1])
+    if arguments.get("bias"):
+        arguments["bias"] = torch.empty(N, dtype=dtype)
+    world = 1 if case.op == "gemm" else case.world_size
+    config = stream_k.choose(case.op, M, N, K, dtype, world, heap.device)
+    changes = {k: getattr(torch, v) if k == "partial_dtype" else v for k, v in case.changes}
+    config = dataclasses.replace(config, **changes)
+    if case.op == "gemm":
+        # A workspace of its own: plans are kept there, and the next target must make its own.
+        stream_k.gemm(a, b, config=config, workspace=Workspace(device=heap.device), **arguments)
+    else:
+        getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
