@@ -48,9 +48,9 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
     """Faults 16, 18, 21: the caller's mistakes, the same on all ranks."""
     found = {}
     with Heap(HEAP_BYTES) as heap, Heap(1 << 20) as other:
-        a, b = random(M, K, FP32, 1, rank), random(K, N, FP32, 2, rank)
+        a, b = random(M, K, FP32, 1), random(K, N, FP32, 2)
         columns = N * (world_size if op == "all_scatter" else 1)
-        out = torch.full((M, columns), float("nan"), device=device(rank))
+        out = torch.full((M, columns), float("nan"), device=device())
         foreign = Workspace(other)
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
             "mixed": ((a, b.half()), {}),
@@ -103,7 +103,7 @@ def small_places(rank: int, world_size: int, op: str) -> dict[str, str]:
     case = Case(op, 70, 80, K, FP32, config=(("placement", "inside"),))
     with Heap(HEAP_BYTES) as heap:
         operands = Operands(case, rank, world_size, 1)
-        out = torch.full((70, case.columns(world_size)), float("nan"), device=device(rank))
+        out = torch.full((70, case.columns(world_size)), float("nan"), device=device())
         tight = Workspace(heap, nbytes=4096)
         found["workspace"] = outcome(lambda: call(case, heap, operands, out, tight))
         assert out.isnan().all()
@@ -129,9 +129,9 @@ def different_calls(rank: int, world_size: int) -> dict[str, str]:
     """Faults 5 and 6: the ranks disagree about shape, dtype, op, order, configuration, or where the output lies."""
     found = {}
     with Heap(HEAP_BYTES) as heap:
-        out = torch.full((M, N), float("nan"), device=device(rank))
-        a, b = random(M, K, FP32, 1, rank), random(K, N, FP32, 2, rank)
-        wide = random(K, N + 8, FP32, 3, rank)
+        out = torch.full((M, N), float("nan"), device=device())
+        a, b = random(M, K, FP32, 1), random(K, N, FP32, 2)
+        wide = random(K, N + 8, FP32, 3)
         symmetric = heap.zeros(2, M, N)
         config = small_config(split="none", algorithm=("one_shot", "two_shot")[rank % 2])
         reduce, scatter = stream_k.gemm_all_reduce, stream_k.gemm_all_scatter
