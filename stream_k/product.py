@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
 from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
@@ -127,8 +128,9 @@ def make_product(
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
-    # For 16-bit operands it says nothing, and AMD's compiler refuses the word "tf32" even there.
-    precision = "tf32" if allow_tf32 and a.dtype == torch.float32 else "ieee"
+    # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
+    tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
+    precision = "tf32" if tf32 else "ieee"
     a_how, b_how = how_to_read(a), how_to_read(b)
     templates = (
         template(a, a_how, config.block_m, config.block_k),

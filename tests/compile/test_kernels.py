@@ -16,13 +16,6 @@ pytestmark = pytest.mark.timeout(400)
 FULL_PIPELINE_BYTES = 229_408
 # With Triton 3.6, ptxas keeps a copying kernel at 64 registers by putting one word on the stack.
 ONE_WORD_BYTES = 8
-# What doesn't compile yet. Strict: whoever mends it takes the entry out.
-KNOWN = {
-    (
-        "gemm-float32-allow_tf32=True",
-        "gfx950",
-    ): "gfx950 has no tf32, and make_product asks its compiler for it",
-}
 
 
 @pytest.fixture(params=TARGETS)
@@ -45,10 +38,8 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel(case: Case, target: str, compiled: Compile, request: pytest.FixtureRequest) -> None:
+def test_kernel(case: Case, target: str, compiled: Compile) -> None:
     """Compiling checks that shared memory suffices. The rest is read in the assembly."""
-    if reason := KNOWN.get((str(case), target)):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     kernels = compiled(case, target)
     wrong = [f"{kernel.kernel}: {text}" for kernel in kernels for text in _faults(case, kernel)]
     assert not wrong, "\n".join(wrong)
