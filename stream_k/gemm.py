@@ -29,11 +29,11 @@ def gemm(
     """activation(a @ b + bias), accumulated in fp32, the same bits on every run.
 
     a: [M, K], b: [K, N], any strides (transposed views are read as they lie), float16, bfloat16 or float32,
-    one dtype for both.
-    bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N],
-    any strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands may go
-    through tf32 matrix units, where there are any (NVIDIA). config: None chooses one. workspace: of the same device; None: the device's own, on
-    which calls run one after another where tiles are split.
+    one dtype for both. bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or
+    "silu". out: [M, N], any strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32
+    operands may go through tf32 matrix units, where there are any (NVIDIA). config: None chooses one.
+    workspace: of the same device; None: the device's own, on which calls run one after another where tiles
+    are split.
 
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
     when the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
