@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pyrocshmem import target
 from pyrocshmem.heap import Heap, heap_for
 from stream_k.config import Config, choose, num_multiprocessors
+from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.kernel import consumer_kernel
 from stream_k.launch import Launch
@@ -26,22 +27,33 @@ from stream_k.workspace import Workspace, workspace_for
 Arguments = tuple[Any, ...]
 
 
+class Request(NamedTuple):
+    """A call as the caller made it: the arguments of the public functions, which document them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor | None
+    bias: torch.Tensor | None
+    activation: str
+    squared_partials: bool
+    allow_tf32: bool
+    config: Config | None
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that is being planned; every rank brings an equal one, but for the operands.
 
-    operands: a, b, bias, out, checked. direct: peers can write `out` itself. config: chosen. longest_k: the
-    largest inner size of all ranks.
+    request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or one like it.
+    direct: peers can write `out` itself. config: the one to use. longest_k: the largest inner size of all
+    ranks.
     """
 
+    request: Request
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
     out: torch.Tensor
     direct: bool
-    activation: str
-    squared_partials: bool
-    allow_tf32: bool
     config: Config
     workspace: Workspace
     heap: Heap
@@ -50,15 +62,12 @@ class Call:
     def product(self, stores_fp32: bool) -> Product:
         """The GEMM of the call."""
         comm = self.config.num_comm_programs if self.config.placement == "beside" else 0
-        return make_product(
-            self.a,
-            self.b,
-            self.config,
-            self.allow_tf32,
-            comm,
-            stores_fp32=stores_fp32,
-            longest_k=self.longest_k,
-        )
+        how = (self.config, self.request.allow_tf32, comm)
+        return make_product(self.a, self.b, *how, stores_fp32=stores_fp32, longest_k=self.longest_k)
+
+    def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
+        """The three first OPTIONS of every epilogue."""
+        return ACTIVATIONS.index(self.request.activation), int(self.request.bias is not None), c_how
 
 
 class FusedPlan:
@@ -87,33 +96,30 @@ class FusedPlan:
 
 
 def fused_gemm(
-    kind_of_plan: type[FusedPlan],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: Any,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    squared_partials: bool,
-    allow_tf32: bool,
-    config: Config | None,
-    workspace: Workspace | None,
+    kind_of_plan: type[FusedPlan], request: Request, group: Any, workspace: Workspace | None
 ) -> Any:
-    """A call of an op: the arguments are those of the public functions, which document them."""
+    """Make a call of an op on the heap of `group`: returns out, or (out, squares) where they are asked for."""
+    a, b, out, bias = request[:4]
     heap = heap_for(group)
     workspace = _workspace_of(heap, workspace)
-    how = (activation, squared_partials, allow_tf32, config)
-    key = (kind_of_plan.name, kind(a), kind(b), kind(bias), kind(out), symmetric_offset(heap, out), *how)
+    key = (
+        kind_of_plan.name,
+        kind(a),
+        kind(b),
+        kind(bias),
+        kind(out),
+        symmetric_offset(heap, out),
+        *request[4:],
+    )
     plan = workspace.plans.get(key)
     if plan is None:
         columns = b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0
-        shape = check_product(
-            a, b, bias, activation, out, columns * (heap.world_size if kind_of_plan.gathers else 1)
-        )
-        simple = _without_plan(kind_of_plan, a, b, shape, heap, out, bias, *how, workspace)
+        columns *= heap.world_size if kind_of_plan.gathers else 1
+        check_product(a, b, bias, request.activation, out, columns)
+        simple = _without_plan(kind_of_plan, request, columns, heap, workspace)
         if simple is not None:
             return simple
-        plan = _make_plan(kind_of_plan, key, a, b, out, bias, *how, workspace)
+        plan = _make_plan(kind_of_plan, key, request, columns, heap, workspace)
     elif out is not None:
         check_apart(out, a, b, bias)
     if out is None:
@@ -124,7 +130,7 @@ def fused_gemm(
             launch(args)
     if plan.result is not None:
         out.copy_(plan.result)
-    return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if squared_partials else out
+    return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if request.squared_partials else out
 
 
 def _workspace_of(heap: Heap, workspace: Workspace | None) -> Workspace:
@@ -144,47 +150,24 @@ def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
 
 
 def _without_plan(
-    kind_of_plan: type[FusedPlan],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    shape: tuple[int, int, int],
-    heap: Heap,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    squared_partials: bool,
-    allow_tf32: bool,
-    config: Config | None,
-    workspace: Workspace,
+    kind_of_plan: type[FusedPlan], request: Request, columns: int, heap: Heap, workspace: Workspace
 ) -> Any:
     """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
-    for any other."""
-    M, N, _ = shape
+    for any other. `columns`: of the result."""
+    a, b, out, bias, activation, squared_partials, allow_tf32, config = request
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    if min(M, N) == 0:
-        columns = N * (heap.world_size if kind_of_plan.gathers else 1)
-        empty = out if out is not None else a.new_empty(M, columns)
-        return (empty, torch.zeros(M, 0, device=a.device)) if squared_partials else empty
+    if a.shape[0] == 0 or columns == 0:
+        empty = out if out is not None else a.new_empty(a.shape[0], columns)
+        return (empty, torch.zeros(a.shape[0], 0, device=a.device)) if squared_partials else empty
     if heap.world_size == 1 and not squared_partials:
         return gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
     if target.interpreted() and a.dtype == torch.bfloat16:
         # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
-        wide = fused_gemm(
-            kind_of_plan,
-            a.float(),
-            b.float(),
-            heap,
-            None,
-            wide_bias,
-            activation,
-            squared_partials,
-            allow_tf32,
-            config,
-            workspace,
-        )
-        value, squares = wide if squared_partials else (wide, None)
+        wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
+        found = fused_gemm(kind_of_plan, wide, heap, workspace)
+        value, squares = found if squared_partials else (found, None)
         value = value.bfloat16() if out is None else out.copy_(value)
         return (value, squares) if squared_partials else value
     return None
@@ -193,42 +176,34 @@ def _without_plan(
 def _make_plan(
     kind_of_plan: type[FusedPlan],
     key: Hashable,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    squared_partials: bool,
-    allow_tf32: bool,
-    config: Config | None,
+    request: Request,
+    columns: int,
+    heap: Heap,
     workspace: Workspace,
 ) -> FusedPlan:
-    """Plan a call: on all ranks together, the first time that they make it."""
-    heap = workspace.heap
-    assert heap is not None
-    name, M, N = kind_of_plan.name, a.shape[0], b.shape[1]
+    """Plan a call: on all ranks together, the first time that they make it. `columns`: of the result."""
+    name, out, bias = kind_of_plan.name, request.out, request.bias
+    M, K = request.a.shape
+    N, dtype = request.b.shape[1], request.a.dtype
+    config = request.config
+    if config is None:
+        config = choose(name, M, N, K, dtype, heap.world_size, heap.device)
     offset = symmetric_offset(heap, out)
-    chosen = (
-        config
-        if config is not None
-        else choose(name, M, N, a.shape[1], a.dtype, heap.world_size, heap.device)
-    )
     text = (
-        f"{name}({M} x {N} {a.dtype}, bias={bias is not None}, {activation=}, squares={squared_partials}, "
-        f"tf32={allow_tf32}, out_offset={offset}, {chosen})"
+        f"{name}({M} x {N} {dtype}, bias={bias is not None}, activation={request.activation}, "
+        f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, {config})"
     )
-    a, b = with_inner_size(a, b)
-    columns = N * (heap.world_size if kind_of_plan.gathers else 1)
-    example = out if out is not None else torch.empty(M, columns, dtype=a.dtype, device=a.device)
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
     # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
-    agreement = (text, a.shape[1])
+    agreement = (text, K)
     new = agreement not in workspace.agreed
     if new:
-        sizes = heap.vote(text, str(a.shape[1]).encode())
-        workspace.agreed[agreement] = max(int(size) for size in sizes)
-    options = (activation, squared_partials, allow_tf32, chosen, workspace, heap, workspace.agreed[agreement])
-    plan = kind_of_plan(Call(a, b, bias, example, offset is not None, *options))
+        workspace.agreed[agreement] = max(int(size) for size in heap.vote(text, str(K).encode()))
+    a, b = with_inner_size(request.a, request.b)
+    example = out if out is not None else torch.empty(M, columns, dtype=dtype, device=a.device)
+    longest_k = max(1, workspace.agreed[agreement])
+    call = Call(request, a, b, example, offset is not None, config, workspace, heap, longest_k)
+    plan = kind_of_plan(call)
     plan.columns = columns
     for launch, args in zip(plan.launches, plan.arguments(a, b, bias, example), strict=False):
         launch.compile(args)

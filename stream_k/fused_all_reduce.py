@@ -10,8 +10,7 @@ import torch
 from collectives import reduce_tiles as tiles
 from pyrocshmem import status
 from stream_k.config import Config
-from stream_k.epilogue import ACTIVATIONS
-from stream_k.fused import Arguments, Call, FusedPlan, consumer_launch, fused_gemm
+from stream_k.fused import Arguments, Call, FusedPlan, Request, consumer_launch, fused_gemm
 from stream_k.operands import as_argument, how_to_read
 from stream_k.workspace import Workspace
 
@@ -48,9 +47,8 @@ def gemm_all_reduce(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    return fused_gemm(
-        _Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace
-    )
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
+    return fused_gemm(_Plan, request, group, workspace)
 
 
 class _Plan(FusedPlan):
@@ -79,7 +77,7 @@ class _Plan(FusedPlan):
             size, name = product.M * product.N, "own results" if self.one_shot else "results"
             buffer = workspace.buffer(name, size, call.a.dtype, local=self.one_shot)
             self.result = buffer[:size].view(product.M, product.N)
-        squares = product.schedule.tiles_n * product.M if call.squared_partials else 1
+        squares = product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
         self.context = workspace.context
         self.fix_up = product.fix_up(workspace)
@@ -87,9 +85,9 @@ class _Plan(FusedPlan):
         if not pushed:
             rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
-        act = (ACTIVATIONS.index(call.activation), int(call.bias is not None), 0)
+        act = call.epilogue_options(0)
         move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, int(self.one_shot), int(call.squared_partials), *move)
+        options = (*act, int(self.one_shot), int(call.request.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
         consumer = {"after": None, "beside": tiles.reduce_groups, "inside": tiles.reduce_own_tiles}[

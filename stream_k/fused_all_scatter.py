@@ -10,8 +10,7 @@ import torch
 from collectives import scatter_tiles as tiles
 from pyrocshmem import status
 from stream_k.config import Config
-from stream_k.epilogue import ACTIVATIONS
-from stream_k.fused import Arguments, Call, FusedPlan, consumer_launch, fused_gemm
+from stream_k.fused import Arguments, Call, FusedPlan, Request, consumer_launch, fused_gemm
 from stream_k.kernel import POINTER
 from stream_k.operands import filled, how_to_write, template
 from stream_k.workspace import Workspace
@@ -46,9 +45,8 @@ def gemm_all_scatter(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    return fused_gemm(
-        _Plan, a, b, group, out, bias, activation, squared_partials, allow_tf32, config, workspace
-    )
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
+    return fused_gemm(_Plan, request, group, workspace)
 
 
 class _Plan(FusedPlan):
@@ -71,16 +69,16 @@ class _Plan(FusedPlan):
             self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(
                 product.M, product.N * world
             )
-        squares = world * product.schedule.tiles_n * product.M if call.squared_partials else 1
+        squares = world * product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
         self.context = workspace.context
         self.fix_up = product.fix_up(workspace)
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
         self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
-        act = (ACTIVATIONS.index(call.activation), int(call.bias is not None), self.c_how)
+        act = call.epilogue_options(self.c_how)
         move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, 0, int(call.squared_partials), *move)
+        options = (*act, 0, int(call.request.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
         consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[
