@@ -117,7 +117,7 @@ def choose(
     if target.interpreted():
         config = _for_cpu(M, N)
     elif target.backend() == "hip":
-        config = _for_amd(op, dtype)
+        config = _for_amd(dtype)
     else:
         config = _for_nvidia(M, N, dtype)
         programs, rows = _nvidia_communication(op, M, N, K, dtype, world_size, partial_dtype, device)
@@ -149,7 +149,7 @@ def _for_cpu(M: int, N: int) -> Config:
     )
 
 
-def _for_amd(op: str, dtype: torch.dtype) -> Config:
+def _for_amd(dtype: torch.dtype) -> Config:
     # comm_rows: as many as give every thread of a consumer 16 bytes to store.
     config = Config(block_n=64, num_stages=2, subtiles=1, flatten=False, comm_rows=64)
     if dtype == torch.float32:
