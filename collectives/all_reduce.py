@@ -119,7 +119,8 @@ def all_reduce(
     blocks = -(-x.numel() // BLOCK)
     flags = workspace.flags(blocks)
     offset = heap.offset(target) if not one_shot else None
-    key = ("all_reduce", x.numel(), x.dtype, one_shot, x.data_ptr() % 16, target.data_ptr() % 16)
+    # With the offsets: ranks that bring tensors from different places must be told, not read one another's others.
+    key = ("all_reduce", x.shape, x.dtype, one_shot, heap.offset(x), offset, target.data_ptr() % 16)
     call = f"all_reduce(x {tuple(x.shape)} {x.dtype} at offset {heap.offset(x)}, {algorithm}, out at offset {offset})"
     constants = {"ONE_SHOT": one_shot, "WORLD": heap.world_size, "BLOCK": BLOCK}
     run(

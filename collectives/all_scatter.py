@@ -89,7 +89,7 @@ def all_scatter(
     rows = BLOCK // wide
     blocks = -(-M // rows) * -(-N // wide)
     flags = workspace.flags(blocks)
-    key = ("all_scatter", x.shape, x.stride(0), x.dtype, x.data_ptr() % 16, target.data_ptr() % 16)
+    key = ("all_scatter", x.shape, x.stride(0), x.dtype, x.data_ptr() % 16, heap.offset(target))
     call = f"all_scatter(x {tuple(x.shape)} {x.dtype}, out at offset {heap.offset(target)})"
     constants = {"ROWS": rows, "COLUMNS": wide, "WORLD": heap.world_size}
     run(

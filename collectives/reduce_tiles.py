@@ -7,18 +7,17 @@ computes the same tiles in the same order. R tiles in a row form a group and eac
 owner moves on by a place from wave to wave (`owned_tile`), so that every rank and every program gets its
 share.
 
-Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order, fp32,
-adds bias, activates
-            owner  --final tile, flag done[tile]------------> every rank's result
-One-shot:   every rank sums every tile itself; no second hop, (R-1) / 2 x (R-1)/R as many bytes again.
+Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order in
+                                                              fp32, adds the bias, activates
+            owner  --final tile, flag done[tile]-------------> every rank's result
+One-shot:   every rank sums every tile itself: no second hop, R / 2 times the bytes.
 
 Where the partials lie depends on the placement:
   after, beside   in the source's own heap (`publish_partial`); consumers pull them over the links
   inside          in the consumer's heap, a slot a source: the GEMM's epilogue pushes them (`push_partial`)
 
 No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids;
-across ranks, likewise for tiles that the same or lower ids produce there, and for the other owners' `done`
-only after all its own pushes.
+across ranks likewise, and for the other owners' `done` only after all its own pushes.
 
 Flags: ready is numbers 0 to T - 1 of `signal.word`, written by the source; done is T to 2 T - 1, by the owner.
 

@@ -7,9 +7,9 @@ of [BLOCK_M, BLOCK_N] in a block.
     rank r --tile, flag arrived[r][tile]--> the result of every rank, columns [r x N, (r + 1) x N)
 
 Placements of the tiles' consumer:
-  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`); `push_tiles`
-  copies to the peers inside          the GEMM's epilogue stores each tile R times (`push_output`); no copy,
-  no second read
+  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`);
+                  `push_tiles` copies to the peers
+  inside          the GEMM's epilogue stores each tile R times (`push_output`): no copy, no second read
 
 The result may belong to the caller: before the first push a rank waits until its peers have entered the call
 (LAG = 0), hence are done with what the result held before. That costs nothing that the op would not wait for

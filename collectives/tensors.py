@@ -57,10 +57,15 @@ def run(
     assert heap is not None
     launch: Launch | None = workspace.plans.get(key)
     if launch is None:
-        heap.vote(call)
+        # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
+        new = call not in workspace.agreed
+        if new:
+            heap.vote(call)
         launch = Launch(kernel, min(blocks, num_multiprocessors(heap.device)), constants, NUM_WARPS, 1)
         launch.compile(args)
-        heap.vote(f"{call}: ready")
+        if new:
+            heap.vote(f"{call}: ready")
+            workspace.agreed[call] = 0
         workspace.plans[key] = launch
     with workspace:
         launch(args)

@@ -4,11 +4,12 @@ A flag is an int32 that holds the number (epoch) of the last call whose data are
 every earlier write of the whole program visible, then raises the flag; `wait` returns once the flag has
 reached the epoch, or gives up.
 
-    epoch = signal.begin(context, True, WORLD)           # the number of this call; tells the peers we are in
-    it ...write a tile... signal.publish(flag, epoch, peer, heap_bases)        # drain, barrier, release at
-    system scope if signal.wait(flags, mask, epoch, tiles, peers, context, OP, WORLD):
+    epoch = signal.begin(context, True, WORLD)      # the number of this call; tells the peers we are in it
+    ...write a tile...
+    signal.publish(flag, epoch, peer, heap_bases)   # drain, barrier, release at system scope
+    if signal.wait(flags, mask, epoch, tiles, peers, context, OP, WORLD):
         ...read the tiles...
-    signal.end(context, epoch)                           # the last program of the grid closes the call
+    signal.end(context, epoch)                      # the last program of the grid closes the call
 
 Rules that the rest of the project relies on:
 - Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can
