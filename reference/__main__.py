@@ -91,7 +91,6 @@ def _run(
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     from pyrocshmem.launch import spawn
-
     from reference import report
     from reference.job import Job, check_job, describe_bound, describe_share, run_rank
 

@@ -111,7 +111,10 @@ def _mode_of_the_file(rank, world_size):
 
     def look(memory):
         seen.extend(mapped_files())
-        modes.extend(stat.S_IMODE(os.stat(path).st_mode) for path in existing(seen))
+        for path in existing(seen):
+            # The peer may seal its own between the two looks.
+            with contextlib.suppress(FileNotFoundError):
+                modes.append(stat.S_IMODE(os.stat(path).st_mode))
         seal(memory)
 
     modes: list[int] = []

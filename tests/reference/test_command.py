@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyrocshmem.launch
 import pytest
 import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import pyrocshmem.launch
 from pyrocshmem import target
 from reference import report
 from reference.__main__ import app, parse_shape
