@@ -3,6 +3,7 @@
 Each test asserts every rank's error, how long it took, and that the next job works.
 """
 
+import contextlib
 import os
 import signal
 import stat
