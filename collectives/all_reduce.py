@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from collectives.tensors import BLOCK, check_symmetric, find_workspace, run
+from collectives.tensors import BLOCK, check_symmetric, run
 from pyrocshmem import signal, status
 from pyrocshmem.device import others, remote
-from stream_k.workspace import Workspace
+from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 

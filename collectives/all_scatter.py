@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from collectives.tensors import BLOCK, DTYPES, check_symmetric, find_workspace, run
+from collectives.tensors import BLOCK, DTYPES, check_symmetric, run
 from pyrocshmem import signal, status
 from pyrocshmem.device import others
-from stream_k.workspace import Workspace
+from stream_k.workspace import Workspace, find_workspace
 
 _OP = tl.constexpr(int(status.Op.ALL_SCATTER))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pyrocshmem.heap import Heap, heap_for
+from pyrocshmem.heap import Heap
 from stream_k.config import num_multiprocessors
 from stream_k.launch import Launch
-from stream_k.workspace import Workspace, workspace_for
+from stream_k.workspace import Workspace
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,14 +32,6 @@ def check_symmetric(heap: Heap, name: str, x: torch.Tensor, dtypes: tuple[torch.
         )
     if not x.is_contiguous():
         raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; contiguous is needed")
-
-
-def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
-    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together."""
-    heap = heap_for(group)
-    if workspace is not None and workspace.heap is not heap:
-        raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
-    return heap, workspace if workspace is not None else workspace_for(heap)
 
 
 def run(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyrocshmem import target
-from pyrocshmem.heap import Heap, heap_for
+from pyrocshmem.heap import Heap
 from stream_k.config import Config, choose, num_multiprocessors
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
@@ -22,7 +22,7 @@ from stream_k.kernel import consumer_kernel
 from stream_k.launch import Launch
 from stream_k.operands import aligned, check_apart, check_product, kind
 from stream_k.product import Product, make_product
-from stream_k.workspace import Workspace, workspace_for
+from stream_k.workspace import Workspace, find_workspace
 
 Arguments = tuple[Any, ...]
 
@@ -100,8 +100,7 @@ def fused_gemm(
 ) -> Any:
     """Make a call of an op on the heap of `group`: returns out, or (out, squares) where they are asked for."""
     a, b, out, bias = request[:4]
-    heap = heap_for(group)
-    workspace = _workspace_of(heap, workspace)
+    heap, workspace = find_workspace(group, workspace)
     key = (
         kind_of_plan.name,
         kind(a),
@@ -131,12 +130,6 @@ def fused_gemm(
     if plan.result is not None:
         out.copy_(plan.result)
     return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if request.squared_partials else out
-
-
-def _workspace_of(heap: Heap, workspace: Workspace | None) -> Workspace:
-    if workspace is not None and workspace.heap is not heap:
-        raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
-    return workspace if workspace is not None else workspace_for(heap)
 
 
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:

@@ -23,7 +23,7 @@ import torch
 
 from pyrocshmem import signal, status
 from pyrocshmem.errors import WorkspaceBusy
-from pyrocshmem.heap import Heap
+from pyrocshmem.heap import Heap, heap_for
 
 DEFAULT_WAIT_SECONDS = 10.0
 
@@ -229,3 +229,11 @@ def workspace_for(heap: Heap) -> Workspace:
     if heap.workspace is None:
         heap.workspace = Workspace(heap)
     return heap.workspace
+
+
+def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
+    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together."""
+    heap = heap_for(group)
+    if workspace is not None and workspace.heap is not heap:
+        raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
+    return heap, workspace if workspace is not None else workspace_for(heap)
