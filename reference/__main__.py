@@ -14,18 +14,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-# A Llama-70B layer on 8 GPUs, each rank with 1/8 of the hidden width. On a CPU: about a second.
-_GPU_SIZE, _GPU_SHARE = 8192, 3584
-_CPU_SIZE = 512
-
-
-class Collective(StrEnum):
-    """What follows the product."""
-
-    all_gather = "all_gather"
-    all_reduce = "all_reduce"
-    reduce_scatter = "reduce_scatter"
-
 
 class Dtype(StrEnum):
     """Of operands and result."""
@@ -47,9 +35,9 @@ def main(
     num_gpus: Annotated[
         int, typer.Option("-n", "--num-gpus", help="Ranks: GPUs, or processes on a CPU.")
     ] = 2,
-    collective: Annotated[Collective, typer.Option("-c", "--collective", help="Collective operation.")] = (
-        Collective.all_gather
-    ),
+    collective: Annotated[
+        str, typer.Option("-c", "--collective", help="Collective operation.")
+    ] = "all_gather",
     shape: Annotated[str | None, typer.Option("--shape", help="Global sizes as M,N,K.")] = None,
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Default: bfloat16, on a CPU float16.")
@@ -65,7 +53,7 @@ def main(
         # Read when pyrocshmem is imported, here and in the ranks: hence before the imports below.
         os.environ["PYROCSHMEM_BACKEND"] = backend.value
     try:
-        ok = _run(console, num_gpus, collective.value, shape, dtype and dtype.value, seed, iters, json)
+        ok = _run(console, num_gpus, collective, shape, dtype and dtype.value, seed, iters, json)
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(2) from None
@@ -92,24 +80,26 @@ def _run(
         raise ValueError(str(error)) from None
     from pyrocshmem.launch import spawn
     from reference import report
-    from reference.job import Job, check_job, describe_bound, describe_share, run_rank
+    from reference.job import Job, check_job, describe_bound, run_rank
+    from reference.problems import find_problem
 
     on_gpu = target.backend() != "host"
     if num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks asked for, allowed 1 or more")
     if on_gpu and num_ranks > target.num_devices():
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
-    sizes = parse_shape(shape) if shape else _default_shape(collective, num_ranks, on_gpu)
+    problem = find_problem(collective)
+    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
     job = Job(collective, sizes, getattr(torch, name), seed, iters)
-    check_job(job, num_ranks)
+    check_job(job)
 
     M, N, K = sizes
     facts = {
         "runs on": target.describe(),
-        "op": f"matmul, then {collective} over {'NCCL/RCCL' if on_gpu else 'gloo'}, {num_ranks} ranks",
+        "op": f"{problem.steps} ({'NCCL/RCCL' if on_gpu else 'gloo'}), {num_ranks} ranks",
         "C = A x B": f"M N K = {M} {N} {K}, {name}, seed {seed}",
-        "per rank": describe_share(job, num_ranks),
+        "per rank": problem.describe_share(sizes, num_ranks),
         "bound": describe_bound(job, num_ranks),
     }
     report.print_facts(console, "reference", facts)
@@ -129,15 +119,6 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--shape must be M,N,K, three sizes of 0 or more, got {text!r}")
     return int(parts[0]), int(parts[1]), int(parts[2])
-
-
-def _default_shape(collective: str, num_ranks: int, on_gpu: bool) -> tuple[int, int, int]:
-    if not on_gpu:
-        # Rows divide by the ranks, so that every collective works with any number of them.
-        return _CPU_SIZE // num_ranks * num_ranks or num_ranks, _CPU_SIZE, _CPU_SIZE
-    long = num_ranks * _GPU_SHARE
-    rows = _GPU_SIZE // num_ranks * num_ranks
-    return (rows, long, _GPU_SIZE) if collective == "all_gather" else (rows, _GPU_SIZE, long)
 
 
 # Plain help and errors: rich's panels are hard to read in a log.

@@ -11,6 +11,9 @@ are rounded to the operands' dtype before they are added, which is what the fuse
 
 Every `out` and scratch argument is optional; one that is given must be contiguous and have exactly the stated
 shape and the operands' dtype and device. All raise ValueError (value got, value wanted) before communicating.
+
+Rows that R does not divide are shared out by `shard_range`. The libraries want equal blocks, so such shares travel
+padded to the longest one, in scratch that is allocated during the call whatever the caller gives.
 """
 
 from __future__ import annotations
@@ -44,27 +47,56 @@ def all_reduce(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None
     return out
 
 
-def all_gather(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The ranks' `x` [m, ...], of equal shapes, one after another along dimension 0: [R * m, ...]."""
-    shape = (dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    out = _buffer("out", out, shape, x)
-    if out.numel() > 0:
-        _single("all_gather_single", "all_gather_into_tensor")(out, x.contiguous(), group=group)
+def all_gather(
+    x: torch.Tensor, group: Group = None, *, num_rows: int | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The ranks' `x` [m, ...] one after another along dimension 0: [num_rows, ...] on every rank.
+
+    num_rows: by default R * m, the ranks' shapes being equal; otherwise rank r brings the rows
+    `shard_range(num_rows, r, R)`.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = ranks * x.shape[0] if num_rows is None else num_rows
+    shards = [shard_range(rows, peer, ranks) for peer in range(ranks)]
+    mine = shards[rank][1] - shards[rank][0]
+    if x.shape[0] != mine:
+        raise ValueError(f"x must have {mine} of the {rows} rows on rank {rank}, got {x.shape[0]}")
+    out = _buffer("out", out, (rows, *x.shape[1:]), x)
+    if out.numel() == 0:
+        return out
+    gather = _single("all_gather_single", "all_gather_into_tensor")
+    if rows % ranks == 0:
+        gather(out, x.contiguous(), group=group)
+        return out
+    longest = -(-rows // ranks)
+    block, gathered = x.new_empty(longest, *x.shape[1:]), x.new_empty(ranks * longest, *x.shape[1:])
+    block[:mine] = x
+    gather(gathered, block, group=group)
+    for (begin, end), arrived in zip(shards, gathered.split(longest), strict=True):
+        out[begin:end] = arrived[: end - begin]
     return out
 
 
 def reduce_scatter(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [r * m / R, (r + 1) * m / R) of the sum over ranks of `x` [m, ...]: [m / R, ...] on rank r.
-
-    Raises ValueError where m is not divisible by the number of ranks.
-    """
-    ranks = dist.get_world_size(group)
-    if x.shape[0] % ranks != 0:
-        raise ValueError(f"reduce_scatter needs rows divisible by the {ranks} ranks, got {x.shape[0]} rows")
-    out = _buffer("out", out, (x.shape[0] // ranks, *x.shape[1:]), x)
-    if out.numel() > 0:
-        _single("reduce_scatter_single", "reduce_scatter_tensor")(out, x.contiguous(), group=group)
-    return out
+    """The rows `shard_range(m, r, R)` of the sum over ranks of `x` [m, ...], on rank r."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = x.shape[0]
+    shards = [shard_range(rows, peer, ranks) for peer in range(ranks)]
+    mine = shards[rank][1] - shards[rank][0]
+    out = _buffer("out", out, (mine, *x.shape[1:]), x)
+    # Not out's elements: a rank without rows takes part for the others.
+    if x.numel() == 0:
+        return out
+    scatter = _single("reduce_scatter_single", "reduce_scatter_tensor")
+    if rows % ranks == 0:
+        scatter(out, x.contiguous(), group=group)
+        return out
+    longest = -(-rows // ranks)
+    block, padded = x.new_empty(longest, *x.shape[1:]), x.new_zeros(ranks * longest, *x.shape[1:])
+    for (begin, end), leaving in zip(shards, padded.split(longest), strict=True):
+        leaving[: end - begin] = x[begin:end]
+    scatter(block, padded, group=group)
+    return out.copy_(block[:mine])
 
 
 def gemm_all_reduce(
@@ -87,16 +119,15 @@ def gemm_reduce_scatter(
     out: torch.Tensor | None = None,
     partial: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Row-parallel: rows r of the sum over ranks of a [M, K/R] @ b [K/R, N] -> [M/R, N] on rank r.
+    """Row-parallel: the sum over ranks of a [M, K/R] @ b [K/R, N], of which rank r gets the rows
+    `shard_range(M, r, R)`.
 
-    partial: scratch [M, N], the local product. Raises ValueError where M is not divisible by R.
+    The ranks' shares of K may differ in length. partial: scratch [M, N], the local product.
     """
-    ranks = dist.get_world_size(group)
-    shape = _product_shape(a, b)
-    if shape[0] % ranks != 0:
-        raise ValueError(f"gemm_reduce_scatter needs M divisible by the {ranks} ranks, got M = {shape[0]}")
-    partial = _buffer("partial", partial, shape, a)
-    out = _buffer("out", out, (shape[0] // ranks, shape[1]), a)
+    rows, columns = _product_shape(a, b)
+    begin, end = shard_range(rows, dist.get_rank(group), dist.get_world_size(group))
+    partial = _buffer("partial", partial, (rows, columns), a)
+    out = _buffer("out", out, (end - begin, columns), a)
     torch.matmul(a, b, out=partial)
     return reduce_scatter(partial, group, out=out)
 
@@ -141,18 +172,20 @@ def all_gather_gemm(
     b: torch.Tensor,
     group: Group = None,
     *,
+    num_rows: int | None = None,
     out: torch.Tensor | None = None,
     gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gather a_shard [M/R, K] of all ranks along rows, then A [M, K] @ b [K, N/R] -> [M, N/R] on each rank.
 
-    gathered: scratch [M, K]. The shards must have equal shapes on all ranks.
+    num_rows: M, by default R times a_shard's rows; where R does not divide it, rank r holds the rows
+    `shard_range(M, r, R)`. The ranks' columns may differ in number. gathered: scratch [M, K].
     """
-    ranks = dist.get_world_size(group)
     rows, columns = _product_shape(a_shard, b)
-    gathered = _buffer("gathered", gathered, (ranks * rows, a_shard.shape[1]), a_shard)
-    out = _buffer("out", out, (ranks * rows, columns), a_shard)
-    all_gather(a_shard, group, out=gathered)
+    rows = dist.get_world_size(group) * rows if num_rows is None else num_rows
+    gathered = _buffer("gathered", gathered, (rows, a_shard.shape[1]), a_shard)
+    out = _buffer("out", out, (rows, columns), a_shard)
+    all_gather(a_shard, group, num_rows=rows, out=gathered)
     return torch.matmul(gathered, b, out=out)
 
 

@@ -8,9 +8,11 @@ usage() {
   cat <<'USAGE'
 Usage: ./run.sh [OPTIONS]
 
+Runs torch.matmul and a torch.distributed collective (NCCL, RCCL or gloo), checks the result and times it.
+
 Options:
   -n, --num-gpus NUM      Number of GPUs to use, or of ranks on a CPU (default: 2)
-  -c, --collective NAME   Collective operation to run: all_gather, all_reduce, reduce_scatter (default: all_gather)
+  -c, --collective NAME   Collective operation to run, of those below (default: all_gather)
   --shape M,N,K           Global sizes of C = A x B (default: a Llama layer on GPUs, a small product on a CPU)
   --dtype NAME            float16, bfloat16 or float32 (default: bfloat16, on a CPU float16)
   --backend NAME          auto, gpu or cpu (default: auto)
@@ -18,6 +20,12 @@ Options:
   --iters NUM             Timed calls (default: 10)
   --json FILE             Write the results to FILE
   -h, --help              Show this help message and exit
+
+Collectives, of C = A x B on R ranks:
+  all_gather              A's rows are gathered, then multiplied by each rank's columns of B
+  all_reduce              The sum over ranks of products over K/R, on every rank
+  all_scatter             Each rank's columns of C, gathered on every rank
+  reduce_scatter          The sum over ranks of products over K/R, each rank its own rows
 
 Example:
   ./run.sh -n 4 -c all_reduce  # Run with 4 GPUs using all_reduce

@@ -22,11 +22,6 @@ MAX_RANKS = 8
 _CPU_RANKS = 4
 _USAGE = Path(__file__).with_name("usage.txt")
 
-# A Llama-70B layer: hidden 8192, and 3584 of the intermediate width a rank.
-_GPU_ROWS, _GPU_HIDDEN, _GPU_SHARE = 8192, 8192, 3584
-# Small, and still cut into Stream-K's split tiles: six tiles of ten K-iterations on five programs.
-_CPU_ROWS, _CPU_COLUMNS, _CPU_DEPTH = 128, 192, 640
-
 
 def main(
     num_gpus: Annotated[int | None, typer.Option("-n", "--num-gpus")] = None,
@@ -79,6 +74,7 @@ def _run(
 
     from pyrocshmem.launch import spawn
     from reference import report
+    from reference.problems import find_problem
     from stream_k.job import Job, check_job, run_rank
 
     on_gpu = target.backend() != "host"
@@ -88,16 +84,17 @@ def _run(
         raise ValueError(f"{num_ranks} ranks asked for, allowed are 1 to {MAX_RANKS}")
     if on_gpu and num_ranks > present:
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
-    sizes = parse_shape(shape) if shape else _default_shape(collective, num_ranks, on_gpu)
+    problem = find_problem(collective)
+    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
     name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
     wire = (
         getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
     )
     calls = iters if iters is not None else 20 if on_gpu else 3
     job = Job(collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, **options)
-    check_job(job, num_ranks)
+    check_job(job)
     facts = _facts(job, num_ranks)
-    report.print_facts(console, "Stream-K GEMM + " + collective, facts)
+    report.print_facts(console, "stream_k." + problem.op, facts)
     results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
     timings = [
@@ -115,15 +112,17 @@ def _run(
 def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     """What is printed before the run."""
     from pyrocshmem import target
-    from stream_k.job import describe_share, make_config, make_schedule
+    from reference.problems import find_problem
+    from stream_k.job import make_config, make_schedule
 
+    problem = find_problem(job.collective)
     device = target.device(0)
     config = make_config(job, num_ranks, device)
     schedule = make_schedule(job, num_ranks, device)
     beside = (
         f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
     )
-    algorithm = f"{config.algorithm}, " if job.collective == "all_reduce" else ""
+    algorithm = f"{config.algorithm}, " if problem.op == "gemm_all_reduce" else ""
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
     dtype = str(job.dtype).removeprefix("torch.")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
@@ -135,24 +134,15 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         bound += f" + a rounding of each rank's partial to {job.partial_dtype}"
     return {
         "runs on": target.describe(),
-        "reference": f"torch.matmul, then {library}",
+        "reference": f"{problem.steps} ({library})",
         "C = A x B": f"M N K = {M} {N} {K}, {dtype}, {num_ranks} ranks, seed {job.seed}",
-        "per rank": describe_share(job, num_ranks),
+        "per rank": problem.describe_share(job.shape, num_ranks),
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
         "communication": f"{algorithm}{config.placement} the GEMM"
-        + (f", partials in {wire}" if job.collective == "all_reduce" else ""),
+        + (f", partials in {wire}" if problem.sums else ""),
         "bound": bound,
     }
-
-
-def _default_shape(collective: str, num_ranks: int, on_gpu: bool) -> tuple[int, int, int]:
-    if not on_gpu:
-        if collective == "all_scatter":
-            return _CPU_ROWS, num_ranks * _CPU_COLUMNS, _CPU_DEPTH
-        return _CPU_ROWS, _CPU_COLUMNS, num_ranks * _CPU_DEPTH
-    long = num_ranks * _GPU_SHARE
-    return (_GPU_ROWS, long, _GPU_HIDDEN) if collective == "all_scatter" else (_GPU_ROWS, _GPU_HIDDEN, long)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -13,8 +13,8 @@ from reference.accuracy import Accuracy, check, make_operand
 TIER = 2
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Per rank count R, M is divisible by R (reduce-scatter wants that); N and K are not.
-SHAPES = ((66, 95, 131), (6, 1, 1), (0, 17, 5), (12, 0, 5), (12, 17, 0))
+# Rows that 2 and 3 ranks divide and that they don't; fewer rows than ranks; nothing at all.
+SHAPES = ((66, 95, 131), (67, 95, 131), (6, 1, 1), (1, 8, 4), (0, 17, 5), (12, 0, 5), (13, 17, 0))
 
 
 def full(
@@ -60,7 +60,9 @@ def rank_against_float64(rank: int, world_size: int, seed: int) -> dict[str, Acc
                     a, b[:, n0:n1], num_columns=N, **given(out=out.fill_(9), block=block, gathered=gathered)
                 )
                 found[f"gemm_all_gather {case}"] = check(got, a, b, baseline)
-                got = ops.all_gather_gemm(a[m0:m1], b[:, n0:n1], **given(out=mine, gathered=whole_a))
+                got = ops.all_gather_gemm(
+                    a[m0:m1], b[:, n0:n1], num_rows=M, **given(out=mine, gathered=whole_a)
+                )
                 found[f"all_gather_gemm {case}"] = check(got, a, b[:, n0:n1], baseline[:, n0:n1])
     return found
 
@@ -73,7 +75,8 @@ def test_against_float64(num_ranks: int) -> None:
         wrong = {case: str(accuracy) for case, accuracy in found.items() if not accuracy.ok}
         assert not wrong, f"seed {seed}, rank {rank}: {wrong}"
         # The big case really compared something.
-        assert found["gemm_all_reduce torch.float16 66x95x131 buffers=True"].max_error > 0
+        for op in ("gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather", "all_gather_gemm"):
+            assert found[f"{op} torch.float16 67x95x131 buffers=True"].max_error > 0
 
 
 def rank_with_a_corrupted_shard(rank: int, world_size: int, seed: int) -> tuple[Accuracy, Accuracy]:
@@ -119,6 +122,11 @@ def rank_of_plain_collectives(rank: int, world_size: int) -> None:
         assert torch.equal(x, kept)
         stacked = torch.cat([kept // (rank + 1) * (peer + 1) for peer in range(world_size)])
         assert torch.equal(ops.all_gather(x), stacked)
+        # Rows in unequal shares: three on the first rank, two on the other.
+        uneven, begin = stacked[: 2 * world_size + 1], 2 * rank + min(rank, 1)
+        share = uneven[begin : begin + 2 + (rank == 0)]
+        assert torch.equal(ops.all_gather(share, num_rows=len(uneven)), uneven)
+        assert torch.equal(ops.reduce_scatter(uneven), share * world_size)
         # Inputs need not be contiguous, and `out` may be the input.
         assert torch.equal(ops.all_reduce(x.T), total.T)
         assert ops.all_reduce(x, out=x) is x
@@ -134,10 +142,10 @@ def test_plain_collectives() -> None:
 
 def rank_of_refusals(rank: int, world_size: int) -> float:
     a, b = torch.ones(5, 4, device=target.device(rank)), torch.ones(4, 6, device=target.device(rank))
-    with pytest.raises(ValueError, match=r"needs M divisible by the 2 ranks, got M = 5"):
-        ops.gemm_reduce_scatter(a, b)
-    with pytest.raises(ValueError, match=r"rows divisible by the 2 ranks, got 5 rows"):
-        ops.reduce_scatter(a)
+    with pytest.raises(ValueError, match=f"x must have {4 - rank} of the 7 rows on rank {rank}, got 5"):
+        ops.all_gather_gemm(a, b, num_rows=7)
+    with pytest.raises(ValueError, match=rf"out must be contiguous \(\({3 - rank}, 6\), .*got \(\(5, 6\)"):
+        ops.gemm_reduce_scatter(a, b, out=torch.empty(5, 6, device=a.device))
     with pytest.raises(ValueError, match=r"operands must be .* got \(5, 4\) torch.float32 and \(5, 4\)"):
         ops.gemm_all_reduce(a, a)
     with pytest.raises(ValueError, match="operands must be"):

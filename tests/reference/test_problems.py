@@ -1,0 +1,67 @@
+"""The table of ops: shares of A and B, multiplied, are the part of C that it says; texts and default shapes."""
+
+import pytest
+import torch
+
+import stream_k
+from reference.problems import PROBLEMS, Problem, find_problem
+
+TIER = 0
+M, N, K = 7, 11, 13
+RANKS = (1, 2, 3, 8)
+
+pytestmark = pytest.mark.cpu
+every_op = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+
+
+@every_op
+@pytest.mark.parametrize("ranks", RANKS)
+def test_shares_make_the_result(problem: Problem, ranks: int) -> None:
+    a, b = torch.randn(M, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
+    shares = [problem.shares(a, b, rank, ranks) for rank in range(ranks)]
+    whole_a = torch.cat([a_share for a_share, _ in shares]) if problem.a_cut == "M" else None
+    products = [(a_share if whole_a is None else whole_a) @ b_share for a_share, b_share in shares]
+    if problem.sums:
+        products = [torch.stack(products).sum(0)]
+    c = torch.cat(products, dim=1)
+    torch.testing.assert_close(c, a @ b)
+    parts = [c[problem.part((M, N, K), rank, ranks)] for rank in range(ranks)]
+    if problem.out_cut == "":
+        assert all(torch.equal(part, c) for part in parts)
+    else:
+        assert torch.equal(torch.cat(parts, dim="MN".index(problem.out_cut)), c)
+        # As the fused ops document it.
+        split = torch.tensor_split(c, ranks, dim="MN".index(problem.out_cut))
+        assert [part.shape for part in parts] == [part.shape for part in split]
+
+
+@every_op
+def test_the_local_product_is_the_largest(problem: Problem) -> None:
+    lengths = dict(zip("MNK", (M, N, K), strict=True))
+    lengths[problem.b_cut] = -(-lengths[problem.b_cut] // 3)
+    assert problem.local_shape((M, N, K), 3) == tuple(lengths.values())
+
+
+@every_op
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_default_shapes_are_the_same_work_for_a_rank(problem: Problem, on_gpu: bool) -> None:
+    local = {problem.local_shape(problem.default_shape(ranks, on_gpu), ranks) for ranks in RANKS}
+    assert len(local) == 1
+
+
+def test_the_table_names_what_exists() -> None:
+    for name, problem in PROBLEMS.items():
+        assert find_problem(name) is problem
+        assert callable(getattr(stream_k, problem.op))
+    with pytest.raises(ValueError, match="is 'gather', allowed all_gather, all_reduce, all_scatter, reduce_"):
+        find_problem("gather")
+
+
+def test_shares_in_words() -> None:
+    words = {name: problem.describe_share((M, N, K), 3) for name, problem in PROBLEMS.items()}
+    assert words == {
+        "all_gather": "A 3 x 13, B 13 x 4; result 7 x 4, its own columns",
+        "all_reduce": "A 7 x 5, B 5 x 11; result 7 x 11, the sum over ranks",
+        "all_scatter": "A 7 x 13, B 13 x 4; result 7 x 11, the columns of all ranks",
+        "reduce_scatter": "A 7 x 5, B 5 x 11; result 3 x 11, its own rows of the sum over ranks",
+    }
