@@ -1,0 +1,81 @@
+"""`python -m stream_k`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reference.problems import PROBLEMS
+from tests.scripts import support
+
+TIER = 2
+
+
+def fused(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(support.ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "stream_k", *arguments],
+        check=False,
+        cwd=support.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=support.TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("collective", PROBLEMS)
+@pytest.mark.num_ranks(3)
+def test_run(collective: str, tmp_path: Path) -> None:
+    """Sizes that 3 ranks don't divide."""
+    out = tmp_path / "result.json"
+    options = ("--shape", "97,43,131", "--dtype", "float16", "--iters", "2", "--json", str(out))
+    done = fused("-n", "3", "-c", collective, "--placement", "after", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    problem = PROBLEMS[collective]
+    for part in ("runs on", "because", "whole tiles", "after the GEMM", "speed over reference", "workspace"):
+        assert part in done.stdout
+    for part in (f"stream_k.{problem.op}", problem.steps, problem.describe_share((97, 43, 131), 3)):
+        assert part in done.stdout
+    assert ("partials in fp32" in done.stdout) == problem.sums
+    assert done.stdout.count("right") == 3
+    result = json.loads(out.read_text())
+    assert result["ok"] is True
+    assert all(0 < found["max_error"] <= found["bound_at_max"] for found in result["accuracy"])
+    assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}
+
+
+@pytest.mark.parametrize("collective", PROBLEMS)
+@pytest.mark.cpu
+def test_default_shape_on_one_rank(collective: str) -> None:
+    done = fused("-n", "1", "-c", collective, "--iters", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "M N K = 128 192 640" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("-c", "broadcast"), "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter"),
+        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed after, beside, auto"),
+        (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed after, beside, auto"),
+        (("-c", "all_reduce", "--placement", "within"), "is 'within', allowed after, beside, inside, auto"),
+        (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
+        (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
+        (("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),
+    ],
+)
+@pytest.mark.cpu
+def test_mistakes(arguments: tuple[str, ...], text: str) -> None:
+    done = fused(*arguments)
+    assert done.returncode == 2
+    assert text in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_every_collective() -> None:
+    usage = (support.ROOT / "stream_k/usage.txt").read_text()
+    assert all(f"\n  {collective} " in usage for collective in PROBLEMS)
