@@ -1,0 +1,146 @@
+"""`python -m benchmarks OP`: time an op beside its peers; `all` of them; `report` and `summary` of records."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.records import NO_MULTICAST, ROOT, read_all, write_csv
+from benchmarks.shapes import OPS, SETS
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Times an op beside its peers (cuBLAS + NCCL, PyTorch symmetric memory, ...), checks every timed output, "
+    "and makes tables and plots of the records. Exits with 1 where a result is wrong, 2 for bad options.",
+)
+
+
+def _command(op: str) -> Callable[..., None]:
+    def command(
+        shapes: Annotated[
+            str | None,
+            typer.Option(help=f"{', '.join(SETS)}, M,N,K of a rank's product, bytes, or FILE.toml."),
+        ] = None,
+        dtype: Annotated[
+            str | None, typer.Option(help="bfloat16, float16, float32. Default: by set; on a CPU float16.")
+        ] = None,
+        providers: Annotated[
+            str | None, typer.Option(help="Names with commas between them. Default: all.")
+        ] = None,
+        iters: Annotated[int, typer.Option(help="Samples a provider.")] = 30,
+        num_ranks: Annotated[
+            int | None, typer.Option("-n", "--num-ranks", help="Ranks. Default: all GPUs, or 2 on a CPU.")
+        ] = None,
+        json_file: Annotated[
+            Path | None, typer.Option("--json", help="Write the records to this file.")
+        ] = None,
+        csv_file: Annotated[Path | None, typer.Option("--csv", help="Write medians to this file.")] = None,
+        plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
+        commit: Annotated[str, typer.Option(help="The commit, where git can't tell it.")] = "",
+    ) -> None:
+        console = Console()
+        # Before torch, NCCL and the ranks read them.
+        os.environ.update(NO_MULTICAST)
+        try:
+            ok = _run(
+                console, op, shapes, dtype, providers, iters, num_ranks, json_file, csv_file, plot, commit
+            )
+        except (ValueError, OSError) as error:
+            console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+            raise typer.Exit(2) from None
+        raise typer.Exit(0 if ok else 1)
+
+    return command
+
+
+def _run(
+    console: Console,
+    op: str,
+    shapes: str | None,
+    dtype: str | None,
+    names: str | None,
+    iters: int,
+    num_ranks: int | None,
+    json_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+    commit: str,
+) -> bool:
+    """Measure, print and write; whether every result is right and nothing of ours failed."""
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype is {dtype!r}, allowed are bfloat16, float16, float32")
+    if iters < 1:
+        raise ValueError(f"iters is {iters}, allowed 1 or more")
+    try:
+        from benchmarks import run, tables
+    except RuntimeError as error:  # a backend that this machine does not have
+        raise ValueError(str(error)) from None
+    ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
+    wanted = tuple(name.strip() for name in names.split(",")) if names else None
+    cases = run.plan(list(OPS) if op == "all" else [op], shapes, dtype, ranks, wanted)
+    with tempfile.TemporaryDirectory() as folder:
+        path = json_file if json_file is not None else Path(folder) / "records.jsonl"
+        file = run.run(cases, wanted, iters, ranks, path, commit)
+        if csv_file is not None:
+            write_csv(csv_file, file.cases)
+        if plot is not None:
+            from benchmarks import plots
+
+            plots.draw([file], plot)
+    console.print(tables.document([file]), soft_wrap=True, markup=False, highlight=False)
+    problems = run.problems(file.cases)
+    for text in problems:
+        console.print(text, style="red", markup=False, soft_wrap=True)
+    return not problems
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
+    ] = None,
+) -> None:
+    """Write docs/results.md, its plots, and the table of README.md."""
+    from benchmarks import plots, tables
+
+    found = read_all(files or sorted(RESULTS.glob("*.jsonl")))
+    if not found:
+        typer.echo("no records to report", err=True)
+        raise typer.Exit(2)
+    drawn = plots.draw(found, ROOT / "docs" / "results")
+    tables.write(found, drawn, ROOT)
+    typer.echo(f"wrote docs/results.md, {len(drawn)} plots and the table of README.md")
+
+
+@app.command()
+def summary(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """Geometric means and worst cases of each op and set of shapes."""
+    from benchmarks import stats, tables
+
+    found = stats.summary(read_all(files or sorted(RESULTS.glob("*.jsonl"))))
+    typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
+
+
+for _name in (*OPS, "all"):
+    _what = "every op at its own sets of shapes" if _name == "all" else _name
+    app.command(_name, help=f"Time {_what} beside its peers.")(_command(_name))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,282 @@
+"""Measuring cases on a rank: providers in turn, on the same tensors, checked afterwards.
+
+    for record in measure_cases(cases, ...): ...     # on every rank; rank 0 gets whole records
+
+A sample, on a GPU: poison the output, flush the L2 cache, keep the device busy while the host enqueues, line the
+ranks up by a tiny all-reduce, start event, call, end event. `graph` cases replay a CUDA graph of GRAPH_CALLS
+calls instead of one call, and count its share. On a CPU: wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import check, providers
+from benchmarks.operands import Operands
+from benchmarks.providers import Run, Unavailable
+from benchmarks.shapes import LINK_BYTES_PER_S, OPS, Case
+from reference.timing import host_seconds
+
+GRAPH_CALLS = 20
+WARM_UP_SECONDS = 0.5
+_WARM_UP_CALLS = 3
+_FLUSH_BYTES = 256 << 20
+_BUSY_CYCLES = 600_000  # about 0.3 ms
+_HOST_CALLS = 20
+
+
+class Meter:
+    """A rank's clock. lined_up: whether ranks start each sample together.
+
+    The first case is preceded by WARM_UP_SECONDS of its own calls; the device stays busy from then on, and later
+    cases start with a few calls of each provider.
+    """
+
+    def __init__(self, device: torch.device, lined_up: bool) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.flush = torch.empty(_FLUSH_BYTES if self.on_gpu else 0, dtype=torch.uint8, device=device)
+        self.token = torch.zeros(1, device=device) if lined_up else None
+        self.cold = True
+
+    def sample(self, call: Callable[[], object], reset: Callable[[], None]) -> float:
+        """Seconds of one call on this rank."""
+        reset()
+        self.flush.fill_(1)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda._sleep(_BUSY_CYCLES)
+        if self.token is not None:
+            dist.all_reduce(self.token)
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            call()
+            return time.perf_counter() - begin
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(end) / 1e3
+
+    def in_turn(
+        self, calls: dict[str, Callable[[], object]], runs: dict[str, Run], iters: int
+    ) -> dict[str, Any]:
+        """Seconds of `iters` calls of each provider, A B C A B C."""
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        warm = self._num_warm_up_rounds(calls, runs)
+        for i in range(-warm, iters):
+            for name, call in calls.items():
+                seconds = self.sample(call, runs[name].reset)
+                if i >= 0:
+                    found[name].append(seconds)
+        return found
+
+    def _num_warm_up_rounds(self, calls: dict[str, Callable[[], object]], runs: dict[str, Run]) -> int:
+        if not self.on_gpu:
+            return 0
+        if not self.cold:
+            return _WARM_UP_CALLS
+        self.cold = False
+        begin = time.perf_counter()
+        for name, call in calls.items():
+            self.sample(call, runs[name].reset)
+        spent = torch.tensor(time.perf_counter() - begin)
+        if self.token is not None:
+            # The same number of rounds on all ranks.
+            dist.all_reduce(spent, op=dist.ReduceOp.MIN)
+        return max(_WARM_UP_CALLS, round(WARM_UP_SECONDS / float(spent)))
+
+
+def measure_cases(
+    cases: list[Case], names: tuple[str, ...] | None, iters: int, heap: Any, device: torch.device
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure `cases`, all of one op. Yields, on every rank, lists of the records of finished cases.
+
+    heap: of the ranks that run a case together. None: cases of one rank, which the ranks of the default
+    process group share out among themselves, one each at a time. names: of providers; None: all.
+    """
+    together = heap is not None
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    meter = Meter(device, lined_up=together and ranks > 1)
+    step = 1 if together else ranks
+    for first in range(0, len(cases), step):
+        mine = first if together else first + rank
+        record = None
+        if mine < len(cases):
+            record = _measure(cases[mine], names, iters, heap, meter)
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, record)
+        found = [part for part in parts if part is not None]
+        yield [merged(found)] if together else [merged([part]) for part in found]
+
+
+def _measure(
+    case: Case, names: tuple[str, ...] | None, iters: int, heap: Any, meter: Meter
+) -> dict[str, Any]:
+    """This rank's part of the record of a case."""
+    operands = Operands(case, heap, meter.device)
+    wanted = [name for name in providers.providers_of(case.op) if names is None or name in names]
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    runs: dict[str, Run] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    begin = time.time()
+    try:
+        for name in wanted:
+            run, reason, ours = _try(lambda name=name: _ready(name, operands), name, operands)  # type: ignore[misc]
+            if run is None:
+                (failed if ours else skipped)[name] = reason
+                continue
+            runs[name] = run
+        for name, run in list(runs.items()):
+            call, reason, ours = _try(lambda run=run: _call_of(run, case), name, operands)  # type: ignore[misc]
+            if call is None:
+                (failed if ours else skipped)[name] = reason
+                _close(runs.pop(name))
+                continue
+            calls[name] = call
+        begin = time.time()
+        seconds = meter.in_turn(calls, runs, iters)
+        end = time.time()
+        if heap is not None:
+            heap.synchronize()
+        # A call in place has gone through its data many times in a graph: the check is of one more call.
+        for run in runs.values():
+            if run.prepare is not None:
+                run.prepare()
+                run.call()
+        truths = {what: operands.truth(what) for what in sorted({run.what for run in runs.values()})}
+        errors = {name: check.error_of(run, truths[run.what], operands.ranks) for name, run in runs.items()}
+        host = {}
+        if meter.on_gpu and "ours" in runs:
+            host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
+        calls_each = GRAPH_CALLS if case.timing == "graph" else 1
+        return {
+            **dataclasses.asdict(case),
+            "device": _device_name(meter.device),
+            "us": {name: [1e6 * s / calls_each for s in spent] for name, spent in seconds.items()},
+            "host_us": host,
+            "error": errors,
+            "skipped": skipped,
+            "failed": failed,
+            "config": {name: _plain(run.config) for name, run in runs.items() if run.config is not None},
+            "span": (begin, end),
+        }
+    finally:
+        calls.clear()
+        for run in runs.values():
+            _close(run)
+        runs.clear()
+        operands.close()
+
+
+def _ready(name: str, operands: Operands) -> Run:
+    run = providers.prepare(name, operands)
+    run.call()
+    if operands.device.type == "cuda":
+        torch.cuda.synchronize(operands.device)
+    return run
+
+
+def _call_of(run: Run, case: Case) -> Callable[[], object]:
+    """What a sample calls: one call, or the replay of a graph of GRAPH_CALLS of them."""
+    if case.timing != "graph":
+        return run.call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run.call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL's watchdog) may query events meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(GRAPH_CALLS):
+            run.call()
+    return graph.replay
+
+
+def _try(make: Callable[[], Any], name: str, operands: Operands) -> tuple[Any, str, bool]:
+    """(what `make` gives on every rank, or None; the first rank's reason; whether that is a fault of ours)."""
+    made, reason, fault = None, "", False
+    try:
+        made = make()
+    except Unavailable as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        fault = name.startswith("ours")
+    found: list[Any] = [(reason, fault)]
+    if operands.ranks > 1:
+        found = [None] * operands.ranks
+        dist.all_gather_object(found, (reason, fault))
+    reasons = [each for each in found if each[0]]
+    if not reasons:
+        return made, "", False
+    if isinstance(made, Run):
+        _close(made)
+    return None, reasons[0][0], any(fault for _, fault in reasons)
+
+
+def _close(run: Run) -> None:
+    if run.close is not None:
+        run.close()
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of a case from its ranks' parts: samples of the slowest rank, errors of the worst one."""
+    record = dict(parts[0])
+    for field in ("us", "host_us", "error"):
+        record[field] = {}
+    for name in parts[0]["us"]:
+        record["us"][name] = [
+            max(sample) for sample in zip(*(part["us"][name] for part in parts), strict=True)
+        ]
+        record["error"][name] = check.worst([part["error"][name] for part in parts])
+    for name in parts[0]["host_us"]:
+        record["host_us"][name] = max(part["host_us"][name] for part in parts)
+    record["wrong"] = [name for name, error in record["error"].items() if error["num_bad"]]
+    record.update(_derived(record))
+    return record
+
+
+def _derived(record: dict[str, Any]) -> dict[str, Any]:
+    """Floor, efficiency and bandwidths, from the medians. None where nothing can be said: floors are of GPUs."""
+    op, ranks = OPS[record["op"]], record["ranks"]
+    M, N, K = record["M"], record["N"], record["K"]
+    median = {name: _median(samples) for name, samples in record["us"].items()}
+    itemsize = getattr(torch, record["dtype"]).itemsize
+    nbytes = op.link_bytes(M, N, K, ranks, itemsize)
+    on_gpu = record["device"] != "cpu"
+    link_us = 1e6 * nbytes / LINK_BYTES_PER_S
+    alone = [
+        median[name] for name in ("blas", "ours_gemm" if op.kind != "gemm" else "ours") if name in median
+    ]
+    known = on_gpu and (bool(alone) or op.kind == "collective")
+    floor = max([link_us, min(alone, default=0.0)]) if known else None
+    found: dict[str, Any] = {"link_bytes": nbytes, "floor_us": floor, "efficiency": {}}
+    if floor is not None:
+        fused = {name: us for name, us in median.items() if name not in ("blas", "ours_gemm")}
+        found["efficiency"] = {name: floor / us for name, us in fused.items()}
+    if op.kind == "collective":
+        found["bus_gb_per_s"] = {name: nbytes / us / 1e3 for name, us in median.items()}
+    return found
+
+
+def _median(samples: list[float]) -> float:
+    return float(torch.tensor(samples, dtype=torch.float64).quantile(0.5))
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(config)
+    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in values.items()}

@@ -1,0 +1,316 @@
+"""Who computes a case: ours in its variants, the library pair, PyTorch's symmetric memory, NCCL windows, Kraken.
+
+    run = prepare("torch_symm_mem", operands)      # raises Unavailable, with the reason
+    run.call(); run.out
+
+A provider's `call` allocates as little as its interface lets it, and writes `out`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import collectives
+import stream_k
+from benchmarks.operands import Operands
+from benchmarks.shapes import OPS
+from reference import ops as reference_ops
+
+SUMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_reduce")
+
+
+class Unavailable(Exception):
+    """The provider can't run here, or not this case; the message is the reason."""
+
+
+@dataclass
+class Run:
+    """A provider, ready for a case.
+
+    function: the call; what it returns is the output where `out` is None. what: which truth the output is held
+    to, "result" or "product". roundings: of every rank's partial result, beyond the bound of our own ops;
+    library: whether the bound of a library applies, which may round while it adds. prepare: before each
+    call, instead of poisoning `out`: for calls that work in place. as_result: makes the output the result.
+    """
+
+    function: Callable[[], Any]
+    out: torch.Tensor | None
+    what: str = "result"
+    roundings: int = 0
+    library: bool = False
+    prepare: Callable[[], None] | None = None
+    as_result: Callable[[torch.Tensor], torch.Tensor] | None = None
+    config: Any = None
+    returns: bool = False
+    close: Callable[[], None] | None = None
+
+    def call(self) -> None:
+        """One call."""
+        made = self.function()
+        if self.returns:
+            self.out = made
+
+    def reset(self) -> None:
+        """Poison the output, or bring the input of a call in place back."""
+        if self.prepare is not None:
+            self.prepare()
+        elif self.out is not None:
+            self.out.fill_(float("nan"))
+
+    def result(self) -> torch.Tensor:
+        """The output, in the layout of the op's result."""
+        assert self.out is not None
+        return self.as_result(self.out) if self.as_result is not None else self.out
+
+
+def providers_of(op: str) -> tuple[str, ...]:
+    """The providers that compute `op` at all, ours first."""
+    return tuple(name for name, (ops, _) in _PROVIDERS.items() if op in ops)
+
+
+def prepare(name: str, operands: Operands) -> Run:
+    """`name`, ready for a case. Collective. Raises Unavailable."""
+    return _PROVIDERS[name][1](operands)
+
+
+def _public(module: Any, name: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if function is None:
+        raise Unavailable(f"{module.__name__}.{name} is not there yet")
+    return function
+
+
+def _config(x: Operands, **changes: Any) -> Any:
+    case = x.case
+    wire = changes.pop("partial_dtype", None)
+    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.ranks, x.device, wire)
+    return dataclasses.replace(config, **changes)
+
+
+def _ours(**changes: Any) -> Callable[[Operands], Run]:
+    def prepare_ours(x: Operands) -> Run:
+        case, out = x.case, x.new(*x.result_shape())
+        if OPS[case.op].kind == "collective":
+            return _our_collective(x)
+        function = _public(stream_k, case.op)
+        if case.op == "gemm":
+            config = _config(x, **changes)
+            return Run(lambda: function(x.a, x.b, out=out, config=config), out, config=config)
+        config = _config(x, **changes)
+        if changes.get("placement") == _config(x).placement:
+            raise Unavailable("the default placement")
+        return Run(lambda: function(x.a, x.b, group=x.heap, out=out, config=config), out, config=config)
+
+    return prepare_ours
+
+
+def _our_collective(x: Operands) -> Run:
+    function = _public(collectives, x.case.op)
+    out = x.symmetric(*x.result_shape())
+    return Run(lambda: function(x.x, group=x.heap, out=out), out)
+
+
+def _ours_16bit(x: Operands) -> Run:
+    if x.dtype.itemsize != 2:
+        raise Unavailable(f"{x.case.dtype} has 4 bytes")
+    function, out = _public(stream_k, x.case.op), x.new(*x.result_shape())
+    config = _config(x, partial_dtype=x.dtype)
+    call = lambda: function(x.a, x.b, group=x.heap, out=out, config=config)  # noqa: E731
+    return Run(call, out, roundings=1, config=config)
+
+
+def _ours_gemm(x: Operands) -> Run:
+    a, out = x.whole_a(), x.new(x.case.M, x.case.N)
+    return Run(lambda: stream_k.gemm(a, x.b, out=out), out, what="product")
+
+
+def _blas(x: Operands) -> Run:
+    a, out = x.whole_a(), x.new(x.case.M, x.case.N)
+    return Run(lambda: torch.mm(a, x.b, out=out), out, what="product", library=True)
+
+
+def _unfused(x: Operands) -> Run:
+    case, op = x.case, x.case.op
+    M, N, K = case.M, case.N, case.K
+    roundings = x.ranks if op in SUMS else 0
+    rows, columns = x.result_shape()
+    if op == "all_reduce":
+        given = x.new(M, N)
+        restore = lambda: given.copy_(x.x)  # noqa: E731
+        restore()
+        return Run(lambda: dist.all_reduce(given), given, prepare=restore, roundings=roundings, library=True)
+    if op == "all_scatter":
+        given = x.new(M, N).copy_(x.x)
+        out, gathered = x.new(rows, columns), x.new(x.ranks, M, N)
+
+        def gather() -> None:
+            reference_ops.all_gather(given, out=gathered.view(x.ranks * M, N))
+            out.view(M, x.ranks, N).copy_(gathered.transpose(0, 1))
+
+        return Run(gather, out, library=True)
+    a = x.new(*x.a.shape).copy_(x.a)
+    out = x.new(rows, columns)
+    function: Callable[[], Any]
+    if op == "gemm_all_reduce":
+        function = lambda: reference_ops.gemm_all_reduce(a, x.b, out=out)  # noqa: E731
+    elif op == "gemm_reduce_scatter":
+        partial = x.new(M, N) if M % x.ranks == 0 else None
+        function = lambda: reference_ops.gemm_reduce_scatter(a, x.b, out=out, partial=partial)  # noqa: E731
+    elif op == "all_gather_gemm":
+        whole = x.new(M, K) if M % x.ranks == 0 else None
+        function = lambda: reference_ops.all_gather_gemm(a, x.b, out=out, gathered=whole)  # noqa: E731
+    else:
+        block, blocks = x.new(M, N), x.new(x.ranks, M, N)
+        function = lambda: reference_ops.gemm_all_gather(  # noqa: E731
+            a, x.b, num_columns=columns, out=out, block=block, gathered=blocks
+        )
+    return Run(function, out, roundings=roundings, library=True)
+
+
+def _unfused_stacked(x: Operands) -> Run:
+    """The ranks' blocks one below the other, which is what a library gives: not the op's result, but faster."""
+    M, N = x.case.M, x.case.N
+    out = x.new(x.ranks * M, N)
+    block = x.new(M, N) if x.kind != "collective" else x.new(M, N).copy_(x.x)
+
+    def gather() -> None:
+        if x.kind != "collective":
+            torch.mm(x.a, x.b, out=block)
+        reference_ops.all_gather(block, out=out)
+
+    def side_by_side(stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.view(x.ranks, M, N).transpose(0, 1).reshape(M, x.ranks * N)
+
+    return Run(gather, out, as_result=side_by_side, library=True)
+
+
+def _nccl_window(x: Operands) -> Run:
+    """The unfused pair on buffers that NCCL has registered as symmetric windows."""
+    _need_gpus(x)
+    backend = dist.group.WORLD._get_backend(x.device)
+    if not hasattr(backend, "register_mem_pool") or not hasattr(backend, "mem_allocator"):
+        raise Unavailable(f"torch {torch.__version__} registers no memory pools")
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        run = _unfused(x)
+    try:
+        backend.register_mem_pool(pool, symm=True)
+    except (TypeError, RuntimeError) as error:
+        raise Unavailable(f"no symmetric registration: {_first_line(error)}") from None
+
+    def close() -> None:
+        torch.cuda.synchronize(x.device)
+        backend.deregister_mem_pool(pool)
+
+    run.close = close
+    return run
+
+
+def _torch_symm_mem(x: Operands) -> Run:
+    _need_gpus(x)
+    _equal_rows(x)
+    # Registers the ops.
+    importlib.import_module("torch.distributed._symmetric_memory")
+    group = _group_name()
+    if x.case.op == "all_gather_gemm":
+        fused = torch.ops.symm_mem.fused_all_gather_matmul
+        call = lambda: fused(x.a, [x.b], 0, group, return_A=False)[1][0]  # noqa: E731
+        return Run(call, None, returns=True, library=True)
+    scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    call = lambda: scatter(x.a, x.b, "sum", 0, group)  # noqa: E731
+    return Run(call, None, returns=True, roundings=1, library=True)
+
+
+def _torch_shot(algorithm: str) -> Callable[[Operands], Run]:
+    def prepare_shot(x: Operands) -> Run:
+        _need_gpus(x)
+        if x.case.M * x.case.N * x.dtype.itemsize % (16 * x.ranks):
+            raise Unavailable(f"size is no multiple of {16 * x.ranks} bytes")
+        symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+        given = symmetric_memory.empty(x.case.M * x.case.N, dtype=x.dtype, device=x.device)
+        group = _group_name()
+        symmetric_memory.rendezvous(given, group)
+        restore = lambda: given.copy_(x.x.view(-1))  # noqa: E731
+        restore()
+        if algorithm == "two_shot":
+            shot = torch.ops.symm_mem.two_shot_all_reduce_
+            call, out, again = lambda: shot(given, "sum", group), given, restore
+            return Run(call, out.view(1, -1), prepare=again, roundings=x.ranks, library=True)
+        one_shot, out = torch.ops.symm_mem.one_shot_all_reduce_out, x.new(x.case.M * x.case.N)
+        call = lambda: one_shot(given, "sum", group, out)  # noqa: E731
+        return Run(call, out.view(1, -1), roundings=x.ranks, library=True)
+
+    return prepare_shot
+
+
+def _kraken(x: Operands) -> Run:
+    try:
+        fused = importlib.import_module("kraken.fused")
+    except ImportError as error:
+        raise Unavailable(f"not importable: {error}") from None
+    _need_gpus(x)
+    _equal_rows(x)
+    # Its kernels read B by columns, and A's shares from symmetric memory.
+    b = x.b.T.contiguous().T
+    if x.case.op == "all_gather_gemm":
+        symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+        a = symmetric_memory.empty(x.a.shape, dtype=x.dtype, device=x.device)
+        symmetric_memory.rendezvous(a, _group_name())
+        a.copy_(x.a)
+        return Run(lambda: fused.all_gather_matmul(a, b)[1], None, returns=True, library=True)
+    names = {
+        "gemm_reduce_scatter": "gemm_reduce_scatter",
+        "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
+    }
+    function = _public(fused, names[x.case.op])
+    return Run(lambda: function(x.a, b), None, returns=True, roundings=x.ranks, library=True)
+
+
+def _need_gpus(x: Operands) -> None:
+    if x.device.type != "cuda":
+        raise Unavailable("needs GPUs")
+    if x.ranks < 2:
+        raise Unavailable("needs 2 ranks")
+    if torch.version.hip:
+        raise Unavailable("not tried on AMD GPUs, where multicast can't be ruled out")
+
+
+def _equal_rows(x: Operands) -> None:
+    if x.case.M % x.ranks:
+        raise Unavailable(f"M = {x.case.M} is not divisible by the {x.ranks} ranks")
+
+
+def _group_name() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+_FUSED = tuple(op.name for op in OPS.values() if op.kind in ("row", "column"))
+_WHOLE = ("all_reduce", "all_scatter")
+_PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
+    "ours": (tuple(OPS), _ours()),
+    "ours_16bit": (("gemm_all_reduce", "gemm_reduce_scatter"), _ours_16bit),
+    "ours_after": (_FUSED, _ours(placement="after")),
+    "ours_beside": (_FUSED, _ours(placement="beside")),
+    "ours_inside": (_FUSED, _ours(placement="inside")),
+    "ours_whole_tiles": (("gemm",), _ours(split="none")),
+    "ours_gemm": (_FUSED, _ours_gemm),
+    "blas": (("gemm", *_FUSED), _blas),
+    "unfused": ((*_FUSED, *_WHOLE), _unfused),
+    "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
+    "nccl_window": ((*_FUSED, *_WHOLE), _nccl_window),
+    "torch_symm_mem": (("all_gather_gemm", "gemm_reduce_scatter"), _torch_symm_mem),
+    "torch_one_shot": (("all_reduce",), _torch_shot("one_shot")),
+    "torch_two_shot": (("all_reduce",), _torch_shot("two_shot")),
+    "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
+}

@@ -1,0 +1,195 @@
+"""Records of a run: one JSON object a line, first the environment, then a case each.
+
+A case has: op, shapes (the set's name), M, N, K of the local product, dtype, ranks, timing ("eager", or "graph":
+replays of many calls), device, us {provider: samples of the slowest rank}, host_us, error {provider: error beside
+its bound}, wrong [providers], skipped and failed {provider: reason}, config {provider: configuration}, link_bytes,
+floor_us, efficiency {provider: floor / median}, clock_mhz and power_w while it was timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2
+ROOT = Path(__file__).resolve().parents[1]
+
+# Multicast stays off for everyone: some machines must not use it, and comparisons are without it.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+_GPU_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+_LOG_PERIOD_MS = 100
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; nothing where it can't run or fails."""
+    with contextlib.suppress(OSError):
+        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        return found.stdout.strip() if found.returncode == 0 else ""
+    return ""
+
+
+def gpus_now() -> list[str]:
+    """A line a GPU: name, driver, clocks, power, temperature."""
+    return output_of("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader").splitlines()
+
+
+def environment(num_ranks: int, commit: str) -> dict[str, Any]:
+    """What the records depend on. commit: where git can't tell it."""
+    import torch
+    import triton
+
+    from pyrocshmem import target
+
+    on_gpu = target.backend() != "host"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None
+    return {
+        "format": FORMAT,
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        "uncommitted": output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "num_ranks": num_ranks,
+        "target": target.describe(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nccl": nccl,
+        "multicast": False,
+        "environment": NO_MULTICAST,
+        "gpus": gpus_now(),
+    }
+
+
+def start(path: Path, header: dict[str, Any]) -> None:
+    """Begin a file of records. Raises OSError, before anything is measured, where it can't be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    append(path, header)
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line: a run that breaks off keeps what it had. Infinities and NaNs become strings: JSON has none."""
+    with path.open("a") as file:
+        file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of records: its environment and its cases."""
+
+    path: Path
+    environment: dict[str, Any]
+    cases: list[dict[str, Any]]
+
+
+def read(path: Path) -> File | None:
+    """The records of a file; None for one in an older format. Raises OSError, ValueError."""
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    if not lines or lines[0].get("format") != FORMAT:
+        return None
+    cases = [line for line in lines[1:] if "op" in line]
+    found = dict(lines[0])
+    for line in lines[1:]:
+        if "op" not in line:
+            found |= line
+    return File(path, found, cases)
+
+
+def read_all(paths: Iterable[Path]) -> list[File]:
+    """The files that can be read, in the order given; says on stderr which ones are in an older format."""
+    files = []
+    for path in paths:
+        file = read(path)
+        if file is None:
+            print(f"{path.name}: not in format {FORMAT}, left out", file=sys.stderr)
+        else:
+            files.append(file)
+    return files
+
+
+def median(record: dict[str, Any], provider: str) -> float | None:
+    """Median microseconds of a provider; None where it was not timed."""
+    samples = record["us"].get(provider)
+    return statistics.median(samples) if samples else None
+
+
+def write_csv(path: Path, records: list[dict[str, Any]]) -> None:
+    """A row for each case and provider."""
+    names = ("op", "shapes", "M", "N", "K", "dtype", "ranks", "timing", "device")
+    header = (*names, "provider", "median_us", "min_us", "max_us", "efficiency", "worst_error_ratio", "wrong")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for record in records:
+            for provider, samples in record["us"].items():
+                values = (provider, median(record, provider), min(samples), max(samples))
+                error = record["error"][provider]["worst_ratio"]
+                efficiency = record["efficiency"].get(provider)
+                row = (*(record[name] for name in names), *values, efficiency, error)
+                writer.writerow((*row, provider in record["wrong"]))
+
+
+class ClockLog:
+    """SM clocks and power of all GPUs while a run goes on, read by one nvidia-smi; nothing without it."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[float, float, float]] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> ClockLog:
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [*query, f"--loop-ms={_LOG_PERIOD_MS}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(ValueError):
+                clock, power = map(float, line.split(","))
+                self._lines.append((time.time(), clock, power))
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    def during(self, begin: float, end: float) -> dict[str, Any]:
+        """Least and largest SM clock and the largest power of any GPU between two times."""
+        found = [line for line in self._lines if begin <= line[0] <= end]
+        if not found:
+            return {"clock_mhz": None, "power_w": None}
+        clocks = [clock for _, clock, _ in found]
+        return {"clock_mhz": [min(clocks), max(clocks)], "power_w": max(power for _, _, power in found)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # `value - value` is 0 for finite numbers only.
+    if isinstance(value, float):
+        return str(value) if value - value != 0 else float(f"{value:.6g}")
+    return value

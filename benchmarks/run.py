@@ -1,0 +1,122 @@
+"""A run: ranks started, cases measured op by op, records written as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import providers, records
+from benchmarks.measure import measure_cases
+from benchmarks.shapes import OPS, Case, cases_of
+from pyrocshmem import target
+from pyrocshmem.heap import Heap
+from pyrocshmem.launch import spawn
+
+# A run that outlives this hangs.
+_LIMIT_S = 3600.0
+# For M = N = 16384: two slots of fp32 partials, a result, and what captured graphs keep.
+_GPU_HEAP_BYTES, _CPU_HEAP_BYTES = 24 << 30, 64 << 20
+
+
+def plan(
+    ops: list[str], shapes: str | None, dtype: str | None, ranks: int, names: tuple[str, ...] | None
+) -> list[Case]:
+    """The cases of a run. Raises ValueError for what doesn't exist."""
+    on_gpu = target.backend() != "host"
+    if ranks < 1 or (on_gpu and ranks > target.num_devices()):
+        here = f", this machine has {target.num_devices()} GPUs" if on_gpu else ""
+        raise ValueError(f"{ranks} ranks asked for, allowed are 1 or more{here}")
+    if names is not None:
+        known = {name for op in ops for name in providers.providers_of(op)}
+        if unknown := sorted(set(names) - known):
+            raise ValueError(f"no such providers: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    found = []
+    for op in ops:
+        sets = (shapes,) if shapes is not None else OPS[op].sets if on_gpu else ("tiny",)
+        for name in sets:
+            # The corpus is the Stream-K paper's, in fp16; Triton's interpreter has no bf16.
+            default = "float16" if name == "stream-k-corpus" or not on_gpu else "bfloat16"
+            found += cases_of(op, name, ranks, dtype or default, on_gpu)
+    return found
+
+
+def run(
+    cases: list[Case],
+    names: tuple[str, ...] | None,
+    iters: int,
+    ranks: int,
+    path: Path,
+    commit: str,
+) -> records.File:
+    """Measure `cases` on `ranks` ranks of this machine; what is in `path` afterwards."""
+    header = records.environment(ranks, commit)
+    records.start(path, header)
+    spawn(_rank_main, ranks, cases, names, iters, path, timeout=_LIMIT_S)
+    records.append(path, {"gpus_after": records.gpus_now()})
+    found = records.read(path)
+    assert found is not None
+    return found
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    cases: list[Case],
+    names: tuple[str, ...] | None,
+    iters: int,
+    path: Path,
+) -> None:
+    device = target.device(rank)
+    with contextlib.ExitStack() as stack:
+        clocks = stack.enter_context(records.ClockLog()) if rank == 0 and device.type == "cuda" else None
+        advance = stack.enter_context(_progress(len(cases) if rank == 0 else 0))
+        for op in dict.fromkeys(case.op for case in cases):
+            todo = [case for case in cases if case.op == op]
+            # One heap an op: what its graphs and workspaces keep is given back with it.
+            alone = OPS[op].kind == "gemm"
+            size = _CPU_HEAP_BYTES if device.type == "cpu" else _GPU_HEAP_BYTES
+            with contextlib.nullcontext() if alone else Heap(size) as heap:
+                for batch in measure_cases(todo, names, iters, heap, device):
+                    for record in batch:
+                        if rank == 0:
+                            span = record.pop("span")
+                            records.append(
+                                path, record | (clocks.during(*span) if clocks is not None else {})
+                            )
+                            advance(record)
+                dist.barrier()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Any:
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (total and console.is_terminal)) as progress:
+        task = progress.add_task("measuring", total=total)
+
+        def advance(record: dict[str, Any]) -> None:
+            shape = f"{record['op']} {record['M']} x {record['N']} x {record['K']}"
+            progress.update(task, advance=1, description=shape)
+
+        yield advance
+
+
+def problems(found: list[dict[str, Any]]) -> list[str]:
+    """What must fail the run: wrong results, and our own providers that broke."""
+    texts = []
+    for record in found:
+        shape = f"{record['op']} {record['M']} x {record['N']} x {record['K']} {record['dtype']}"
+        texts += [f"{shape}: WRONG result of {name}: {record['error'][name]}" for name in record["wrong"]]
+        texts += [f"{shape}: {name} failed: {reason}" for name, reason in record["failed"].items()]
+    return texts
+
+
+def num_ranks_here() -> int:
+    """GPUs of this machine, or 2 processes on the CPU target."""
+    return target.num_devices() or 2

@@ -1,0 +1,191 @@
+"""What is measured: ops, sets of shapes, and the bytes that an op has to move.
+
+    cases = cases_of("gemm_all_reduce", "llama3", ranks=4, dtype="bfloat16", on_gpu=True)
+
+M, N, K are always those of one rank's product: all_gather_gemm and gemm_all_scatter M, N/R, K, the ops that sum
+over ranks M, N, K/R. A standalone collective has K = 0 and M x N elements on each rank.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Bytes a second that a GPU can send to its peers together: what a floor divides by. From 4 x H200, where the copy
+# engine pushes 385 GB/s to one peer and pulls 367.
+LINK_BYTES_PER_S = 370e9
+
+# Llama 3 layers on 4 to 8 GPUs, as (N, K) of one rank's column-parallel product.
+LLAMA = ((1792, 4096), (3584, 8192), (6656, 16384))
+LLAMA_ROWS = (4096, 8192, 16384)
+# Row-parallel (N, K) of one rank.
+DECODE = ((4096, 1024), (4096, 3584), (8192, 2048), (8192, 7168))
+DECODE_ROWS = (1, 16, 64, 128, 256)
+SWEEP = (3584, 8192)
+SWEEP_ROWS = tuple(256 << i for i in range(8))
+NO_TILE = (4091, 1801, 4104)
+CORPUS_SHAPES, CORPUS_LOW, CORPUS_HIGH, CORPUS_SEED = 500, 128, 8192, 20260
+TINY = ((64, 48, 32), (33, 17, 40))
+SIZES = tuple(1 << i for i in range(10, 30))
+TINY_SIZES = (1 << 10, 5 << 10)
+
+# A call that would take less than this is timed as a replayed graph of many calls.
+_GRAPH_SECONDS = 50e-6
+_GRAPH_BYTES = 8 << 20
+_ROUGH_FLOPS = 7e14
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op. kind: "gemm", "row" (sums over ranks), "column", or "collective" (no product).
+
+    gathers: which operand or result a rank receives whole: "a", "c" or nothing. sets: its default shape sets.
+    """
+
+    name: str
+    kind: str
+    sets: tuple[str, ...]
+
+    def link_bytes(self, M: int, N: int, K: int, ranks: int, itemsize: int) -> float:
+        """Bytes that each rank must send at least, without multicast. M, N, K of the local product."""
+        share = (ranks - 1) / ranks
+        return itemsize * {
+            "gemm": 0.0,
+            "all_gather_gemm": share * M * K,
+            "gemm_reduce_scatter": share * M * N,
+            "gemm_all_reduce": 2 * share * M * N,
+            "gemm_all_scatter": (ranks - 1.0) * M * N,
+            "all_reduce": 2 * share * M * N,
+            "all_scatter": (ranks - 1.0) * M * N,
+        }[self.name]  # fmt: skip
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op("gemm", "gemm", ("llama3", "decode", "sweep", "stream-k-corpus")),
+        Op("all_gather_gemm", "column", ("llama3", "sweep")),
+        Op("gemm_reduce_scatter", "row", ("llama3", "sweep")),
+        Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode")),
+        Op("gemm_all_scatter", "column", ("llama3", "sweep")),
+        Op("all_reduce", "collective", ("sizes",)),
+        Op("all_scatter", "collective", ("sizes",)),
+    )
+}
+SETS = ("llama3", "decode", "sweep", "stream-k-corpus", "sizes", "tiny")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one local shape. shapes: the set's name. timing: "eager", or "graph" (replays of many calls)."""
+
+    op: str
+    shapes: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    ranks: int
+    timing: str
+
+
+def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list[Case]:
+    """The cases of `op` for `shapes`: a set's name, "M,N,K", bytes of a collective ("1024" or "1024,4096"), or a
+    TOML file with `shapes = [[M, N, K], ...]` or `sizes = [...]`.
+
+    Raises ValueError for shapes that don't exist for the op, OSError for a file that can't be read.
+    """
+    kind = OPS[op].kind
+    name = "custom" if shapes not in SETS else shapes
+    found: Sequence[tuple[int, ...]]
+    if shapes.endswith(".toml"):
+        path = Path(shapes)
+        name, found = path.stem, _from_toml(path, kind)
+    elif name == "custom":
+        found = (
+            [_numbers(shapes, kind)] if kind != "collective" else [(size,) for size in _numbers(shapes, kind)]
+        )
+    else:
+        found = _set(op, shapes)
+    local = [_shape_of_size(op, shape[0], ranks, dtype) if len(shape) == 1 else shape for shape in found]
+    made = []
+    for M, N, K in local:
+        small = 2 * M * N * K < _GRAPH_SECONDS * _ROUGH_FLOPS if K else M * N * _width(dtype) <= _GRAPH_BYTES
+        timing = "graph" if on_gpu and (small or name == "decode") else "eager"
+        made.append(Case(op, name, M, N, K, dtype, ranks if kind != "gemm" else 1, timing))
+    return made
+
+
+def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
+    kind = OPS[op].kind
+    if (name == "sizes" and kind != "collective") or (name == "stream-k-corpus" and op != "gemm"):
+        raise ValueError(f"{op} has no shapes {name!r}")
+    if kind == "collective":
+        if name not in ("sizes", "tiny"):
+            raise ValueError(f"{op} takes sizes or tiny, or bytes, not {name!r}")
+        return [(size,) for size in (SIZES if name == "sizes" else TINY_SIZES)]
+    if name == "tiny":
+        return list(TINY)
+    if name == "stream-k-corpus":
+        return corpus()
+    if name == "decode":
+        return [(m, *(pair if kind != "column" else pair[::-1])) for pair in DECODE for m in DECODE_ROWS]
+    if name == "sweep":
+        column = [*((m, *SWEEP) for m in SWEEP_ROWS), NO_TILE]
+    else:
+        column = [(m, n, k) for n, k in LLAMA for m in LLAMA_ROWS]
+    row = [(m, k, n) for m, n, k in column]
+    if op == "gemm" and name == "llama3":
+        return column + row
+    return row if kind == "row" else column
+
+
+def corpus() -> list[tuple[int, ...]]:
+    """The Stream-K paper's corpus, thinned: sizes drawn log-uniformly, the same ones every time."""
+    draw = random.Random(CORPUS_SEED)
+    ratio = CORPUS_HIGH / CORPUS_LOW
+    return [tuple(round(CORPUS_LOW * ratio ** draw.random()) for _ in range(3)) for _ in range(CORPUS_SHAPES)]
+
+
+def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int, int]:
+    """Local (M, N, 0) of a collective on `size` bytes: of the whole tensor, for all_scatter of the result."""
+    elements = max(1, size // _width(dtype))
+    if op == "all_reduce":
+        return 1, elements, 0
+    mine = max(1, elements // ranks)
+    columns = min(mine, 1024)
+    return mine // columns, columns, 0
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _numbers(text: str, kind: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    wanted = len(parts) == 3 or kind == "collective"
+    if not wanted or not all(re.fullmatch(r"[1-9]\d*", part.strip()) for part in parts):
+        what = "bytes" if kind == "collective" else "M,N,K"
+        raise ValueError(f"shapes is {text!r}; allowed are {', '.join(SETS)}, {what}, or a .toml file")
+    return tuple(int(part) for part in parts)
+
+
+def _from_toml(path: Path, kind: str) -> list[tuple[int, ...]]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    key = "sizes" if kind == "collective" else "shapes"
+    found = content.get(key)
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{path} must have a list `{key}`, got {sorted(content)}")
+    shapes = [(item,) if kind == "collective" else tuple(item) for item in found]
+    length = 1 if kind == "collective" else 3
+    for shape in shapes:
+        if len(shape) != length or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ValueError(f"{path}: {list(shape)} must be {length} whole numbers above 0")
+    return shapes

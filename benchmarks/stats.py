@@ -1,0 +1,131 @@
+"""Numbers made from records: groups of cases, ratios, means, and the summary."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.records import File, median
+from benchmarks.shapes import OPS
+
+# Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
+NOT_PEERS = ("ours_gemm", "unfused_stacked")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cases of one op and one set of shapes, on one kind of device."""
+
+    op: str
+    device: str
+    ranks: int
+    dtype: str
+    shapes: str
+    cases: tuple[dict[str, Any], ...]
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Those that were timed in any case, in the order of their first one."""
+        return tuple(dict.fromkeys(name for case in self.cases for name in case["us"]))
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        on = f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
+        return f"{self.op}, {self.shapes}, {self.dtype}, {on}"
+
+
+def groups(files: Iterable[File]) -> list[Group]:
+    """Every file's cases by op and shapes; of a case that several files have, the last one's record."""
+    found: dict[tuple[str, str, int, str, str], dict[tuple[int, ...], dict[str, Any]]] = {}
+    for file in files:
+        for case in file.cases:
+            key = (case["op"], case["device"], case["ranks"], case["dtype"], case["shapes"])
+            found.setdefault(key, {})[(case["M"], case["N"], case["K"])] = case
+    order = list(OPS)
+    made = [Group(*key, tuple(cases.values())) for key, cases in found.items()]
+    return sorted(made, key=lambda group: (order.index(group.op), group.device))
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else None
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the sorted values lie, interpolated."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def speedup(case: dict[str, Any], provider: str, ours: str = "ours") -> float | None:
+    """How many times as fast ours is, by medians; None where either was not timed, or ours is wrong."""
+    mine, theirs = median(case, ours), median(case, provider)
+    if mine is None or theirs is None or ours in case["wrong"]:
+        return None
+    return theirs / mine
+
+
+def speedups(group: Group, provider: str, ours: str = "ours") -> list[float]:
+    """Of all cases that have both."""
+    return [ratio for case in group.cases if (ratio := speedup(case, provider, ours)) is not None]
+
+
+def spread(case: dict[str, Any], provider: str) -> tuple[float, float] | None:
+    """10th and 90th percentile of the ratio of samples that were taken one after the other."""
+    if speedup(case, provider) is None:
+        return None
+    ratios = [t / o for t, o in zip(case["us"][provider], case["us"]["ours"], strict=True)]
+    return percentile(ratios, 0.1), percentile(ratios, 0.9)
+
+
+def baseline(op: str) -> str:
+    """What an op is first compared with."""
+    return "blas" if op == "gemm" else "unfused"
+
+
+def peers(group: Group) -> list[str]:
+    """Providers that compute the same result as ours, by other means."""
+    alone = () if group.op == "gemm" else ("blas",)
+    return [p for p in group.providers if not p.startswith("ours") and p not in (*NOT_PEERS, *alone)]
+
+
+def efficiencies(group: Group, provider: str = "ours") -> list[float]:
+    """Overlap efficiencies: floor / time. None are known for a GEMM alone, which has nothing to overlap."""
+    if group.op == "gemm":
+        return []
+    return [case["efficiency"][provider] for case in group.cases if provider in case["efficiency"]]
+
+
+def summary(files: Iterable[File]) -> list[dict[str, Any]]:
+    """An object for each op and set of shapes in which ours was timed: op, device, ranks, dtype, shapes, cases,
+    overlap_efficiency (geometric mean, None where there is no floor), speedup and worst_speedup (of ours over each
+    provider: geometric mean, minimum). Cases where ours is wrong don't count."""
+    found = []
+    for group in groups(files):
+        timed = [case for case in group.cases if "ours" in case["us"] and "ours" not in case["wrong"]]
+        if not timed:
+            continue
+        ratios = {name: speedups(group, name) for name in group.providers if name != "ours"}
+        ratios = {name: values for name, values in ratios.items() if values}
+        right = Group(group.op, group.device, group.ranks, group.dtype, group.shapes, tuple(timed))
+        found.append(
+            {
+                "op": group.op,
+                "device": group.device,
+                "ranks": group.ranks,
+                "dtype": group.dtype,
+                "shapes": group.shapes,
+                "cases": len(timed),
+                "overlap_efficiency": geometric_mean(efficiencies(right)),
+                "speedup": {name: geometric_mean(values) for name, values in ratios.items()},
+                "worst_speedup": {name: min(values) for name, values in ratios.items()},
+            }
+        )
+    return found
