@@ -112,6 +112,18 @@ def delay_reads(tiles: ModuleType) -> None:
     tiles._sources = late  # type: ignore[attr-defined]
 
 
+def stall_after_waits(seconds: float) -> None:
+    """From now on this rank sleeps between seeing a flag and doing what it waited for."""
+    honest: Callable[..., Any] = signal.wait
+
+    def late(*args: Any, **more: Any) -> Any:
+        seen = honest(*args, **more)
+        time.sleep(seconds)
+        return seen
+
+    signal.wait = late
+
+
 def stalled_reader(
     rank: int, world_size: int, shapes: list[tuple[int, int, int]], placement: str, single_slot: bool
 ) -> int:

@@ -12,20 +12,23 @@ import torch
 import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import check, make_operand
-from reference.ops import shard_range
+from reference.problems import PROBLEMS, Problem
 from stream_k.workspace import Workspace
-from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, small_config
+from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, laid_out, small_config
 
 HEAP_BYTES = 32 << 20
+MIXED_LAYOUTS = ("row", "transposed", "misaligned")
 _CANARY = 77.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. M N K are global sizes, but N is the columns of one rank for "all_scatter".
+    """A call. op: a name of reference.problems. M N K are global sizes, but N is the columns of one rank for
+    "all_scatter" and "all_gather".
 
     out: "new", "ordinary", "strided" or "symmetric". bias: None, "own" (dtype) or "fp32". config: changes to
-    small_config.
+    small_config. layout: how both operands lie: "view" of the full ones, a name of products.LAYOUTS, or "mixed":
+    another on every rank.
     """
 
     op: str
@@ -38,12 +41,18 @@ class Case:
     activation: str = "none"
     squares: bool = False
     config: tuple[tuple[str, Any], ...] = ()
+    layout: str = "view"
+
+    @property
+    def problem(self) -> Problem:
+        return PROBLEMS[self.op]
 
     def with_config(self, **changes: Any) -> "Case":
         return dataclasses.replace(self, config=tuple({**dict(self.config), **changes}.items()))
 
     def columns(self, world_size: int) -> int:
-        return self.N * (world_size if self.op == "all_scatter" else 1)
+        """Of the full product."""
+        return self.N * (world_size if self.problem.b_cut == "N" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Verdict:
 
 
 class Operands:
-    """The full product, and the share of `rank`."""
+    """The full product, the share of `rank`, and which rows and columns of the product are its result."""
 
     def __init__(self, case: Case, rank: int, world_size: int, seed: int) -> None:
         def make(shape: tuple[int, ...], tag: str, dtype: torch.dtype = case.dtype) -> torch.Tensor:
@@ -67,29 +76,45 @@ class Operands:
         self.full_bias = None
         if case.bias is not None:
             self.full_bias = make((columns,), "bias", torch.float32 if case.bias == "fp32" else case.dtype)
-        self.a, self.b, self.bias = self.full_a, self.full_b, self.full_bias
-        if case.op == "all_reduce":
-            first, last = shard_range(case.K, rank, world_size)
-            # Views: columns of A don't lie together, and their addresses are not aligned.
-            self.a, self.b = self.full_a[:, first:last], self.full_b[first:last]
-        else:
-            mine = slice(rank * case.N, (rank + 1) * case.N)
-            self.b = self.full_b[:, mine]
-            self.bias = None if self.full_bias is None else self.full_bias[mine].clone()
+        # Views: columns of A don't lie together, and their addresses are not aligned.
+        self.a, self.b = case.problem.shares(self.full_a, self.full_b, rank, world_size)
+        if case.layout != "view":
+            layout = MIXED_LAYOUTS[rank % len(MIXED_LAYOUTS)] if case.layout == "mixed" else case.layout
+            self.a, self.b = laid_out(self.a, layout), laid_out(self.b, layout)
+        self.bias = self.full_bias
+        if self.full_bias is not None and case.problem.b_cut == "N":
+            self.bias = self.full_bias[rank * case.N : (rank + 1) * case.N].clone()
+        self.part = case.problem.part((case.M, columns, case.K), rank, world_size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the result."""
+        rows, columns = self.part
+        return rows.stop - rows.start, columns.stop - columns.start
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Rows of A, columns of B, and their bias, that the result is the product of."""
+        rows, columns = self.part
+        return (
+            self.full_a[rows],
+            self.full_b[:, columns],
+            None if self.full_bias is None else self.full_bias[columns],
+        )
 
 
 class SymmetricFrame:
-    """A contiguous output on the heap between canaries, as `products.Frame`."""
+    """A contiguous output on the heap between canaries, as `products.Frame`. most_rows: of all ranks, whose
+    allocations must be equal."""
 
-    def __init__(self, heap: Heap, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(self, heap: Heap, rows: int, columns: int, dtype: torch.dtype, most_rows: int) -> None:
         self.heap = heap
-        self.buffer = heap.full((32 + rows * columns,), _CANARY, dtype=dtype)
+        self.buffer = heap.full((32 + most_rows * columns,), _CANARY, dtype=dtype)
         self.out = self.buffer[16 : 16 + rows * columns].view(rows, columns)
         self.out.fill_(float("nan"))
 
     def check(self) -> None:
         assert (self.buffer[:16] == _CANARY).all()
-        assert (self.buffer[-16:] == _CANARY).all()
+        assert (self.buffer[16 + self.out.numel() :] == _CANARY).all()
 
 
 def digest(x: torch.Tensor) -> str:
@@ -104,32 +129,32 @@ def call(
     workspace: Workspace | None = None,
 ) -> Any:
     """The case's op on this rank's share."""
-    op = stream_k.gemm_all_reduce if case.op == "all_reduce" else stream_k.gemm_all_scatter
-    return op(
+    # The ops that return them have the argument.
+    squares = {"squared_partials": True} if case.squares else {}
+    return getattr(stream_k, case.problem.op)(
         operands.a,
         operands.b,
         group=heap,
         out=out,
         bias=operands.bias,
         activation=case.activation,
-        squared_partials=case.squares,
         config=small_config(**dict(case.config)),
         workspace=workspace,
+        **squares,
     )
 
 
 def judge(case: Case, operands: Operands, out: torch.Tensor, world_size: int) -> None:
-    """AssertionError unless the result keeps its bound, against the full product in float64."""
+    """AssertionError unless the result keeps its bound, against its part of the full product in float64."""
+    a, b, bias = operands.factors()
     partial = dict(case.config).get("partial_dtype")
     if partial is None:
-        check_product(out, operands.full_a, operands.full_b, operands.full_bias, case.activation)
+        check_product(out, a, b, bias, case.activation)
         return
     assert case.bias is None
     assert case.activation == "none"
-    baseline = (operands.full_a.float() @ operands.full_b.float()).to(case.dtype)
-    found = check(
-        out, operands.full_a, operands.full_b, baseline, num_partials=world_size, partial_roundings=1
-    )
+    baseline = (a.float() @ b.float()).to(case.dtype)
+    found = check(out, a, b, baseline, num_partials=world_size, partial_roundings=1)
     assert found.ok, str(found)
 
 
@@ -155,12 +180,16 @@ def run_case(case: Case, heap: Heap, seed: int, workspace: Workspace | None = No
     """Make the call into a poisoned output, judge it, look at the canaries."""
     world_size = heap.world_size
     operands = Operands(case, heap.rank, world_size, seed)
-    columns = case.columns(world_size)
+    rows, columns = operands.shape
     frame: Any = None
     if case.out == "symmetric":
-        frame = SymmetricFrame(heap, case.M, columns, case.dtype)
+        most_rows = -(-case.M // world_size) if case.problem.out_cut == "M" else rows
+        frame = SymmetricFrame(heap, rows, columns, case.dtype, most_rows)
     elif case.out != "new":
-        frame = Frame(case.M, columns, case.dtype, {"ordinary": "row"}.get(case.out, case.out))
+        frame = Frame(rows, columns, case.dtype, {"ordinary": "row"}.get(case.out, case.out))
+    else:
+        # An allocator gives the memory that was freed last: what the op doesn't write is then NaN.
+        torch.full((rows, columns), float("nan"), dtype=case.dtype, device=device())
     given = None if frame is None else frame.out
     found = call(case, heap, operands, given, workspace)
     value, squares = found if case.squares else (found, None)
@@ -188,7 +217,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
 
 
 def assert_right(verdicts_of_ranks: list[list[Verdict]]) -> None:
-    """Every call right on every rank; for all ops here every rank has the same result, bit by bit."""
+    """Every call right on every rank; where every rank has the whole result, it is the same, bit by bit."""
     errors = [
         f"rank {rank}: {verdict.error}"
         for rank, verdicts in enumerate(verdicts_of_ranks)
@@ -198,4 +227,4 @@ def assert_right(verdicts_of_ranks: list[list[Verdict]]) -> None:
     assert not errors, "\n".join(errors)
     for number, verdict in enumerate(verdicts_of_ranks[0]):
         bits = {verdicts[number].digest for verdicts in verdicts_of_ranks}
-        assert len(bits) == 1, f"{verdict.case}: the ranks' results differ"
+        assert verdict.case.problem.out_cut or len(bits) == 1, f"{verdict.case}: the ranks' results differ"

@@ -1,0 +1,350 @@
+"""`all_gather_gemm` and `gemm_reduce_scatter`: right on every rank, whose shares of rows differ by one where M does
+not divide; refused calls; inputs that are overwritten at once; replays of a CUDA graph.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stream_k
+from pyrocshmem import Heap
+from pyrocshmem.errors import ShmemError
+from stream_k.workspace import Workspace
+from tests.fused.bodies import stall_after_waits
+from tests.fused.cases import (
+    HEAP_BYTES,
+    Case,
+    Operands,
+    Verdict,
+    assert_right,
+    call,
+    judge,
+    run_case,
+    run_cases,
+)
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import ON_CPU, Frame, device, random
+
+TIER = 3
+TIMEOUT_S = 100.0
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+OPS = ("all_gather", "reduce_scatter")
+WAYS = [(op, placement) for op in OPS for placement in ("after", "beside")]
+OUTS = ("new", "ordinary", "strided", "symmetric")
+DELAY_S, STALL_S = 0.2, 0.02
+
+every_op = pytest.mark.parametrize("op", OPS)
+every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
+
+
+def cases_of(op: str, placement: str) -> list[Case]:
+    """For three ranks. Sizes of 0, 1, 2: ranks without rows, without a share of K, without anything."""
+    split = (("split", "stream_k"), ("num_programs", 3))
+    long = 936 if op == "reduce_scatter" else 312
+    made = [
+        Case(op, 97, 45, 51, FP16, config=(("comm_rows", 8),)),
+        Case(op, 50, 40, 64, FP32, "symmetric", layout="transposed"),
+        Case(op, 2, 70, 40, BF16, "ordinary", bias="own", activation="gelu"),
+        Case(op, 2, 33, 40, FP32, "symmetric", bias="fp32"),
+        Case(op, 33, 40, 0, FP32, "strided", bias="fp32"),
+        Case(op, 34, 40, 0, FP16, "ordinary"),
+        Case(op, 20, 24, 2, FP32, "ordinary"),
+        Case(op, 1, 1, 3, FP16, "symmetric"),
+        Case(op, 0, 8, 8, FP16, "ordinary"),
+        Case(op, 8, 0, 8, FP32),
+        Case(op, 64, 72, long, FP16, "symmetric", bias="fp32", activation="silu", config=split),
+        Case(op, 40, 20, 48, FP32, "strided", bias="own", activation="relu", layout="misaligned"),
+        Case(op, 41, 37, 53, BF16, "ordinary", layout="mixed"),
+        Case(op, 41, 37, 53, FP16, "symmetric", layout="mixed"),
+    ]
+    return [case.with_config(placement=placement) for case in made]
+
+
+@every_way
+@pytest.mark.num_ranks(3)
+def test_three_ranks(way: tuple[str, str]) -> None:
+    assert_right(values(run_ranks(run_cases, 3, cases_of(*way), timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(2)
+def test_two_ranks() -> None:
+    layouts = itertools.cycle(("column", "sliced", "view"))
+    cases = [
+        Case(op, 71, 50, 66, dtype, out, layout=next(layouts)).with_config(placement=placement)
+        for (op, placement), dtype in itertools.product(WAYS, (FP16, BF16, FP32))
+        for out in (OUTS if dtype == FP16 else OUTS[:1])
+    ]
+    assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(4)
+def test_four_ranks() -> None:
+    cases = [
+        Case(op, 97, 64, 128, FP16, out, bias="own").with_config(placement=placement)
+        for (op, placement), out in zip(WAYS, itertools.cycle(("symmetric", "new")), strict=False)
+    ]
+    assert_right(values(run_ranks(run_cases, 4, cases, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(1)
+def test_one_rank() -> None:
+    """No peers: the result is the product, whatever the placement."""
+    cases = [
+        Case(op, 40, 50, 64, dtype, out, bias="fp32", activation="silu").with_config(placement=placement)
+        for (op, placement), dtype, out in zip(WAYS, (FP16, FP32, BF16, FP16), OUTS, strict=True)
+    ]
+    assert_right(values(run_ranks(run_cases, 1, cases, timeout=TIMEOUT_S)))
+
+
+def other_placement(rank: int, world_size: int, op: str) -> str:
+    """What a call with the placement that these ops need not have raises; "" when it made the call."""
+    case = Case(op, 41, 37, 53, FP16, "ordinary")
+    with Heap(HEAP_BYTES) as heap:
+        found = outcome(lambda: assert_right([[run_case(case.with_config(placement="inside"), heap, 1)]]))
+        assert_right([[run_case(case, heap, 2)]])
+        return found
+
+
+@every_op
+@pytest.mark.num_ranks(2)
+def test_placement_inside_is_right_or_refused(op: str) -> None:
+    ends = values(run_ranks(other_placement, 2, op, timeout=TIMEOUT_S))
+    assert ends[0] == ends[1]
+    assert ends[0] == "" or ends[0].startswith("ValueError: ")
+
+
+def repeat(rank: int, world_size: int, cases: list[Case], calls: int) -> list[Verdict]:
+    """A body: two sets of data in turn, `calls` times, with the cases interleaved on one workspace."""
+    with Heap(HEAP_BYTES) as heap:
+        return [run_case(case, heap, number % 2) for number in range(calls) for case in cases]
+
+
+@pytest.mark.parametrize("placement", ["after", "beside"])
+@pytest.mark.num_ranks(2)
+def test_20_calls(placement: str) -> None:
+    """Fault 22: the same bits every time; data of the call before, or of another op, would show."""
+    cases = [Case(op, 41, 33, 48, FP32).with_config(placement=placement) for op in (*OPS, "all_reduce")]
+    verdicts = values(run_ranks(repeat, 2, cases, 20, timeout=TIMEOUT_S))
+    assert_right(verdicts)
+    for of_rank in verdicts:
+        for number in range(len(cases)):
+            bits = [verdict.digest for verdict in of_rank[number :: len(cases)]]
+            assert len(set(bits[::2])) == len(set(bits[1::2])) == 1
+            assert bits[0] != bits[1]
+
+
+def overwritten(rank: int, world_size: int, case: Case, symmetric: bool) -> list[str]:
+    """The last rank is late in every call but the first, and, where a plant can make it so, whenever it has seen a
+    flag; the others go on, with other data in the same operands.
+
+    symmetric: the operands lie on the heap, where peers could read them in place.
+    """
+    errors = []
+    late = rank == world_size - 1
+    with Heap(HEAP_BYTES) as heap:
+        first = Operands(case, rank, world_size, 0)
+        if symmetric:
+            # Rank 0's shares are the largest, and allocations are the same on all ranks.
+            most = Operands(case, 0, world_size, 0)
+            a, b = (heap.empty(x.numel(), dtype=case.dtype) for x in (most.a, most.b))
+            a, b = a[: first.a.numel()].view(first.a.shape), b[: first.b.numel()].view(first.b.shape)
+        else:
+            a, b = torch.empty_like(first.a), torch.empty_like(first.b)
+        results = []
+        for seed in range(4):
+            operands = Operands(case, rank, world_size, seed)
+            if late and seed > 0:
+                time.sleep(DELAY_S)
+                if ON_CPU and seed == 1:
+                    stall_after_waits(STALL_S)
+            a.copy_(operands.a)
+            b.copy_(operands.b)
+            operands.a, operands.b = a, b
+            results.append((operands, call(case, heap, operands)))
+            a.fill_(float("nan"))
+            b.fill_(float("nan"))
+        heap.synchronize()
+        for operands, found in results:
+            try:
+                judge(case, operands, found, world_size)
+            except AssertionError as error:
+                errors.append(str(error))
+        heap.vote("done")
+    return errors
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
+@every_way
+@pytest.mark.num_ranks(3)
+def test_operands_are_the_callers_again_when_the_call_returns(way: tuple[str, str], symmetric: bool) -> None:
+    op, placement = way
+    case = Case(op, 40, 33, 48, FP32).with_config(placement=placement)
+    assert values(run_ranks(overwritten, 3, case, symmetric, timeout=TIMEOUT_S)) == [[]] * 3
+
+
+def captured(rank: int, world_size: int, case: Case) -> list[str]:
+    """Replays of one graph with inputs changed in place, eager calls of both ops between."""
+    errors = []
+    with Heap(HEAP_BYTES) as heap:
+        inputs = Operands(case, rank, world_size, 0)
+        frame = Frame(*inputs.shape, case.dtype)
+        call(case, heap, inputs, frame.out)
+        heap.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(case, heap, inputs, frame.out)
+        for seed in range(1, 11):
+            fresh = Operands(case, rank, world_size, seed)
+            inputs.a.copy_(fresh.a)
+            inputs.b.copy_(fresh.b)
+            if fresh.bias is not None and inputs.bias is not None:
+                inputs.bias.copy_(fresh.bias)
+            frame.poison()
+            graph.replay()
+            heap.synchronize()
+            try:
+                judge(case, fresh, frame.out, world_size)
+                frame.check()
+            except AssertionError as error:
+                errors.append(f"replay {seed}: {error}")
+            if seed % 3 == 0:
+                errors += [found.error for found in eager_calls(heap, seed) if found.error]
+    return errors
+
+
+def eager_calls(heap: Heap, seed: int) -> list[Verdict]:
+    return [run_case(Case(op, 41, 33, 48, FP32, "symmetric"), heap, seed) for op in OPS]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.num_ranks(2))])
+@every_way
+@pytest.mark.gpu
+def test_replayed_in_a_graph(way: tuple[str, str], num_ranks: int) -> None:
+    op, placement = way
+    case = Case(op, 97, 72, 136, FP16, bias="own").with_config(placement=placement)
+    assert values(run_ranks(captured, num_ranks, case, timeout=TIMEOUT_S)) == [[]] * num_ranks
+
+
+def outcome(body: Callable[[], Any]) -> str:
+    """Class and text of what `body` raises, "" if nothing."""
+    try:
+        body()
+    except (ShmemError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def op_of(op: str) -> Callable[..., Any]:
+    return getattr(stream_k, Case(op, 1, 1, 1, FP32).problem.op)  # type: ignore[no-any-return]
+
+
+def goes_on(heap: Heap, op: str, seed: int) -> None:
+    error = run_case(Case(op, 21, 24, 32, FP32, "symmetric"), heap, seed).error
+    assert not error, error
+
+
+def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
+    """The caller's mistakes, the same on all ranks; by name, what they raised."""
+    found = {}
+    case = Case(op, 21, 24, 64, FP32)
+    with Heap(HEAP_BYTES) as heap, Heap(1 << 20) as other:
+        operands = Operands(case, rank, world_size, 1)
+        a, b, (rows, columns) = operands.a, operands.b, operands.shape
+        out = torch.full((rows, columns), float("nan"), device=device())
+        bias = random(1, columns, FP32, 3)[0]
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+            "mixed": ((a, b.half()), {}),
+            "float64": ((a.double(), b.double()), {}),
+            "whole numbers": ((a.int(), b.int()), {}),
+            "no tensor": ((a.tolist(), b), {}),
+            "dimensions": ((a[None], b), {}),
+            "inner": ((a, b[1:]), {}),
+            "shape of out": ((a, b), {"out": out[:, 1:]}),
+            "rows of out": ((a, b), {"out": random(21 if rows < 21 else 11, columns, FP32)}),
+            "dtype of out": ((a, b), {"out": out.half()}),
+            "overlap of out": ((a, b), {"out": out[:1].expand(rows, columns)}),
+            "out is b": ((a, b), {"out": b[:rows]}),
+            "bias": ((a, b), {"bias": bias[1:]}),
+            "dtype of bias": ((a, b), {"bias": bias.half()}),
+            "activation": ((a, b), {"activation": "swish"}),
+            "workspace": ((a, b), {"workspace": Workspace(other)}),
+            "group": ((a, b), {"group": "world"}),
+            "device": ((a.to("meta"), b.to("meta")), {"out": None}),
+        }
+        for seed, (name, (given, more)) in enumerate(calls.items()):
+            options = {"group": heap, "out": out, **more}
+            found[name] = outcome(lambda o=given, m=options: op_of(op)(*o, **m))  # type: ignore[misc]
+            assert out.isnan().all(), name
+            goes_on(heap, op, seed)
+    return found
+
+
+# How each error begins, and what it must say.
+MISTAKES = {
+    "mixed": ("TypeError", "float16"),
+    "float64": ("TypeError", "float64"),
+    "whole numbers": ("TypeError", "int32"),
+    "no tensor": ("TypeError", "list"),
+    "dimensions": ("ValueError", "3"),
+    "inner": ("ValueError", "inner"),
+    "shape of out": ("ValueError", "out"),
+    "rows of out": ("ValueError", "out"),
+    "dtype of out": ("TypeError", "float16"),
+    "overlap of out": ("ValueError", "out"),
+    "out is b": ("ValueError", "shares memory with b"),
+    "bias": ("ValueError", "(23,)"),
+    "dtype of bias": ("TypeError", "float16"),
+    "activation": ("ValueError", "'swish'"),
+    "workspace": ("ValueError", "workspace"),
+    "group": ("TypeError", "group is a str"),
+    "device": ("ValueError", "meta"),
+}
+
+
+@every_op
+@pytest.mark.num_ranks(2)
+def test_wrong_calls(op: str) -> None:
+    for found in values(run_ranks(wrong_calls, 2, op, timeout=TIMEOUT_S)):
+        assert found.keys() == MISTAKES.keys()
+        for name, (error, part) in MISTAKES.items():
+            assert found[name].startswith(f"{error}: "), f"{name}: {found[name]!r}"
+            assert part in found[name], f"{name}: {found[name]!r}"
+
+
+def different_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
+    """Ranks that disagree; by name, what this one's call raised."""
+    first = rank == 0
+    M, N, K = 11, 24, 32
+    a, b = random(M, K, FP32, 1), random(K, N, FP32, 2)
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+        # No share of any M: rank 1's would be the longer one. As shares of K, products of two different M.
+        "rows": (a if first else random(M + 2, K, FP32), b, {}),
+        "dtype": (a if first else a.half(), b if first else b.half(), {}),
+        "activation": (a, b, {"activation": "relu" if first else "silu"}),
+        "bias": (a, b, {"bias": random(1, N, FP32)[0] if first else None}),
+    }
+    if op == "all_gather":
+        calls["inner size of the gathered A"] = (a if first else a[:, 1:], b if first else b[1:], {})
+    else:
+        calls["columns"] = (a, b if first else b[:, 1:], {})
+    found = {}
+    with Heap(HEAP_BYTES) as heap:
+        for seed, (name, (mine, columns, more)) in enumerate(calls.items()):
+            found[name] = outcome(lambda x=mine, y=columns, m=more: op_of(op)(x, y, group=heap, **m))  # type: ignore[misc]
+            goes_on(heap, op, seed)
+    return found
+
+
+@every_op
+@pytest.mark.num_ranks(2)
+def test_ranks_that_disagree_are_told(op: str) -> None:
+    """On all ranks, with an error of the call; nothing hangs, and the next call works."""
+    for found in values(run_ranks(different_calls, 2, op, timeout=TIMEOUT_S)):
+        kept = {
+            name: text for name, text in found.items() if not text.startswith(("CallMismatch", "ValueError"))
+        }
+        assert not kept
