@@ -24,6 +24,8 @@ from benchmarks.shapes import OPS
 from reference import ops as reference_ops
 
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_reduce")
+# Up to here it is open which algorithm is faster; beyond, a one-shot only sends more.
+_ALGORITHM_BYTES = 16 << 20
 
 
 class Unavailable(Exception):
@@ -95,35 +97,42 @@ def _config(x: Operands, **changes: Any) -> Any:
 
 
 def _ours(**changes: Any) -> Callable[[Operands], Run]:
+    """Ours with these fields of the configuration changed; Unavailable where that changes nothing."""
+
     def prepare_ours(x: Operands) -> Run:
-        case, out = x.case, x.new(*x.result_shape())
-        if OPS[case.op].kind == "collective":
+        if x.kind == "collective":
             return _our_collective(x)
-        function = _public(stream_k, case.op)
-        if case.op == "gemm":
-            config = _config(x, **changes)
-            return Run(lambda: function(x.a, x.b, out=out, config=config), out, config=config)
-        config = _config(x, **changes)
-        if changes.get("placement") == _config(x).placement:
-            raise Unavailable("the default placement")
-        return Run(lambda: function(x.a, x.b, group=x.heap, out=out, config=config), out, config=config)
+        function, config = _public(stream_k, x.case.op), _config(x, **changes)
+        if changes and config == _config(x):
+            raise Unavailable("it is the default")
+        out = x.new(*x.result_shape())
+        group = {} if x.case.op == "gemm" else {"group": x.heap}
+        return Run(lambda: function(x.a, x.b, out=out, config=config, **group), out, config=config)
 
     return prepare_ours
 
 
-def _our_collective(x: Operands) -> Run:
+def _our_collective(x: Operands, **options: Any) -> Run:
     function = _public(collectives, x.case.op)
     out = x.symmetric(*x.result_shape())
-    return Run(lambda: function(x.x, group=x.heap, out=out), out)
+    return Run(lambda: function(x.x, group=x.heap, out=out, **options), out)
+
+
+def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
+    def prepare_algorithm(x: Operands) -> Run:
+        if x.case.M * x.case.N * x.dtype.itemsize > _ALGORITHM_BYTES:
+            raise Unavailable(f"not timed above {_ALGORITHM_BYTES >> 20} MiB")
+        if x.case.op == "all_reduce":
+            return _our_collective(x, algorithm=algorithm)
+        return _ours(algorithm=algorithm)(x)
+
+    return prepare_algorithm
 
 
 def _ours_16bit(x: Operands) -> Run:
     if x.dtype.itemsize != 2:
         raise Unavailable(f"{x.case.dtype} has 4 bytes")
-    function, out = _public(stream_k, x.case.op), x.new(*x.result_shape())
-    config = _config(x, partial_dtype=x.dtype)
-    call = lambda: function(x.a, x.b, group=x.heap, out=out, config=config)  # noqa: E731
-    return Run(call, out, roundings=1, config=config)
+    return dataclasses.replace(_ours(partial_dtype=x.dtype)(x), roundings=1)
 
 
 def _ours_gemm(x: Operands) -> Run:
@@ -195,15 +204,14 @@ def _nccl_window(x: Operands) -> Run:
     """The unfused pair on buffers that NCCL has registered as symmetric windows."""
     _need_gpus(x)
     backend = dist.group.WORLD._get_backend(x.device)
-    if not hasattr(backend, "register_mem_pool") or not hasattr(backend, "mem_allocator"):
-        raise Unavailable(f"torch {torch.__version__} registers no memory pools")
-    pool = torch.cuda.MemPool(backend.mem_allocator)
-    with torch.cuda.use_mem_pool(pool):
-        run = _unfused(x)
     try:
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            run = _unfused(x)
+        # After the buffers are there: not every torch registers those that a pool gets later.
         backend.register_mem_pool(pool, symm=True)
-    except (TypeError, RuntimeError) as error:
-        raise Unavailable(f"no symmetric registration: {_first_line(error)}") from None
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise Unavailable(f"torch {torch.__version__} offers none: {_first_line(error)}") from None
 
     def close() -> None:
         torch.cuda.synchronize(x.device)
@@ -303,6 +311,8 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours_after": (_FUSED, _ours(placement="after")),
     "ours_beside": (_FUSED, _ours(placement="beside")),
     "ours_inside": (_FUSED, _ours(placement="inside")),
+    "ours_one_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("one_shot")),
+    "ours_two_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
     "ours_gemm": (_FUSED, _ours_gemm),
     "blas": (("gemm", *_FUSED), _blas),

@@ -32,7 +32,7 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 _GPU_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-_LOG_PERIOD_MS = 100
+_LOG_PERIOD_MS = 250
 
 
 def output_of(*command: str) -> str:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -78,6 +77,8 @@ def _rank_main(
         advance = stack.enter_context(_progress(len(cases) if rank == 0 else 0))
         for op in dict.fromkeys(case.op for case in cases):
             todo = [case for case in cases if case.op == op]
+            if rank == 0 and not sys.stderr.isatty():
+                print(f"{op}: {len(todo)} cases", file=sys.stderr, flush=True)
             # One heap an op: what its graphs and workspaces keep is given back with it.
             alone = OPS[op].kind == "gemm"
             size = _CPU_HEAP_BYTES if device.type == "cpu" else _GPU_HEAP_BYTES
@@ -90,7 +91,6 @@ def _rank_main(
                                 path, record | (clocks.during(*span) if clocks is not None else {})
                             )
                             advance(record)
-                dist.barrier()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,186 @@
+"""What is made from records (summary, tables, plots), and what is measured: sets of shapes, bytes, options."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import plots, run, stats, tables
+from benchmarks import records as records_module
+from benchmarks.__main__ import app
+from benchmarks.measure import merged
+from benchmarks.shapes import OPS, SIZES, cases_of, corpus
+from tests.benchmarks import made_up
+
+TIER = 2
+pytestmark = pytest.mark.cpu
+
+KEYS = ["op", "device", "ranks", "dtype", "shapes", "cases", "overlap_efficiency", "speedup", "worst_speedup"]
+FUSED = [
+    made_up.case(
+        "gemm_all_reduce", "llama3", 4096, 4096, 1792, ours=100, blas=80, unfused=200, nccl_window=90
+    ),
+    made_up.case("gemm_all_reduce", "llama3", 8192, 4096, 1792, ours=100, blas=80, unfused=50),
+]
+
+
+def test_summary(tmp_path: Path) -> None:
+    gemm = made_up.case("gemm", "llama3", 64, 64, 64, ours=50, blas=60)
+    path = made_up.write(tmp_path / "a.jsonl", [*FUSED, gemm])
+    done = CliRunner().invoke(app, ["summary", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.stdout)
+    assert list(first) == list(second) == KEYS
+    assert (first["op"], first["cases"], first["ranks"], first["overlap_efficiency"]) == ("gemm", 1, 1, None)
+    assert first["speedup"] == {"blas": pytest.approx(1.2)}
+    assert (second["op"], second["shapes"], second["cases"]) == ("gemm_all_reduce", "llama3", 2)
+    assert second["overlap_efficiency"] == pytest.approx(0.8)
+    assert second["speedup"] == pytest.approx({"blas": 0.8, "unfused": 1.0, "nccl_window": 0.9})
+    assert second["worst_speedup"] == pytest.approx({"blas": 0.8, "unfused": 0.5, "nccl_window": 0.9})
+
+
+def test_summary_for_people_and_of_several_files(tmp_path: Path) -> None:
+    older = made_up.write(tmp_path / "a.jsonl", FUSED)
+    newer = made_up.case("gemm_all_reduce", "llama3", 8192, 4096, 1792, ours=100, unfused=400)
+    files = [str(older), str(made_up.write(tmp_path / "b.jsonl", [newer]))]
+    (tmp_path / "old.jsonl").write_text('{"command": "an older format"}\n')
+    done = CliRunner().invoke(app, ["summary", *files, str(tmp_path / "old.jsonl")])
+    assert done.exit_code == 0, done.output
+    # The later file's record of the same case counts: sqrt(2 x 4).
+    assert "| unfused | 2.83 | 2.00 |" in done.output
+    assert "old.jsonl: not in format" in done.output
+
+
+def test_wrong_results_do_not_count() -> None:
+    wrong = made_up.case("gemm_all_reduce", "llama3", 16384, 4096, 1792, ours=1, unfused=1000) | {
+        "wrong": ["ours"]
+    }
+    file = records_module.File(Path("x.jsonl"), made_up.ENVIRONMENT, [*FUSED, wrong])
+    (found,) = stats.summary([file])
+    assert found["cases"] == 2
+    assert found["speedup"]["unfused"] == pytest.approx(1.0)
+    assert "WRONG" in tables.document([file])
+    assert len(run.problems(file.cases)) == 1
+
+
+def test_report(tmp_path: Path) -> None:
+    cases = [
+        *FUSED,
+        made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12),
+        made_up.case("all_reduce", "sizes", 1, 2048, 0, ours=10, unfused=20, torch_one_shot=9),
+    ]
+    root = tmp_path
+    (root / "docs").mkdir()
+    (root / "README.md").write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    files = [records_module.File(tmp_path / "made.jsonl", made_up.ENVIRONMENT, cases)]
+    drawn = plots.draw(files, root / "docs" / "results")
+    tables.write(files, drawn, root)
+    text = (root / "docs" / "results.md").read_text()
+    assert "| 4096 x 4096 x 1792 | eager | 100 | 80 (0.80) | 200 (2.00) | 90 (**0.90**) |" in text
+    assert "50 (**0.50**)" in text  # a losing case, shown
+    assert "`kraken` (not importable; 2 cases)" in text
+    assert "SM clock 1900 to 1980 MHz, at most 600 W" in text
+    assert "| 4 KiB | eager | 10 (" not in text
+    assert "| 4 KiB | eager | 10 | 20 (2.00) | 9 (**0.90**) |" in text
+    readme = (root / "README.md").read_text()
+    assert readme.startswith(f"before\n{tables.BEGIN}\n4 x GPU X, torch 2.11")
+    assert readme.endswith(f"{tables.END}\nafter\n")
+    assert "old" not in readme
+    assert "unfused 1.00 (worst 0.50)" in readme
+    names = {path.stem for path in drawn if path.suffix == ".svg"}
+    assert names == {path.stem for path in drawn if path.suffix == ".png"}
+    for part in ("-time", "-efficiency", "-roofline", "-utilisation", "speedup"):
+        assert any(name.endswith(part) for name in names), part
+    assert all(path.stat().st_size > 1000 for path in drawn)
+    for name in names:
+        if name != "speedup":
+            assert f"results/{name}.png" in text
+
+
+def test_a_large_set_shows_its_distribution_and_its_worst(tmp_path: Path) -> None:
+    cases = [made_up.case("gemm", "stream-k-corpus", 128 + i, 9, 9, ours=100, blas=90 + i) for i in range(50)]
+    text = tables.document([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, cases)])
+    assert "10 of 50" in text
+    assert "The 20 worst of 50 cases" in text
+    assert "| 128 x 9 x 9 |" in text
+    assert "| 160 x 9 x 9 |" not in text
+
+
+def test_slowest_rank_and_worst_error_count() -> None:
+    a = made_up.case("gemm_all_reduce", "llama3", 8, 8, 8, ours=10, blas=5)
+    b = made_up.case("gemm_all_reduce", "llama3", 8, 8, 8, ours=20, blas=5)
+    b["error"]["ours"] |= {"worst_ratio": math.inf, "num_bad": 3}
+    found = merged([a, b])
+    assert found["us"]["ours"] == [18.0, 20.0, 22.0]
+    assert found["host_us"] == {"ours": 30.0}
+    assert found["wrong"] == ["ours"]
+    assert found["error"]["ours"]["num_bad"] == 3
+    # All-reduce of 8 x 8 bf16 on 4 ranks: 2 x 3/4 x 128 bytes; the product alone is the larger part of the floor.
+    assert found["link_bytes"] == 192
+    assert found["floor_us"] == 5
+    assert found["efficiency"] == {"ours": 0.25}
+
+
+def test_csv(tmp_path: Path) -> None:
+    records_module.write_csv(tmp_path / "x.csv", FUSED)
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert lines[0].startswith("op,shapes,M,N,K,dtype,ranks,timing,device,provider,median_us")
+    assert lines[1].startswith("gemm_all_reduce,llama3,4096,4096,1792,bfloat16,4,eager,GPU X,ours,100")
+    assert len(lines) == 1 + 4 + 3
+
+
+def test_sets_of_shapes() -> None:
+    llama = {
+        op: [(c.M, c.N, c.K) for c in cases_of(op, "llama3", 4, "bfloat16", True)] for op in list(OPS)[:5]
+    }
+    assert len(llama["gemm"]) == 18
+    assert llama["all_gather_gemm"][0] == (4096, 1792, 4096)
+    assert llama["gemm_all_reduce"][0] == (4096, 4096, 1792)
+    assert llama["gemm_all_reduce"] == [(m, k, n) for m, n, k in llama["gemm_all_scatter"]]
+    decode = cases_of("gemm_all_reduce", "decode", 4, "bfloat16", True)
+    assert {case.timing for case in decode} == {"graph"}
+    assert (16, 8192, 7168) in {(c.M, c.N, c.K) for c in decode}
+    assert (4091, 1801, 4104) in {
+        (c.M, c.N, c.K) for c in cases_of("all_gather_gemm", "sweep", 4, "bfloat16", True)
+    }
+    assert corpus() == corpus()
+    assert len(corpus()) == 500
+    assert all(128 <= size <= 8192 for shape in corpus() for size in shape)
+    sizes = cases_of("all_reduce", "sizes", 4, "bfloat16", True)
+    assert [2 * c.M * c.N for c in sizes] == list(SIZES) == [1 << i for i in range(10, 30)]
+    assert [c.M * c.N * 4 * 2 for c in cases_of("all_scatter", "sizes", 4, "bfloat16", True)] == list(SIZES)
+
+
+def test_shapes_from_a_file_and_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("shapes = [[1, 2, 3], [4, 5, 6]]\nsizes = [1024]\n")
+    found = cases_of("gemm_all_scatter", str(path), 2, "float16", False)
+    assert [(c.shapes, c.M, c.N, c.K) for c in found] == [("mine", 1, 2, 3), ("mine", 4, 5, 6)]
+    assert cases_of("all_reduce", str(path), 2, "float16", False)[0].N == 512
+    assert [c.N for c in cases_of("all_reduce", "64,128", 2, "float16", False)] == [32, 64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("gemm", "--shapes", "1,2"), "shapes is '1,2'; allowed are llama3, decode"),
+        (("gemm", "--shapes", "0,2,3"), "shapes is '0,2,3'"),
+        (
+            ("gemm_all_reduce", "--shapes", "stream-k-corpus"),
+            "gemm_all_reduce has no shapes 'stream-k-corpus'",
+        ),
+        (("all_reduce", "--shapes", "llama3"), "all_reduce takes sizes or tiny, or bytes, not 'llama3'"),
+        (("gemm", "--shapes", "no-such.toml"), "no-such.toml"),
+        (("gemm", "--providers", "ours,nobody"), "no such providers: nobody; there are blas, ours"),
+        (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed are bfloat16"),
+        (("gemm", "--iters", "0"), "iters is 0, allowed 1 or more"),
+        (("gemm", "-n", "0"), "0 ranks asked for"),
+        (("broadcast",), "No such command"),
+    ],
+)
+def test_bad_options(arguments: tuple[str, ...], text: str) -> None:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 2, done.output
+    assert text in done.output

@@ -1,0 +1,224 @@
+"""Runs of the harness: small shapes, on ranks, with the records that come out of them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import providers, records, run
+from benchmarks.measure import measure_cases
+from benchmarks.providers import Run
+from benchmarks.shapes import OPS, Case
+from pyrocshmem import Heap, target
+from tests.benchmarks import made_up
+from tests.ranks import run_ranks, values
+from tests.scripts import support
+
+TIER = 3
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.num_ranks(2)
+def test_every_op(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    names = "ours,ours_16bit,ours_gemm,ours_whole_tiles,blas,unfused,unfused_stacked,torch_symm_mem,kraken"
+    options = (
+        "--shapes",
+        "tiny",
+        "--iters",
+        "2",
+        "-n",
+        "2",
+        "--providers",
+        names,
+        "--csv",
+        str(tmp_path / "x.csv"),
+    )
+    done = benchmarks("all", *options, "--json", str(path))
+    file = records.read(path)
+    assert file is not None
+    assert run.problems(file.cases) == [], done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert file.environment["multicast"] is False
+    assert file.environment["environment"]["NCCL_NVLS_ENABLE"] == "0"
+    assert file.environment["torch"] == torch.__version__
+    assert "--providers" in file.environment["command"]
+    assert len({case["op"] for case in file.cases}) == 7
+    assert len(file.cases) == 14
+    for case in file.cases:
+        package = stream_k if OPS[case["op"]].kind != "collective" else collectives
+        assert ("ours" in case["us"]) == hasattr(package, case["op"]), case["skipped"]
+        baseline = "blas" if case["op"] == "gemm" else "unfused"
+        assert baseline in case["us"] or case["M"] % 2, case["skipped"]
+        for samples in case["us"].values():
+            assert len(samples) == 2
+            assert min(samples) > 0
+        assert all(0 <= error["worst_ratio"] <= 1 for error in case["error"].values())
+        assert all(error["num_elements"] > 0 for error in case["error"].values())
+        if target.interpreted():
+            assert case["floor_us"] is None
+    skipped = next(case for case in file.cases if case["op"] == "gemm_reduce_scatter")["skipped"]
+    if target.interpreted():
+        assert skipped["torch_symm_mem"] == "needs GPUs"
+    assert "### gemm_all_reduce, tiny" in done.stdout
+
+
+def _replaced(make: Callable[[Any], Run]) -> None:
+    ops, _ = providers._PROVIDERS["ours"]
+    providers._PROVIDERS["ours"] = (ops, make)
+
+
+def _measured(heap: Heap) -> list[dict[str, Any]]:
+    device = target.device(heap.rank)
+    case = Case("gemm_all_reduce", "tiny", 40, 24, 16, "float16", heap.world_size, "eager")
+    return [
+        record for batch in measure_cases([case], ("ours", "unfused"), 1, heap, device) for record in batch
+    ]
+
+
+def off_by_one_element(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A provider whose output is right but for one element, on one rank."""
+    right = providers._PROVIDERS["unfused"][1]
+
+    def make(operands: Any) -> Run:
+        made = right(operands)
+        function = made.function
+
+        def call() -> None:
+            function()
+            assert made.out is not None
+            if rank == 1:
+                made.out[-1, 3] *= 1.5
+
+        made.function = call
+        return made
+
+    _replaced(make)
+    with Heap(1 << 20) as heap:
+        return _measured(heap)
+
+
+def writes_once(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A provider that computes in its first call and leaves its output alone afterwards."""
+    right = providers._PROVIDERS["unfused"][1]
+
+    def make(operands: Any) -> Run:
+        made, calls = right(operands), []
+        function = made.function
+
+        def call() -> None:
+            calls.append(1)
+            # All ranks alike: the product is collective.
+            if len(calls) == 1:
+                function()
+
+        made.function = call
+        return made
+
+    _replaced(make)
+    with Heap(1 << 20) as heap:
+        return _measured(heap)
+
+
+def breaks_on_a_rank(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A provider that one rank can't prepare."""
+
+    def make(operands: Any) -> Run:
+        if rank == 1:
+            raise MemoryError("no room on rank 1")
+        return Run(lambda: None, None)
+
+    _replaced(make)
+    with Heap(1 << 20) as heap:
+        return _measured(heap)
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("body", [off_by_one_element, writes_once])
+def test_a_wrong_result_is_marked(body: Callable[..., Any]) -> None:
+    for (record,) in values(run_ranks(body, 2)):
+        assert record["wrong"] == ["ours"]
+        assert record["error"]["ours"]["num_bad"] > 0
+        assert record["error"]["unfused"]["num_bad"] == 0
+        assert "WRONG result of ours" in run.problems([record])[0]
+
+
+@pytest.mark.num_ranks(2)
+def test_ours_failing_on_one_rank_is_a_problem_and_hangs_nobody() -> None:
+    for (record,) in values(run_ranks(breaks_on_a_rank, 2)):
+        assert record["failed"] == {"ours": "MemoryError: no room on rank 1"}
+        assert list(record["us"]) == ["unfused"]
+        assert "ours failed" in run.problems([record])[0]
+
+
+@pytest.mark.cpu
+def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.__main__ import app
+
+    case = made_up.case("gemm", "tiny", 8, 8, 8, ours=1, blas=1) | {"wrong": ["ours"]}
+    file = records.File(tmp_path / "x.jsonl", made_up.ENVIRONMENT, [case])
+    monkeypatch.setattr(run, "run", lambda *arguments: file)
+    done = CliRunner().invoke(app, ["gemm", "--shapes", "8,8,8"], env={"COLUMNS": "200"})
+    assert done.exit_code == 1
+    assert "gemm 8 x 8 x 8 bfloat16: WRONG result of ours" in done.output
+
+
+@pytest.mark.num_ranks(2)
+def test_launch_script(tmp_path: Path) -> None:
+    out = tmp_path / "one.jsonl"
+    arguments = (
+        "gemm_all_reduce",
+        "32",
+        "16",
+        "8",
+        "--dtype=float16",
+        "--iters=2",
+        "--providers=unfused,blas",
+    )
+    backend = "cpu" if target.interpreted() else "gpu"
+    done = support.bash(
+        tmp_path,
+        f'"{ROOT}/benchmarks/launch.sh" "$@"',
+        *arguments,
+        f"--json={out}",
+        PYROCSHMEM_NO_VENV="1",
+        PYROCSHMEM_BACKEND=backend,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[0]["num_ranks"] == (target.num_devices() or 2)
+    (case,) = [line for line in lines if "op" in line]
+    assert (case["M"], case["N"], case["K"], case["dtype"], case["shapes"]) == (
+        32,
+        16,
+        8,
+        "float16",
+        "custom",
+    )
+    assert {name: len(samples) for name, samples in case["us"].items()} == {"blas": 2, "unfused": 2}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "arguments", [(), ("gemm", "1", "2"), ("gemm", "1", "2", "-3"), ("gemm", "1", "x", "3")]
+)
+def test_launch_script_refuses_at_once(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = support.bash(tmp_path, f'"{ROOT}/benchmarks/launch.sh" "$@"', *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage: benchmarks/launch.sh OP M N K" in done.stderr
