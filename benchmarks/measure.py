@@ -1,6 +1,6 @@
 """Measuring cases on a rank: providers in turn, on the same tensors, checked afterwards.
 
-    for record in measure_cases(cases, ...): ...     # on every rank; rank 0 gets whole records
+    for case, record in measure_cases(cases, names, iters, heap, device): ...     # on every rank
 
 A sample, on a GPU: poison the output, flush the L2 cache, keep the device busy while the host enqueues, line the
 ranks up by a tiny all-reduce, start event, call, end event. `graph` cases replay a CUDA graph of GRAPH_CALLS
@@ -95,8 +95,8 @@ class Meter:
 
 def measure_cases(
     cases: list[Case], names: tuple[str, ...] | None, iters: int, heap: Any, device: torch.device
-) -> Iterator[list[dict[str, Any]]]:
-    """Measure `cases`, all of one op. Yields, on every rank, lists of the records of finished cases.
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Measure `cases`, all of one op; on every rank, each case with its record.
 
     heap: of the ranks that run a case together. None: cases of one rank, which the ranks of the default
     process group share out among themselves, one each at a time. names: of providers; None: all.
@@ -106,14 +106,14 @@ def measure_cases(
     meter = Meter(device, lined_up=together and ranks > 1)
     step = 1 if together else ranks
     for first in range(0, len(cases), step):
-        mine = first if together else first + rank
-        record = None
-        if mine < len(cases):
-            record = _measure(cases[mine], names, iters, heap, meter)
+        batch = cases[first : first + step]
+        mine = batch[0] if together else batch[rank] if rank < len(batch) else None
         parts: list[Any] = [None] * ranks
-        dist.all_gather_object(parts, record)
-        found = [part for part in parts if part is not None]
-        yield [merged(found)] if together else [merged([part]) for part in found]
+        dist.all_gather_object(parts, mine and _measure(mine, names, iters, heap, meter))
+        if together:
+            yield batch[0], merged(parts)
+        else:
+            yield from ((case, merged([part])) for case, part in zip(batch, parts, strict=False))
 
 
 def _measure(

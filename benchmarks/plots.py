@@ -1,11 +1,16 @@
-"""Plots made from records, as PNG and SVG, one set of files for each op and set of shapes.
+"""Plots made from records, as PNG and SVG.
 
 paths = draw(files, folder)
+
+Of each op: time and overlap efficiency (collectives: bus bandwidth) against M or bytes, a panel for each (N, K). Of all
+together: rooflines, speed-ups, and the utilisation of the GEMM over the Stream-K corpus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from typing import Any
 import matplotlib as mpl
 
 from benchmarks import stats
+from benchmarks.providers import ALL_PROVIDERS
 from benchmarks.records import File, median
 from benchmarks.shapes import LINK_BYTES_PER_S, OPS
 from benchmarks.stats import Group
@@ -20,80 +26,67 @@ from benchmarks.stats import Group
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+CORPUS = "stream-k-corpus"
 _FORMATS = ("png", "svg")
 _STYLE: dict[Any, Any] = {
-    "figure.figsize": (9, 5),
     "axes.grid": True,
     "grid.alpha": 0.3,
+    "font.size": 8,
+    # Words stay words, and the same records make the same file.
+    "svg.fonttype": "none",
     "svg.hashsalt": "benchmarks",
-    "font.size": 9,
 }
-# The same colour for a provider in every plot.
-_COLOURS = {
-    name: f"C{i}"
-    for i, name in enumerate(
-        (
-            "ours",
-            "ours_16bit",
-            "blas",
-            "unfused",
-            "torch_symm_mem",
-            "nccl_window",
-            "ours_whole_tiles",
-            "kraken",
-        )
-    )
-}
+# A provider looks the same in every plot.
+_COLOURS = {name: mpl.colormaps["tab20"](i % 20) for i, name in enumerate(ALL_PROVIDERS)}
+_MARKERS = {name: "osD^vPX*<>hp8d"[i % 14] for i, name in enumerate(ALL_PROVIDERS)}
 
 
 def draw(files: Iterable[File], folder: Path) -> list[Path]:
     """Every plot that the records allow, written into `folder`; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
     groups = stats.groups(files)
-
-    def save(name: str, plot: Callable[..., bool], *shown: Any) -> None:
-        with mpl.rc_context(_STYLE):
-            figure, axes = plt.subplots(layout="constrained")
-            if plot(axes, *shown):
-                for kind in _FORMATS:
-                    path = folder / f"{name}.{kind}"
-                    # Without the date: the same records make the same files.
-                    figure.savefig(path, dpi=110, metadata={"Date": None} if kind == "svg" else None)
-                    paths.append(path)
-            plt.close(figure)
-
-    for group in groups:
-        device = "" if group.device != "cpu" else "-cpu"
-        name = f"{group.op}-{group.shapes}-{group.dtype}-{group.ranks}{device}".replace("_", "-")
-        if group.shapes == "stream-k-corpus":
-            save(f"{name}-utilisation", utilisation, group)
-            continue
-        save(f"{name}-time", times, group)
-        save(f"{name}-efficiency", efficiency, group)
-        save(f"{name}-roofline", roofline, group)
-    save("speedup", speedup_bars, groups)
+    corpora = [group for group in groups if group.shapes == CORPUS]
+    whole = _whole_ops([group for group in groups if group.shapes != CORPUS])
+    paths: list[Path] = []
+    with mpl.rc_context(_STYLE):
+        for op in whole:
+            name = f"{op.op}-{op.dtype}-{op.ranks}{'-cpu' if op.device == 'cpu' else ''}".replace("_", "-")
+            paths += _save(_panels(op, op.providers, _time, "us"), folder / f"{name}-time")
+            if OPS[op.op].kind == "collective":
+                paths += _save(
+                    _panels(op, op.providers, _bandwidth, "bus GB/s"), folder / f"{name}-bandwidth"
+                )
+            elif shown := [p for p in _compared(op) if stats.efficiencies(op, p)]:
+                figure = _panels(op, shown, _efficiency, "overlap efficiency: floor / time")
+                paths += _save(figure, folder / f"{name}-efficiency")
+        for group in corpora:
+            paths += _save(utilisation(group), folder / f"{CORPUS}-{group.dtype}-utilisation")
+        if roofs := [op for op in whole if _roofline_cases(op)]:
+            paths += _save(rooflines(roofs), folder / "roofline")
+        if figure := speedup_bars(groups):
+            paths += _save(figure, folder / "speedup")
     return paths
 
 
-def _colour(name: str) -> str | None:
-    return _COLOURS.get(name)
+def _save(figure: Any, stem: Path) -> list[Path]:
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in _FORMATS]
+    for path in paths:
+        figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths
 
 
-def _size(case: dict[str, Any]) -> float:
-    """What grows from case to case: M, or the bytes that a collective moves."""
-    return case["link_bytes"] if OPS[case["op"]].kind == "collective" else case["M"]
+def _whole_ops(groups: Sequence[Group]) -> list[Group]:
+    """The sets of shapes of an op joined, each shape once."""
+    found: dict[tuple[str, str, int, str], dict[tuple[int, ...], dict[str, Any]]] = {}
+    for group in groups:
+        cases = found.setdefault((group.op, group.device, group.ranks, group.dtype), {})
+        cases |= {(case["M"], case["N"], case["K"]): case for case in group.cases}
+    return [Group(*key, "", tuple(cases.values())) for key, cases in found.items()]
 
 
-def _size_label(group: Group) -> str:
-    return "bytes that each rank sends" if OPS[group.op].kind == "collective" else "M"
-
-
-def _widths(group: Group) -> list[tuple[int, int]]:
-    """The different (N, K) of a group: a line each. Collectives have one."""
-    if OPS[group.op].kind == "collective":
-        return [(0, 0)]
-    return list(dict.fromkeys((case["N"], case["K"]) for case in group.cases))
+def _compared(group: Group) -> list[str]:
+    return ["ours", "ours_16bit", *stats.peers(group)]
 
 
 def _time(provider: str, case: dict[str, Any]) -> float | None:
@@ -105,127 +98,137 @@ def _efficiency(provider: str, case: dict[str, Any]) -> float | None:
     return found
 
 
-def _lines(group: Group, provider: str, value: Callable[[dict[str, Any]], float | None]) -> list[Any]:
-    """[(label, xs, ys)] of a provider, a line for each (N, K)."""
-    found = []
-    for N, K in _widths(group):
-        cases = [case for case in group.cases if not N or (case["N"], case["K"]) == (N, K)]
-        points = sorted((_size(case), y) for case in cases if (y := value(case)) is not None)
-        if points:
-            found.append((f"{provider}, N {N} K {K}" if N else provider, *zip(*points, strict=True)))
+def _bandwidth(provider: str, case: dict[str, Any]) -> float | None:
+    found: float | None = case["bus_gb_per_s"].get(provider)
     return found
 
 
-_MARKERS = "osD^vPX*<>h8dpH1234+x|_.,"
+def _panels(
+    group: Group,
+    providers: Sequence[str],
+    value: Callable[[str, dict[str, Any]], float | None],
+    label: str,
+) -> Any:
+    """`value` of each provider against M, a panel for each (N, K); of a collective against the bytes sent."""
+    collective = OPS[group.op].kind == "collective"
+    panels: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for case in group.cases:
+        panels.setdefault((0, 0) if collective else (case["N"], case["K"]), []).append(case)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = (3.4 * columns + 1.8, 2.8 * rows + 0.6) if len(panels) > 1 else (8, 4.5)
+    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    lines: dict[str, Any] = {}
+    for axis, ((N, K), cases) in zip(axes.flat, panels.items(), strict=False):
+        for provider in providers:
+            of_case = partial(value, provider)
+            x_of = "link_bytes" if collective else "M"
+            points = sorted((case[x_of], y) for case in cases if (y := of_case(case)) is not None)
+            if points:
+                look = {"color": _COLOURS.get(provider), "marker": _MARKERS.get(provider), "ms": 3, "lw": 1}
+                style = "-" if provider.startswith("ours") else "--"
+                (lines[provider],) = axis.plot(*zip(*points, strict=True), style, **look)
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="bytes that each rank sends" if collective else "M", ylabel=label)
+        if value is _efficiency:
+            axis.axhline(1.0, color="black", lw=0.8)
+            axis.set_ylim(0, 1.15)
+        else:
+            axis.set_yscale("log")
+        if N:
+            axis.set_title(f"N {N}, K {K}")
+    figure.suptitle(f"{group.op}, {group.dtype}, {group.ranks} x {group.device}, medians of the slowest rank")
+    figure.legend(list(lines.values()), list(lines), loc="outside right upper")
+    return figure
 
 
-def times(axes: Any, group: Group) -> bool:
-    """Time against M, a colour for each provider, a marker for each (N, K)."""
-    for i, provider in enumerate(group.providers):
-        for j, (label, xs, ys) in enumerate(_lines(group, provider, partial(_time, provider))):
-            style = "-" if provider == "ours" else "--"
-            colour = _colour(provider) or f"C{i % 10}"
-            axes.plot(
-                xs, ys, style, marker=_MARKERS[j % len(_MARKERS)], ms=4, lw=1, color=colour, label=label
-            )
-    axes.set(xscale="log", yscale="log", xlabel=_size_label(group), title=group.title)
-    axes.set_ylabel("us, median of the slowest rank")
-    axes.legend(fontsize=5, ncols=3)
-    return True
+def _flops(case: dict[str, Any]) -> float:
+    return 2.0 * case["M"] * case["N"] * case["K"]
 
 
-def efficiency(axes: Any, group: Group) -> bool:
-    """Overlap efficiency against M, our variants and whole-op peers."""
-    shown = [p for p in ("ours", "ours_16bit", *stats.peers(group)) if stats.efficiencies(group, p)]
-    if not shown:
-        return False
-    for i, provider in enumerate(shown):
-        for j, (label, xs, ys) in enumerate(_lines(group, provider, partial(_efficiency, provider))):
-            marker = _MARKERS[j % len(_MARKERS)]
-            axes.plot(xs, ys, marker=marker, ms=4, lw=1, color=_colour(provider) or f"C{i % 10}", label=label)
-    axes.axhline(1.0, color="black", lw=0.8)
-    axes.set(xscale="log", xlabel=_size_label(group), ylabel="floor / time", ylim=(0, 1.15))
-    axes.set_title(f"{group.title}: overlap efficiency")
-    axes.legend(fontsize=5, ncols=3)
-    return True
+def _roofline_cases(group: Group) -> list[dict[str, Any]]:
+    """Those that send anything, on GPUs."""
+    fused = OPS[group.op].kind in ("row", "column")
+    return [case for case in group.cases if fused and case["link_bytes"] and case["floor_us"]]
 
 
-def roofline(axes: Any, group: Group) -> bool:
-    """Rate against work for each byte sent. Roofs: the best rate of a product alone, and the link."""
-    cases = [case for case in group.cases if case["link_bytes"] and case["K"] and case["floor_us"]]
-    if not cases:
-        return False
+def rooflines(groups: Sequence[Group]) -> Any:
+    """Rate against work for each byte sent, a panel for each op.
 
-    def flops(case: dict[str, Any]) -> float:
-        return 2.0 * case["M"] * case["N"] * case["K"]
+    Roofs: the best rate of a product alone among the cases shown, and the link.
+    """
+    columns = min(2, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, squeeze=False, figsize=(5 * columns, 3.6 * rows), layout="constrained"
+    )
+    for axis in axes.flat[len(groups) :]:
+        axis.set_visible(False)
+    for axis, group in zip(axes.flat, groups, strict=False):
+        cases = _roofline_cases(group)
+        alone = [_flops(c) / us / 1e6 for c in cases for p in ("blas", "ours_gemm") if (us := median(c, p))]
+        peak = max(alone)
+        intensities = [_flops(case) / case["link_bytes"] for case in cases]
+        low, high = min(intensities) / 1.5, max(intensities) * 1.5
+        ridge = min(max(peak * 1e12 / LINK_BYTES_PER_S, low), high)
+        xs = [low, ridge, high]
+        axis.plot(xs, [min(peak, x * LINK_BYTES_PER_S / 1e12) for x in xs], color="black", lw=1)
+        for provider in _compared(group):
+            points = [
+                (_flops(c) / c["link_bytes"], _flops(c) / us / 1e6)
+                for c in cases
+                if (us := median(c, provider))
+            ]
+            if points:
+                look = {"color": _COLOURS.get(provider), "marker": _MARKERS.get(provider)}
+                axis.scatter(*zip(*points, strict=True), s=14, label=provider, **look)
+        roofs = f"roofs: {peak:.0f} TFLOP/s, {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
+        axis.set_title(f"{group.op}, {group.dtype}, {group.ranks} x {group.device}\n{roofs}")
+        axis.set(xscale="log", yscale="log", xlabel="FLOP a byte sent", ylabel="TFLOP/s a GPU")
+        axis.legend(fontsize=6)
+    return figure
 
-    alone = [flops(case) / us for case in cases for p in ("blas", "ours_gemm") if (us := median(case, p))]
-    if not alone:
-        return False
-    peak = max(alone) / 1e6
-    intensities = [flops(case) / case["link_bytes"] for case in cases]
-    low, high = min(intensities) / 2, max(intensities) * 2
-    ridge = peak * 1e12 / LINK_BYTES_PER_S
-    xs = sorted({low, min(max(ridge, low), high), high})
-    axes.plot(xs, [min(peak, x * LINK_BYTES_PER_S / 1e12) for x in xs], color="black", lw=1)
-    for provider in ("ours", "ours_16bit", *stats.peers(group)):
-        points = [
-            (flops(c) / c["link_bytes"], flops(c) / us / 1e6) for c in cases if (us := median(c, provider))
-        ]
-        if points:
-            axes.scatter(*zip(*points, strict=True), s=14, color=_colour(provider), label=provider)
-    title = f"{group.title}: roofs are {peak:.0f} TFLOP/s (best product here) and {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
-    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte sent", ylabel="TFLOP/s a GPU", title=title)
-    axes.legend(fontsize=7)
-    return True
 
-
-def utilisation(axes: Any, group: Group) -> bool:
+def utilisation(group: Group) -> Any:
     """Rate over the best of the set, against arithmetic intensity, as the Stream-K paper shows it."""
     width = 4 if group.dtype == "float32" else 2
-
-    def point(case: dict[str, Any], us: float) -> tuple[float, float]:
-        M, N, K = case["M"], case["N"], case["K"]
-        return 2.0 * M * N * K / (width * (M * K + K * N + M * N)), 2.0 * M * N * K / us / 1e6
-
-    clouds = {}
+    clouds: dict[str, tuple[list[float], list[float]]] = {}
     for provider in ("blas", "ours_whole_tiles", "ours"):
-        points = [point(case, us) for case in group.cases if (us := median(case, provider))]
-        if points:
-            clouds[provider] = points
-    if not clouds:
-        return False
-    best = max(rate for points in clouds.values() for _, rate in points)
-    for provider, points in clouds.items():
-        xs, rates = zip(*points, strict=True)
-        shares = [100 * rate / best for rate in rates]
-        axes.scatter(xs, shares, s=5, alpha=0.6, color=_colour(provider), label=provider)
-    axes.set(
-        xscale="log", xlabel="FLOP a byte of A, B and C", ylabel=f"% of {best:.0f} TFLOP/s, the best here"
+        timed = [(case, us) for case in group.cases if (us := median(case, provider))]
+        sizes = [(case["M"], case["N"], case["K"]) for case, _ in timed]
+        xs = [2.0 * M * N * K / (width * (M * K + K * N + M * N)) for M, N, K in sizes]
+        clouds[provider] = xs, [_flops(case) / us / 1e6 for case, us in timed]
+    best = max(rate for _, rates in clouds.values() for rate in rates)
+    figure, axes = plt.subplots(
+        1, len(clouds), sharex=True, sharey=True, figsize=(11, 4), layout="constrained"
     )
-    axes.set_title(group.title)
-    axes.legend(fontsize=8)
-    return True
+    for axis, (provider, (xs, rates)) in zip(axes, clouds.items(), strict=True):
+        axis.scatter(xs, [100 * rate / best for rate in rates], s=4, color=_COLOURS[provider])
+        axis.set(xscale="log", xlabel="FLOP a byte of A, B and C", title=provider, ylim=(0, 103))
+    axes[0].set_ylabel(f"% of {best:.0f} TFLOP/s, the best rate here")
+    figure.suptitle(group.title)
+    return figure
 
 
-def speedup_bars(axes: Any, groups: list[Group]) -> bool:
-    """Geometric mean of the speed-up of ours over each peer, and the worst case as a tick."""
+def speedup_bars(groups: Sequence[Group]) -> Any:
+    """Geometric mean of the speed-up of ours over each peer, and the worst case as a tick; None of nothing."""
     bars = []
     for group in groups:
         for peer in stats.peers(group):
             if found := stats.speedups(group, peer):
-                bars.append(
-                    (f"{group.op}, {group.shapes}: {peer}", stats.geometric_mean(found), min(found), peer)
-                )
+                name = f"{group.op}, {group.shapes}, {group.dtype}: {peer}"
+                bars.append((name, statistics.geometric_mean(found), min(found), peer))
     if not bars:
-        return False
+        return None
     bars.reverse()
-    axes.figure.set_size_inches(9, 1.2 + 0.22 * len(bars))
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.22 * len(bars)), layout="constrained")
     places = range(len(bars))
-    axes.barh(places, [bar[1] for bar in bars], color=[_colour(bar[3]) or "C9" for bar in bars], height=0.7)
-    axes.plot([bar[2] for bar in bars], places, "|", color="black", ms=9, label="worst case")
-    axes.axvline(1.0, color="black", lw=0.8)
-    axes.set_yticks(places, [bar[0] for bar in bars], fontsize=7)
-    axes.set(xlabel="times as fast, geometric mean", title="Speed-up of ours")
-    axes.legend(fontsize=7)
-    return True
+    axis.barh(places, [bar[1] for bar in bars], color=[_COLOURS.get(bar[3]) for bar in bars], height=0.7)
+    axis.plot([bar[2] for bar in bars], places, "|", color="black", ms=9, label="worst case")
+    axis.axvline(1.0, color="black", lw=0.8)
+    axis.set_yticks(places, [bar[0] for bar in bars], fontsize=7)
+    axis.set(xlabel="times as fast: geometric mean", title="Speed-up of ours")
+    axis.legend(fontsize=7)
+    return figure

@@ -324,3 +324,4 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "torch_two_shot": (("all_reduce",), _torch_shot("two_shot")),
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
 }
+ALL_PROVIDERS = tuple(_PROVIDERS)

@@ -145,13 +145,19 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 class ClockLog:
-    """SM clocks and power of all GPUs while a run goes on, read by one nvidia-smi; nothing without it."""
+    """SM clocks and power of all GPUs while a run goes on, read by one nvidia-smi; nothing without it.
 
-    def __init__(self) -> None:
+    wanted: False reads nothing.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
         self._lines: list[tuple[float, float, float]] = []
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> ClockLog:
+        if not self._wanted:
+            return self
         query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,37 +74,43 @@ def _rank_main(
     path: Path,
 ) -> None:
     device = target.device(rank)
+    # What several sets of shapes have in common is measured once, and recorded under each.
+    sets: dict[Case, list[str]] = {}
+    for case in cases:
+        sets.setdefault(dataclasses.replace(case, shapes=""), []).append(case.shapes)
     with contextlib.ExitStack() as stack:
-        clocks = stack.enter_context(records.ClockLog()) if rank == 0 and device.type == "cuda" else None
-        advance = stack.enter_context(_progress(len(cases) if rank == 0 else 0))
+        if rank == 0:
+            clocks = stack.enter_context(records.ClockLog(device.type == "cuda"))
+            advance = stack.enter_context(_progress(len(sets)))
         for op in dict.fromkeys(case.op for case in cases):
-            todo = [case for case in cases if case.op == op]
-            if rank == 0 and not sys.stderr.isatty():
-                print(f"{op}: {len(todo)} cases", file=sys.stderr, flush=True)
+            todo = [case for case in sets if case.op == op]
             # One heap an op: what its graphs and workspaces keep is given back with it.
             alone = OPS[op].kind == "gemm"
             size = _CPU_HEAP_BYTES if device.type == "cpu" else _GPU_HEAP_BYTES
             with contextlib.nullcontext() if alone else Heap(size) as heap:
-                for batch in measure_cases(todo, names, iters, heap, device):
-                    for record in batch:
-                        if rank == 0:
-                            span = record.pop("span")
-                            records.append(
-                                path, record | (clocks.during(*span) if clocks is not None else {})
-                            )
-                            advance(record)
+                for case, record in measure_cases(todo, names, iters, heap, device):
+                    if rank == 0:
+                        record |= clocks.during(*record.pop("span"))
+                        for name in sets[case]:
+                            records.append(path, record | {"shapes": name})
+                        advance(case)
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Any:
+def _progress(total: int) -> Iterator[Callable[[Case], None]]:
+    """A bar where somebody looks on, otherwise a line an op; call what it gives after each case."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (total and console.is_terminal)) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=total)
+        seen: list[str] = []
 
-        def advance(record: dict[str, Any]) -> None:
-            shape = f"{record['op']} {record['M']} x {record['N']} x {record['K']}"
-            progress.update(task, advance=1, description=shape)
+        def advance(case: Case) -> None:
+            progress.update(task, advance=1, description=f"{case.op} {case.M} x {case.N} x {case.K}")
+            if case.op not in seen:
+                seen.append(case.op)
+                if not console.is_terminal:
+                    print(f"measuring {case.op}", file=sys.stderr, flush=True)
 
         yield advance
 

@@ -52,7 +52,7 @@ def groups(files: Iterable[File]) -> list[Group]:
 
 def geometric_mean(values: Sequence[float]) -> float | None:
     """None of nothing."""
-    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else None
+    return statistics.geometric_mean(values) if values else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:

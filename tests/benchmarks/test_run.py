@@ -1,5 +1,6 @@
 """Runs of the harness: small shapes, on ranks, with the records that come out of them."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import collectives
+import stream_k
 from benchmarks import providers, records, run
 from benchmarks.measure import measure_cases
 from benchmarks.providers import Run
@@ -87,9 +90,7 @@ def _replaced(make: Callable[[Any], Run]) -> None:
 def _measured(heap: Heap) -> list[dict[str, Any]]:
     device = target.device(heap.rank)
     case = Case("gemm_all_reduce", "tiny", 40, 24, 16, "float16", heap.world_size, "eager")
-    return [
-        record for batch in measure_cases([case], ("ours", "unfused"), 1, heap, device) for record in batch
-    ]
+    return [record for _, record in measure_cases([case], ("ours", "unfused"), 1, heap, device)]
 
 
 def off_by_one_element(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -165,6 +166,18 @@ def test_ours_failing_on_one_rank_is_a_problem_and_hangs_nobody() -> None:
         assert record["failed"] == {"ours": "MemoryError: no room on rank 1"}
         assert list(record["us"]) == ["unfused"]
         assert "ours failed" in run.problems([record])[0]
+
+
+@pytest.mark.num_ranks(2)
+def test_what_two_sets_have_in_common_is_measured_once(tmp_path: Path) -> None:
+    llama = Case("gemm_all_scatter", "llama3", 8, 8, 8, "float16", 2, "eager")
+    cases = [llama, dataclasses.replace(llama, M=4), dataclasses.replace(llama, shapes="sweep")]
+    file = run.run(cases, ("blas", "unfused"), 1, 2, tmp_path / "x.jsonl", "0123")
+    found = [(case["shapes"], case["M"]) for case in file.cases]
+    assert found == [("llama3", 8), ("sweep", 8), ("llama3", 4)]
+    assert file.cases[0]["us"] == file.cases[1]["us"]
+    assert file.environment["commit"] == "0123"
+    assert "gpus_after" in file.environment
 
 
 @pytest.mark.cpu
