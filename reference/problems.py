@@ -34,8 +34,8 @@ class Problem:
     collective: the name on the command lines. op: of the function in `stream_k`. reference: the function of
     `reference.ops`; steps: what it does. a_cut, b_cut, out_cut: the cuts of A, of B and of the result; b_cut is
     the local product's, too. result: what a rank has at the end, in words.
-    sizes: arguments of `reference` that are global sizes, by their letters. scratch: its scratch tensors, by the
-    letters of their shapes, with R for the ranks and W for ceil(N/R).
+    sizes: arguments of `reference` that are global sizes, by their letters; op_sizes: those of the op. scratch:
+    scratch tensors of `reference`, by the letters of their shapes, with R for the ranks and W for ceil(N/R).
     """
 
     collective: str
@@ -47,6 +47,7 @@ class Problem:
     out_cut: str
     result: str
     sizes: Mapping[str, str] = field(default_factory=dict)
+    op_sizes: Mapping[str, str] = field(default_factory=dict)
     scratch: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -80,6 +81,10 @@ class Problem:
         rows, _, a_depth = _slices(self.a_cut, shape, rank, num_ranks)
         _, columns, b_depth = _slices(self.b_cut, shape, rank, num_ranks)
         return a[rows, a_depth], b[b_depth, columns]
+
+    def op_arguments(self, shape: Shape) -> dict[str, int]:
+        """The global sizes that the op itself is told."""
+        return {name: shape["MNK".index(letter)] for name, letter in self.op_sizes.items()}
 
     def part(self, shape: Shape, rank: int, num_ranks: int) -> tuple[slice, slice]:
         """The rows and columns of C that `rank` holds at the end."""
@@ -130,6 +135,7 @@ _ALL = (
         out_cut="N",
         result="its own columns",
         sizes={"num_rows": "M"},
+        op_sizes={"num_rows": "M"},
         scratch={"gathered": "MK"},
     ),
     Problem(

@@ -123,6 +123,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
     )
     algorithm = f"{config.algorithm}, " if problem.op == "gemm_all_reduce" else ""
+    where = "by copy engines" if config.placement == "copy_engine" else f"{config.placement} the GEMM"
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
     dtype = str(job.dtype).removeprefix("torch.")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
@@ -139,8 +140,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         "per rank": problem.describe_share(job.shape, num_ranks),
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
-        "communication": f"{algorithm}{config.placement} the GEMM"
-        + (f", partials in {wire}" if problem.sums else ""),
+        "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
         "bound": bound,
     }
 

@@ -17,19 +17,25 @@ from pyrocshmem.heap import Heap
 from reference.accuracy import Accuracy, check, make_operand
 from reference.problems import Problem, Shape, find_problem
 from reference.timing import time_in_turn
-from stream_k.config import PLACEMENTS, Config, choose
+from stream_k.config import Config, choose
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 
-# Of the ops that have no epilogue which pushes to peers.
-_PLACEMENTS = {"all_gather": ("after", "beside"), "reduce_scatter": ("after", "beside")}
+# Those that each op has: ops that share out rows move whole blocks of them, the others tiles.
+_BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "inside")
+PLACEMENTS = {
+    "all_gather": _BLOCKS,
+    "all_reduce": _TILES,
+    "all_scatter": _TILES,
+    "reduce_scatter": _BLOCKS,
+}
 
 
 @dataclass(frozen=True)
 class Job:
     """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
 
-    placement: a name of stream_k.config.PLACEMENTS, or "auto". partial_dtype: what partial sums travel in;
+    placement: one of PLACEMENTS, or "auto". partial_dtype: what partial sums travel in;
     None: fp32.
     """
 
@@ -55,7 +61,7 @@ class Result:
 def check_job(job: Job) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     problem = find_problem(job.collective)
-    placements = _PLACEMENTS.get(job.collective, PLACEMENTS)
+    placements = PLACEMENTS[job.collective]
     if job.placement not in (*placements, "auto"):
         raise ValueError(
             f"placement of {job.collective} is {job.placement!r}, allowed {', '.join(placements)}, auto"
@@ -102,12 +108,13 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     b = torch.nn.functional.pad(b, (0, shape[1] - N))
     a_share, b_share = (x.contiguous() for x in problem.shares(a, b, rank, world_size))
     reference, expected = problem.prepare(a_share, b_share, shape, rank, world_size)
-    mine, op = torch.empty_like(expected), getattr(stream_k, problem.op)
+    mine, sizes = torch.empty_like(expected), problem.op_arguments(shape)
+    op = getattr(stream_k, problem.op)
     config = make_config(job, world_size, device)
     with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
 
         def ours() -> torch.Tensor:
-            return op(a_share, b_share, group=heap, out=mine, config=config)
+            return op(a_share, b_share, group=heap, out=mine, config=config, **sizes)
 
         seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
         heap.synchronize()

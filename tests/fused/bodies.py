@@ -1,4 +1,4 @@
-"""What the ranks of tests/fused/test_protocol.py run: calls in which a rank is delayed at the worst moment.
+"""Bodies of test_protocol.py and test_gather_scatter_ops.py: calls in which a rank is delayed at the worst moment.
 
 Most bodies return how many of their calls were wrong. Operands are -1, 0 and 1, so that a wrong sum is wrong by
 whole numbers.
@@ -24,10 +24,10 @@ from collectives import reduce_tiles
 from pyrocshmem import Heap, signal
 from stream_k import fused_all_reduce
 from stream_k.workspace import Workspace
-from tests.fused.cases import HEAP_BYTES, Case, Verdict, run_case
-from tests.stream_k.products import integers, small_config
+from tests.fused.cases import HEAP_BYTES, Case, Operands, Verdict, call, judge, run_case
+from tests.stream_k.products import ON_CPU, integers, small_config
 
-DELAY_S = 0.2
+DELAY_S, STALL_S = 0.2, 0.02
 _WAIT_S = 5.0
 
 
@@ -122,6 +122,46 @@ def stall_after_waits(seconds: float) -> None:
         return seen
 
     signal.wait = late
+
+
+def overwritten(rank: int, world_size: int, case: Case, symmetric: bool) -> list[str]:
+    """The last rank is late in every call but the first, and, where a plant can make it so, whenever it has seen a
+    flag; the others go on, with other data in the same operands.
+
+    symmetric: the operands lie on the heap, where peers could read them in place.
+    """
+    errors = []
+    late = rank == world_size - 1
+    with Heap(HEAP_BYTES) as heap:
+        first = Operands(case, rank, world_size, 0)
+        if symmetric:
+            # Rank 0's shares are the largest, and allocations are the same on all ranks.
+            most = Operands(case, 0, world_size, 0)
+            a, b = (heap.empty(x.numel(), dtype=case.dtype) for x in (most.a, most.b))
+            a, b = a[: first.a.numel()].view(first.a.shape), b[: first.b.numel()].view(first.b.shape)
+        else:
+            a, b = torch.empty_like(first.a), torch.empty_like(first.b)
+        results = []
+        for seed in range(4):
+            operands = Operands(case, rank, world_size, seed)
+            if late and seed > 0:
+                time.sleep(DELAY_S)
+                if ON_CPU and seed == 1:
+                    stall_after_waits(STALL_S)
+            a.copy_(operands.a)
+            b.copy_(operands.b)
+            operands.a, operands.b = a, b
+            results.append((operands, call(case, heap, operands)))
+            a.fill_(float("nan"))
+            b.fill_(float("nan"))
+        heap.synchronize()
+        for operands, found in results:
+            try:
+                judge(case, operands, found, world_size)
+            except AssertionError as error:
+                errors.append(str(error))
+        heap.vote("done")
+    return errors
 
 
 def stalled_reader(

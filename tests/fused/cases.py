@@ -13,6 +13,7 @@ import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import check, make_operand
 from reference.problems import PROBLEMS, Problem
+from stream_k.job import PLACEMENTS
 from stream_k.workspace import Workspace
 from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, laid_out, small_config
 
@@ -50,6 +51,9 @@ class Case:
     def with_config(self, **changes: Any) -> "Case":
         return dataclasses.replace(self, config=tuple({**dict(self.config), **changes}.items()))
 
+    def small_config(self) -> stream_k.Config:
+        return small_config(**{"placement": PLACEMENTS[self.op][0], **dict(self.config)})
+
     def columns(self, world_size: int) -> int:
         """Of the full product."""
         return self.N * (world_size if self.problem.b_cut == "N" else 1)
@@ -65,7 +69,8 @@ class Verdict:
 
 
 class Operands:
-    """The full product, the share of `rank`, and which rows and columns of the product are its result."""
+    """The full product, the share of `rank`, which rows and columns of the product are its result, and the global
+    sizes that the op asks for."""
 
     def __init__(self, case: Case, rank: int, world_size: int, seed: int) -> None:
         def make(shape: tuple[int, ...], tag: str, dtype: torch.dtype = case.dtype) -> torch.Tensor:
@@ -84,7 +89,8 @@ class Operands:
         self.bias = self.full_bias
         if self.full_bias is not None and case.problem.b_cut == "N":
             self.bias = self.full_bias[rank * case.N : (rank + 1) * case.N].clone()
-        self.part = case.problem.part((case.M, columns, case.K), rank, world_size)
+        whole = (case.M, columns, case.K)
+        self.part, self.sizes = case.problem.part(whole, rank, world_size), case.problem.op_arguments(whole)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -138,9 +144,10 @@ def call(
         out=out,
         bias=operands.bias,
         activation=case.activation,
-        config=small_config(**dict(case.config)),
+        config=case.small_config(),
         workspace=workspace,
         **squares,
+        **operands.sizes,
     )
 
 
@@ -162,7 +169,7 @@ def judge_squares(case: Case, operands: Operands, squares: torch.Tensor, world_s
     """AssertionError unless each tile has the sum of its rows' squares, of the unrounded result."""
     bias = 0.0 if operands.full_bias is None else operands.full_bias.double()
     result = ACTIVATIONS[case.activation](operands.full_a.double() @ operands.full_b.double() + bias)
-    width = small_config(**dict(case.config)).block_n
+    width = case.small_config().block_n
     blocks = world_size if case.op == "all_scatter" else 1
     expected = [
         tile.square().sum(1)

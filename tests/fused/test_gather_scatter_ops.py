@@ -3,7 +3,6 @@ not divide; refused calls; inputs that are overwritten at once; replays of a CUD
 """
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,11 @@ import torch
 import stream_k
 from pyrocshmem import Heap
 from pyrocshmem.errors import ShmemError
+from reference.problems import PROBLEMS
+from stream_k.config import PLACEMENTS as ALL_PLACEMENTS
+from stream_k.job import PLACEMENTS
 from stream_k.workspace import Workspace
-from tests.fused.bodies import stall_after_waits
+from tests.fused import bodies
 from tests.fused.cases import (
     HEAP_BYTES,
     Case,
@@ -27,15 +29,16 @@ from tests.fused.cases import (
     run_cases,
 )
 from tests.ranks import run_ranks, values
-from tests.stream_k.products import ON_CPU, Frame, device, random
+from tests.stream_k.products import Frame, device, random
 
 TIER = 3
 TIMEOUT_S = 100.0
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 OPS = ("all_gather", "reduce_scatter")
-WAYS = [(op, placement) for op in OPS for placement in ("after", "beside")]
+
+
+WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS[op]]
 OUTS = ("new", "ordinary", "strided", "symmetric")
-DELAY_S, STALL_S = 0.2, 0.02
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
@@ -95,26 +98,30 @@ def test_one_rank() -> None:
     """No peers: the result is the product, whatever the placement."""
     cases = [
         Case(op, 40, 50, 64, dtype, out, bias="fp32", activation="silu").with_config(placement=placement)
-        for (op, placement), dtype, out in zip(WAYS, (FP16, FP32, BF16, FP16), OUTS, strict=True)
+        for (op, placement), dtype, out in zip(WAYS * 2, (FP16, FP32, BF16, FP16), OUTS, strict=False)
     ]
     assert_right(values(run_ranks(run_cases, 1, cases, timeout=TIMEOUT_S)))
 
 
-def other_placement(rank: int, world_size: int, op: str) -> str:
-    """What a call with the placement that these ops need not have raises; "" when it made the call."""
+def other_placements(rank: int, world_size: int, op: str) -> list[str]:
+    """What calls with placements that the op doesn't have raise, and that a right one follows."""
     case = Case(op, 41, 37, 53, FP16, "ordinary")
     with Heap(HEAP_BYTES) as heap:
-        found = outcome(lambda: assert_right([[run_case(case.with_config(placement="inside"), heap, 1)]]))
+        found = [
+            outcome(lambda p=placement: run_case(case.with_config(placement=p), heap, 1))  # type: ignore[misc]
+            for placement in ALL_PLACEMENTS
+            if placement not in PLACEMENTS[op]
+        ]
         assert_right([[run_case(case, heap, 2)]])
         return found
 
 
 @every_op
 @pytest.mark.num_ranks(2)
-def test_placement_inside_is_right_or_refused(op: str) -> None:
-    ends = values(run_ranks(other_placement, 2, op, timeout=TIMEOUT_S))
-    assert ends[0] == ends[1]
-    assert ends[0] == "" or ends[0].startswith("ValueError: ")
+def test_placements_that_it_does_not_have(op: str) -> None:
+    for found in values(run_ranks(other_placements, 2, op, timeout=TIMEOUT_S)):
+        assert len(found) == len(ALL_PLACEMENTS) - len(PLACEMENTS[op]) > 0
+        assert all(text.startswith("ValueError: Config.placement is ") for text in found), found
 
 
 def repeat(rank: int, world_size: int, cases: list[Case], calls: int) -> list[Verdict]:
@@ -123,11 +130,11 @@ def repeat(rank: int, world_size: int, cases: list[Case], calls: int) -> list[Ve
         return [run_case(case, heap, number % 2) for number in range(calls) for case in cases]
 
 
-@pytest.mark.parametrize("placement", ["after", "beside"])
 @pytest.mark.num_ranks(2)
-def test_20_calls(placement: str) -> None:
+def test_20_calls() -> None:
     """Fault 22: the same bits every time; data of the call before, or of another op, would show."""
-    cases = [Case(op, 41, 33, 48, FP32).with_config(placement=placement) for op in (*OPS, "all_reduce")]
+    ways = [*WAYS, ("all_reduce", "after")]
+    cases = [Case(op, 41, 33, 48, FP32).with_config(placement=placement) for op, placement in ways]
     verdicts = values(run_ranks(repeat, 2, cases, 20, timeout=TIMEOUT_S))
     assert_right(verdicts)
     for of_rank in verdicts:
@@ -137,53 +144,13 @@ def test_20_calls(placement: str) -> None:
             assert bits[0] != bits[1]
 
 
-def overwritten(rank: int, world_size: int, case: Case, symmetric: bool) -> list[str]:
-    """The last rank is late in every call but the first, and, where a plant can make it so, whenever it has seen a
-    flag; the others go on, with other data in the same operands.
-
-    symmetric: the operands lie on the heap, where peers could read them in place.
-    """
-    errors = []
-    late = rank == world_size - 1
-    with Heap(HEAP_BYTES) as heap:
-        first = Operands(case, rank, world_size, 0)
-        if symmetric:
-            # Rank 0's shares are the largest, and allocations are the same on all ranks.
-            most = Operands(case, 0, world_size, 0)
-            a, b = (heap.empty(x.numel(), dtype=case.dtype) for x in (most.a, most.b))
-            a, b = a[: first.a.numel()].view(first.a.shape), b[: first.b.numel()].view(first.b.shape)
-        else:
-            a, b = torch.empty_like(first.a), torch.empty_like(first.b)
-        results = []
-        for seed in range(4):
-            operands = Operands(case, rank, world_size, seed)
-            if late and seed > 0:
-                time.sleep(DELAY_S)
-                if ON_CPU and seed == 1:
-                    stall_after_waits(STALL_S)
-            a.copy_(operands.a)
-            b.copy_(operands.b)
-            operands.a, operands.b = a, b
-            results.append((operands, call(case, heap, operands)))
-            a.fill_(float("nan"))
-            b.fill_(float("nan"))
-        heap.synchronize()
-        for operands, found in results:
-            try:
-                judge(case, operands, found, world_size)
-            except AssertionError as error:
-                errors.append(str(error))
-        heap.vote("done")
-    return errors
-
-
 @pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
 @every_way
 @pytest.mark.num_ranks(3)
 def test_operands_are_the_callers_again_when_the_call_returns(way: tuple[str, str], symmetric: bool) -> None:
     op, placement = way
     case = Case(op, 40, 33, 48, FP32).with_config(placement=placement)
-    assert values(run_ranks(overwritten, 3, case, symmetric, timeout=TIMEOUT_S)) == [[]] * 3
+    assert values(run_ranks(bodies.overwritten, 3, case, symmetric, timeout=TIMEOUT_S)) == [[]] * 3
 
 
 def captured(rank: int, world_size: int, case: Case) -> list[str]:
@@ -239,7 +206,7 @@ def outcome(body: Callable[[], Any]) -> str:
 
 
 def op_of(op: str) -> Callable[..., Any]:
-    return getattr(stream_k, Case(op, 1, 1, 1, FP32).problem.op)  # type: ignore[no-any-return]
+    return getattr(stream_k, PROBLEMS[op].op)  # type: ignore[no-any-return]
 
 
 def goes_on(heap: Heap, op: str, seed: int) -> None:
@@ -275,8 +242,10 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
             "group": ((a, b), {"group": "world"}),
             "device": ((a.to("meta"), b.to("meta")), {"out": None}),
         }
+        if op == "all_gather":
+            calls["rows of all ranks"] = ((a, b), {"num_rows": 30})
         for seed, (name, (given, more)) in enumerate(calls.items()):
-            options = {"group": heap, "out": out, **more}
+            options = {"group": heap, "out": out, **operands.sizes, **more}
             found[name] = outcome(lambda o=given, m=options: op_of(op)(*o, **m))  # type: ignore[misc]
             assert out.isnan().all(), name
             goes_on(heap, op, seed)
@@ -308,9 +277,10 @@ MISTAKES = {
 @every_op
 @pytest.mark.num_ranks(2)
 def test_wrong_calls(op: str) -> None:
+    expected = MISTAKES | ({"rows of all ranks": ("ValueError", "of 30")} if op == "all_gather" else {})
     for found in values(run_ranks(wrong_calls, 2, op, timeout=TIMEOUT_S)):
-        assert found.keys() == MISTAKES.keys()
-        for name, (error, part) in MISTAKES.items():
+        assert found.keys() == expected.keys()
+        for name, (error, part) in expected.items():
             assert found[name].startswith(f"{error}: "), f"{name}: {found[name]!r}"
             assert part in found[name], f"{name}: {found[name]!r}"
 
@@ -321,7 +291,7 @@ def different_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
     M, N, K = 11, 24, 32
     a, b = random(M, K, FP32, 1), random(K, N, FP32, 2)
     calls: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
-        # No share of any M: rank 1's would be the longer one. As shares of K, products of two different M.
+        # Blocks of different M, or products of different M.
         "rows": (a if first else random(M + 2, K, FP32), b, {}),
         "dtype": (a if first else a.half(), b if first else b.half(), {}),
         "activation": (a, b, {"activation": "relu" if first else "silu"}),

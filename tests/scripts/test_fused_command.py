@@ -33,14 +33,15 @@ def test_run(collective: str, tmp_path: Path) -> None:
     """Sizes that 3 ranks don't divide."""
     out = tmp_path / "result.json"
     options = ("--shape", "97,43,131", "--dtype", "float16", "--iters", "2", "--json", str(out))
-    done = fused("-n", "3", "-c", collective, "--placement", "after", *options)
+    done = fused("-n", "3", "-c", collective, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     problem = PROBLEMS[collective]
-    for part in ("runs on", "because", "whole tiles", "after the GEMM", "speed over reference", "workspace"):
+    for part in ("runs on", "because", "whole tiles", "communication", "speed over reference", "workspace"):
         assert part in done.stdout
     for part in (f"stream_k.{problem.op}", problem.steps, problem.describe_share((97, 43, 131), 3)):
         assert part in done.stdout
     assert ("partials in fp32" in done.stdout) == problem.sums
+    assert ("by copy engines" in done.stdout) == (problem.op in ("all_gather_gemm", "gemm_reduce_scatter"))
     assert done.stdout.count("right") == 3
     result = json.loads(out.read_text())
     assert result["ok"] is True
@@ -60,8 +61,8 @@ def test_default_shape_on_one_rank(collective: str) -> None:
     ("arguments", "text"),
     [
         (("-c", "broadcast"), "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter"),
-        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed after, beside, auto"),
-        (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed after, beside, auto"),
+        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, auto"),
+        (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed copy_engine, auto"),
         (("-c", "all_reduce", "--placement", "within"), "is 'within', allowed after, beside, inside, auto"),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
