@@ -20,7 +20,7 @@ from benchmarks.operands import Truth
 from benchmarks.providers import Run
 from reference.accuracy import bound, compare
 
-_LIBRARY_ROUNDINGS = 8
+_LIBRARY_ROUNDINGS = 16
 
 
 def error_of(run: Run, truth: Truth, ranks: int) -> dict[str, Any]:

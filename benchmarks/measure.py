@@ -9,6 +9,7 @@ calls instead of one call, and count its share. On a CPU: wall clock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _WARM_UP_CALLS = 3
 _FLUSH_BYTES = 256 << 20
 _BUSY_CYCLES = 1_000_000  # about 0.5 ms: PyTorch's fused ops take the host nearly that long
 _HOST_CALLS = 20
+_VARIANT_ROUNDS = 3
 
 
 class Meter:
@@ -67,11 +69,13 @@ class Meter:
     def in_turn(
         self, calls: dict[str, Callable[[], object]], runs: dict[str, Run], iters: int
     ) -> dict[str, Any]:
-        """Seconds of `iters` calls of each provider, A B C A B C."""
+        """Seconds of `iters` calls of each provider, A B C A B C; variants take part in every third round."""
         found: dict[str, list[float]] = {name: [] for name in calls}
         warm = self._num_warm_up_rounds(calls, runs)
         for i in range(-warm, iters):
             for name, call in calls.items():
+                if name in providers.VARIANTS and i % _VARIANT_ROUNDS:
+                    continue
                 seconds = self.sample(call, runs[name].reset)
                 if i >= 0:
                     found[name].append(seconds)
@@ -202,8 +206,12 @@ def _call_of(run: Run, case: Case) -> Callable[[], object]:
         try:
             for _ in range(GRAPH_CALLS):
                 run.call()
-        finally:
-            graph.capture_end()
+        except Exception:
+            # It fails too, by then; the first error is the one that tells.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph.replay
 
 

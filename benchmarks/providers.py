@@ -22,6 +22,7 @@ import stream_k
 from benchmarks.operands import Operands
 from benchmarks.shapes import OPS
 from reference import ops as reference_ops
+from stream_k.config import PLACEMENTS
 
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_reduce")
 # Up to here it is open which algorithm is faster; beyond, a one-shot only sends more.
@@ -308,9 +309,7 @@ _WHOLE = ("all_reduce", "all_scatter")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(OPS), _ours()),
     "ours_16bit": (("gemm_all_reduce", "gemm_reduce_scatter"), _ours_16bit),
-    "ours_after": (_FUSED, _ours(placement="after")),
-    "ours_beside": (_FUSED, _ours(placement="beside")),
-    "ours_inside": (_FUSED, _ours(placement="inside")),
+    **{f"ours_{placement}": (_FUSED, _ours(placement=placement)) for placement in PLACEMENTS},
     "ours_one_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("one_shot")),
     "ours_two_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
@@ -325,3 +324,5 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
+# Ours, otherwise configured than by default: for orientation, so timed less often.
+VARIANTS = (*(f"ours_{placement}" for placement in PLACEMENTS), "ours_one_shot", "ours_two_shot")

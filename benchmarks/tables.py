@@ -28,11 +28,12 @@ and 90th percentile of the ratio of neighbouring samples. `floor` is the larger 
 the BLAS and our GEMM) and the op's bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
 
 `ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
-library's do, not in fp32. `ours_after`, `ours_beside`, `ours_inside`, `ours_one_shot`, `ours_two_shot`: another
-placement or algorithm than the default. `ours_whole_tiles`: no tile is split. `ours_gemm`, `blas`: the product
-alone. `unfused`: the BLAS, then NCCL (RCCL, gloo); of a standalone collective the library's. `unfused_stacked`:
-without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered symmetric windows.
-`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast is off for all.
+library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
+two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
+`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo); of a standalone collective the library's.
+`unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
+symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast
+is off for all.
 """
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import plots, run, stats, tables
 from benchmarks import records as records_module
+from benchmarks import run, stats, tables
 from benchmarks.__main__ import app
 from benchmarks.measure import merged
 from benchmarks.shapes import OPS, SIZES, cases_of, corpus
@@ -66,6 +66,9 @@ def test_wrong_results_do_not_count() -> None:
 
 
 def test_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
     cases = [
         *FUSED,
         made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12),
