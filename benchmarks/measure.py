@@ -260,6 +260,14 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return record
 
 
+def broken(case: Case, device: str, reason: str) -> dict[str, Any]:
+    """The record of a case that no rank came back from."""
+    nothing: dict[str, Any] = {name: {} for name in ("us", "host_us", "error", "skipped", "config")}
+    failed = {"failed": {"ours": reason.splitlines()[0][:300]}, "wrong": []}
+    record = {**dataclasses.asdict(case), "device": device, **nothing, **failed}
+    return record | _derived(record)
+
+
 def _derived(record: dict[str, Any]) -> dict[str, Any]:
     """Floor, efficiency and bandwidths, from the medians. None where nothing can be said: floors are of GPUs."""
     op, ranks = OPS[record["op"]], record["ranks"]

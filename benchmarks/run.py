@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import providers, records
-from benchmarks.measure import measure_cases
+from benchmarks.measure import broken, measure_cases
 from benchmarks.shapes import OPS, Case, cases_of
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
-from pyrocshmem.launch import spawn
+from pyrocshmem.launch import RanksFailed, spawn
 
+# Cases that may break the ranks (a wait that ran out, a crash) before a run gives up; the others are measured by new
+# ranks.
+_MAX_BREAKS = 3
 # A run that outlives this hangs.
 _LIMIT_S = 3600.0
 # For M = N = 16384: two slots of fp32 partials, a result, and what captured graphs keep.
@@ -58,11 +61,34 @@ def run(
     """Measure `cases` on `ranks` ranks of this machine; what is in `path` afterwards."""
     header = records.environment(ranks, commit)
     records.start(path, header)
-    spawn(_rank_main, ranks, cases, names, iters, path, timeout=_LIMIT_S)
+    todo = cases
+    for attempt in range(_MAX_BREAKS + 1):
+        try:
+            spawn(_rank_main, ranks, todo, names, iters, path, timeout=_LIMIT_S)
+            break
+        except RanksFailed as error:
+            todo = _after_break(path, todo, header, error)
+            if attempt == _MAX_BREAKS or not todo:
+                break
     records.append(path, {"gpus_after": records.gpus_now()})
     found = records.read(path)
     assert found is not None
     return found
+
+
+def _after_break(path: Path, todo: list[Case], header: dict[str, Any], error: RanksFailed) -> list[Case]:
+    """Record that the first case without a record broke the ranks; the cases after it. `error` says how."""
+    print(error, file=sys.stderr, flush=True)
+    file = records.read(path)
+    assert file is not None
+    fields = ("op", "shapes", "M", "N", "K", "dtype")
+    measured = {tuple(record[name] for name in fields) for record in file.cases}
+    left = [case for case in todo if tuple(getattr(case, name) for name in fields) not in measured]
+    if left:
+        device = header["gpus"][0].split(",")[0] if header["gpus"] else "cpu"
+        reason = repr(error.__cause__) if error.__cause__ is not None else str(error)
+        records.append(path, broken(left[0], device, reason))
+    return left[1:]
 
 
 def _rank_main(

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 import collectives
 import stream_k
-from benchmarks import providers, records, run
+from benchmarks import providers, records, run, tables
 from benchmarks.measure import measure_cases
 from benchmarks.providers import Run
 from benchmarks.shapes import OPS, Case
 from pyrocshmem import Heap, target
+from pyrocshmem.launch import RanksFailed
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 from tests.scripts import support
@@ -178,6 +179,37 @@ def test_what_two_sets_have_in_common_is_measured_once(tmp_path: Path) -> None:
     assert file.cases[0]["us"] == file.cases[1]["us"]
     assert file.environment["commit"] == "0123"
     assert "gpus_after" in file.environment
+
+
+@pytest.mark.cpu
+def test_a_case_that_breaks_the_ranks_is_a_problem_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [Case("gemm_all_reduce", "tiny", m, 8, 8, "float16", 2, "eager") for m in (1, 2, 3)]
+    asked = []
+
+    def spawned(
+        fn: object, ranks: int, todo: list[Case], names: object, iters: int, path: Path, **_: object
+    ) -> None:
+        asked.append([case.M for case in todo])
+        for case in todo:
+            if case.M == 2:
+                raise RanksFailed([]) from TimeoutError("a wait ran out")
+            times = {"ours": 5.0, "blas": 2.0}
+            record = made_up.case(case.op, case.shapes, case.M, case.N, case.K, **times)
+            records.append(path, record | {"dtype": case.dtype, "ranks": case.ranks, "device": "cpu"})
+
+    monkeypatch.setattr(run, "spawn", spawned)
+    file = run.run(cases, None, 1, 2, tmp_path / "x.jsonl", "")
+    assert asked == [[1, 2, 3], [3]]
+    assert [(case["M"], case["failed"]) for case in file.cases] == [
+        (1, {}),
+        (2, {"ours": "TimeoutError('a wait ran out')"}),
+        (3, {}),
+    ]
+    (problem,) = run.problems(file.cases)
+    assert problem.startswith("gemm_all_reduce 2 x 8 x 8 float16: ours failed: TimeoutError")
+    assert "| 2 x 8 x 8 | eager | failed |" in tables.document([file])
 
 
 @pytest.mark.cpu
