@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,64 +121,92 @@ def measure_cases(
             yield from ((case, merged([part])) for case, part in zip(batch, parts, strict=False))
 
 
+class _Table:
+    """The providers of a case: those that are ready, and why the others are not."""
+
+    def __init__(self, operands: Operands, names: tuple[str, ...] | None) -> None:
+        self.operands = operands
+        self.runs: dict[str, Run] = {}
+        self.calls: dict[str, Callable[[], object]] = {}
+        self.skipped: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        for name in providers.providers_of(operands.case.op):
+            if names is None or name in names:
+                self._try(name, self.runs, partial(_ready, name, operands))
+        # When all have been called once: a workspace that one of them grew is planned anew by the others.
+        for name, run in list(self.runs.items()):
+            self._try(name, self.calls, partial(_call_of, run, operands.case))
+            if name not in self.calls:
+                _close(self.runs.pop(name))
+
+    def _try(self, name: str, table: dict[str, Any], make: Callable[[], Any]) -> None:
+        """Put what `make` gives into `table`, unless any rank has a reason against it."""
+        made, reason, fault = None, "", False
+        try:
+            made = make()
+        except Unavailable as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            # A variant may refuse what it is not made for, before it launches anything; the default may not.
+            fault = name.startswith("ours") and not (isinstance(error, ValueError) and name != "ours")
+        found: list[Any] = [(reason, fault)]
+        if self.operands.ranks > 1:
+            found = [None] * self.operands.ranks
+            dist.all_gather_object(found, (reason, fault))
+        reasons = [reason for reason, _ in found if reason]
+        if not reasons:
+            table[name] = made
+            return
+        if isinstance(made, Run):
+            _close(made)
+        (self.failed if any(fault for _, fault in found) else self.skipped)[name] = reasons[0]
+
+    def close(self) -> None:
+        """Graphs first: they refer to what the runs and the operands hold."""
+        self.calls.clear()
+        for run in self.runs.values():
+            _close(run)
+        self.runs.clear()
+        self.operands.close()
+
+
 def _measure(
     case: Case, names: tuple[str, ...] | None, iters: int, heap: Any, meter: Meter
 ) -> dict[str, Any]:
     """This rank's part of the record of a case."""
     operands = Operands(case, heap, meter.device)
-    wanted = [name for name in providers.providers_of(case.op) if names is None or name in names]
-    skipped: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    runs: dict[str, Run] = {}
-    calls: dict[str, Callable[[], object]] = {}
+    table = _Table(operands, names)
+    runs = table.runs
     begin = time.time()
-    try:
-        for name in wanted:
-            run, reason, ours = _try(lambda name=name: _ready(name, operands), name, operands)  # type: ignore[misc]
-            if run is None:
-                (failed if ours else skipped)[name] = reason
-                continue
-            runs[name] = run
-        for name, run in list(runs.items()):
-            call, reason, ours = _try(lambda run=run: _call_of(run, case), name, operands)  # type: ignore[misc]
-            if call is None:
-                (failed if ours else skipped)[name] = reason
-                _close(runs.pop(name))
-                continue
-            calls[name] = call
-        begin = time.time()
-        seconds = meter.in_turn(calls, runs, iters)
-        end = time.time()
-        if heap is not None:
-            heap.synchronize()
-        # A call in place has gone through its data many times in a graph: the check is of one more call.
-        for run in runs.values():
-            if run.prepare is not None:
-                run.prepare()
-                run.call()
-        truths = {what: operands.truth(what) for what in sorted({run.what for run in runs.values()})}
-        errors = {name: check.error_of(run, truths[run.what], operands.ranks) for name, run in runs.items()}
-        host = {}
-        if meter.on_gpu and "ours" in runs:
-            host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
-        calls_each = GRAPH_CALLS if case.timing == "graph" else 1
-        return {
-            **dataclasses.asdict(case),
-            "device": _device_name(meter.device),
-            "us": {name: [1e6 * s / calls_each for s in spent] for name, spent in seconds.items()},
-            "host_us": host,
-            "error": errors,
-            "skipped": skipped,
-            "failed": failed,
-            "config": {name: _plain(run.config) for name, run in runs.items() if run.config is not None},
-            "span": (begin, end),
-        }
-    finally:
-        calls.clear()
-        for run in runs.values():
-            _close(run)
-        runs.clear()
-        operands.close()
+    seconds = meter.in_turn(table.calls, runs, iters)
+    end = time.time()
+    if heap is not None:
+        heap.synchronize()
+    # A call in place has gone through its data many times in a graph: the check is of one more call.
+    for run in runs.values():
+        if run.prepare is not None:
+            run.prepare()
+            run.call()
+    truths = {what: operands.truth(what) for what in sorted({run.what for run in runs.values()})}
+    errors = {name: check.error_of(run, truths[run.what], operands.ranks) for name, run in runs.items()}
+    host = {}
+    if meter.on_gpu and "ours" in runs:
+        host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
+    calls_each = GRAPH_CALLS if case.timing == "graph" else 1
+    configs = {name: _plain(run.config) for name, run in runs.items() if run.config is not None}
+    table.close()
+    return {
+        **dataclasses.asdict(case),
+        "device": _device_name(meter.device),
+        "us": {name: [1e6 * s / calls_each for s in spent] for name, spent in seconds.items()},
+        "host_us": host,
+        "error": errors,
+        "skipped": table.skipped,
+        "failed": table.failed,
+        "config": configs,
+        "span": (begin, end),
+    }
 
 
 def _ready(name: str, operands: Operands) -> Run:
@@ -191,6 +220,7 @@ def _ready(name: str, operands: Operands) -> Run:
 def _call_of(run: Run, case: Case) -> Callable[[], object]:
     """What a sample calls: one call, or the replay of a graph of GRAPH_CALLS of them."""
     if case.timing != "graph":
+        run.call()
         return run.call
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -213,29 +243,6 @@ def _call_of(run: Run, case: Case) -> Callable[[], object]:
             raise
         graph.capture_end()
     return graph.replay
-
-
-def _try(make: Callable[[], Any], name: str, operands: Operands) -> tuple[Any, str, bool]:
-    """(what `make` gives on every rank, or None; the first rank's reason; whether that is a fault of ours)."""
-    made, reason, fault = None, "", False
-    try:
-        made = make()
-    except Unavailable as error:
-        reason = str(error)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        # A variant may refuse what it is not made for, before it launches anything; the default may not.
-        fault = name.startswith("ours") and not (isinstance(error, ValueError) and name != "ours")
-    found: list[Any] = [(reason, fault)]
-    if operands.ranks > 1:
-        found = [None] * operands.ranks
-        dist.all_gather_object(found, (reason, fault))
-    reasons = [each for each in found if each[0]]
-    if not reasons:
-        return made, "", False
-    if isinstance(made, Run):
-        _close(made)
-    return None, reasons[0][0], any(fault for _, fault in reasons)
 
 
 def _close(run: Run) -> None:
