@@ -107,8 +107,10 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
         if changes and config == _config(x):
             raise Unavailable("it is the default")
         out = x.new(*x.result_shape())
-        group = {} if x.case.op == "gemm" else {"group": x.heap}
-        return Run(lambda: function(x.a, x.b, out=out, config=config, **group), out, config=config)
+        options = {} if x.case.op == "gemm" else {"group": x.heap}
+        if x.case.op == "all_gather_gemm":
+            options["num_rows"] = x.case.M
+        return Run(lambda: function(x.a, x.b, out=out, config=config, **options), out, config=config)
 
     return prepare_ours
 
@@ -171,11 +173,13 @@ def _unfused(x: Operands) -> Run:
     if op == "gemm_all_reduce":
         function = lambda: reference_ops.gemm_all_reduce(a, x.b, out=out)  # noqa: E731
     elif op == "gemm_reduce_scatter":
-        partial = x.new(M, N) if M % x.ranks == 0 else None
+        partial = x.new(M, N)
         function = lambda: reference_ops.gemm_reduce_scatter(a, x.b, out=out, partial=partial)  # noqa: E731
     elif op == "all_gather_gemm":
-        whole = x.new(M, K) if M % x.ranks == 0 else None
-        function = lambda: reference_ops.all_gather_gemm(a, x.b, out=out, gathered=whole)  # noqa: E731
+        whole = x.new(M, K)
+        function = lambda: reference_ops.all_gather_gemm(  # noqa: E731
+            a, x.b, num_rows=M, out=out, gathered=whole
+        )
     else:
         block, blocks = x.new(M, N), x.new(x.ranks, M, N)
         function = lambda: reference_ops.gemm_all_gather(  # noqa: E731
