@@ -37,7 +37,7 @@ import triton.language as tl
 from pyrocshmem import signal, status
 from pyrocshmem.device import others, remote
 from stream_k.epilogue import activate, add_bias
-from stream_k.kernel import finished_tile, num_finished_tiles, tile_coords
+from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
 
@@ -92,39 +92,41 @@ def _slot_tile(tile, tiles, source, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr)
 
 
 @triton.jit
-def _raise_ready(tile, epoch, flags, problem, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
+def announce_partial(
+    tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """ready[own rank][tile]: to everyone in a one-shot, to the owner in a two-shot."""
+    partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
-    to = lanes < WORLD
-    if not ONE_SHOT:
-        to = lanes == tile_owner(tile, num_gemm_programs, WORLD)
+    to = lanes < WORLD * told
+    if not OPTIONS[_ONE_SHOT]:
+        to = lanes == tl.where(told == 1, tile_owner(tile, num_gemm_programs, WORLD), -1)
     flag = signal.word(flags, tile, tl.load(control + signal.RANK))
     signal.publish(flag, epoch, lanes, heap_bases, to)
 
 
 @triton.jit
 def publish_partial(
-    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into the own heap, then its flag. `c` describes both slots as rows of BLOCK_N."""
+    """Epilogue: the partial tile into the own heap. `c` describes both slots as rows of BLOCK_N."""
     partials, slot_elements, results, flags, squares, bias = extra
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    row = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
+    top = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
-        c.store([row, i * PART_N], parts[i].to(c.dtype))
-    _raise_ready(tile, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
+        c.store([top, i * PART_N], parts[i].to(c.dtype))
 
 
 @triton.jit
 def push_partial(
-    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's slot at its consumer (all of them in a one-shot), then its
-    flag."""
+    """Epilogue: the partial tile into this rank's slot at its consumer, at all of them in a one-shot."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -142,7 +144,6 @@ def push_partial(
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)
         else:
             tl.store(remote(place, tile_owner(tile, num_gemm_programs, WORLD), heap_bases) + offsets, value)
-    _raise_ready(tile, epoch, flags, problem, context, WORLD, OPTIONS[_ONE_SHOT])
 
 
 @triton.jit

@@ -31,7 +31,7 @@ import triton.language as tl
 from pyrocshmem import signal, status
 from pyrocshmem.device import others
 from stream_k.epilogue import activate, add_bias, store_block
-from stream_k.kernel import finished_tile, num_finished_tiles, tile_coords
+from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
 
@@ -47,11 +47,11 @@ def _peers(pointer, context, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _raise_arrived(tile, epoch, flags, context, WORLD: tl.constexpr):
+def _raise_arrived(tile, told, epoch, flags, context, WORLD: tl.constexpr):
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
     flag = signal.word(flags, tile, tl.load(control + signal.RANK))
-    signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
+    signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD * told)
 
 
 @triton.jit
@@ -62,48 +62,68 @@ def _wait_arrived(tile, epoch, flags, context, WORLD: tl.constexpr):
 
 
 @triton.jit
+def announce_output(
+    tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """The local flag of a tile that `publish_output` has stored."""
+    results, flags, local, squares, bias, stride_n = extra
+    control, abort, record, heap_bases = context
+    one = tl.arange(0, 1)
+    rank = tl.load(control + signal.RANK)
+    signal.publish(local + tile + one, epoch, rank, heap_bases, one < told, "gpu")
+
+
+@triton.jit
+def announce_pushed(
+    tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """The flags, on all ranks, of a tile that `push_output` has stored."""
+    results, flags, local, squares, bias, stride_n = extra
+    _raise_arrived(tile, told, epoch, flags, context, WORLD)
+
+
+@triton.jit
 def publish_output(
-    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile into the own result, then its local flag. `c` is the own block of columns."""
+    """Epilogue: the tile into the own result. `c` is the own block of columns."""
     results, flags, local, squares, bias, stride_n = extra
     control, abort, record, heap_bases = context
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    row = tile_m * BLOCK_M
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
         value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
-        store_block(c, row, col, value, M, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        store_block(c, row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
         if OPTIONS[_SQUARES]:
             sums += _row_squares(value, col, N, PART_N)
     if OPTIONS[_SQUARES]:
         rows = row + tl.arange(0, BLOCK_M)
         tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
-    signal.settle()
-    signal.raise_flag(local + tile, epoch, scope="gpu")
 
 
 @triton.jit
 def push_output(
-    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile to every rank's result, then its flag to all. `c` is a pointer to the own block of
-    columns."""
+    """Epilogue: the tile to every rank's result. `c` is a pointer to the own block of columns."""
     results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    row = tile_m * BLOCK_M
     places = _peers(c, context, WORLD) + (c,)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
         value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
         for k in tl.static_range(WORLD):
-            store_block(places[k], row, col, value, M, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+            store_block(
+                places[k], row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N
+            )
         if OPTIONS[_SQUARES]:
             sums += _row_squares(value, col, N, PART_N)
     if OPTIONS[_SQUARES]:
@@ -113,7 +133,6 @@ def push_output(
             tl.store(
                 square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
             )
-    _raise_arrived(tile, epoch, flags, context, WORLD)
 
 
 @triton.jit
@@ -165,7 +184,7 @@ def _push_tile(
             square_places = _peers(sums, context, WORLD)
             for k in tl.static_range(WORLD - 1):
                 tl.store(square_places[k], value, mask=rows < M)
-        _raise_arrived(tile, epoch, flags, context, WORLD)
+        _raise_arrived(tile, 1, epoch, flags, context, WORLD)
 
 
 @triton.jit

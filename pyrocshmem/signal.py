@@ -42,6 +42,7 @@ EPOCH = tl.constexpr(0)  # number of the last finished call
 TICKET = tl.constexpr(1)  # programs of this call that have ended
 BUDGET_US = tl.constexpr(2)  # how long a wait may last
 RANK = tl.constexpr(3)
+BEGUN = tl.constexpr(4)  # programs of this call's GEMM that have begun
 ENTERED = tl.constexpr(32)  # per peer: the last call it has entered
 BARRIER = tl.constexpr(40)  # per peer: the last call whose barrier it has reached
 CONTROL_WORDS = 64
@@ -98,6 +99,17 @@ def _now_us():
         )
         now = ticks // 1000
     return now
+
+
+@triton.jit
+def _pause():
+    """Between two polls: leave the processor to others."""
+    if _INTERPRETED:
+        _host_yield()
+    elif not target_info.is_hip():
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 40;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -271,8 +283,7 @@ def wait(
         waited = start - start
         aborted = _poll(abort)
         while (up == 0) & (aborted == 0) & (waited < budget):
-            if _INTERPRETED:
-                _host_yield()
+            _pause()
             up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
             aborted = _poll(abort)
             waited = _now_us() - start
@@ -288,14 +299,22 @@ def wait(
 @triton.jit
 def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
     """The epoch of this call. Where ENTERS, program 0 tells every peer that this rank has entered the call,
-    hence finished the one before."""
+    hence finished the one before, and every program counts itself."""
     control, abort, record, heap_bases = context
     epoch = tl.load(control + EPOCH) + 1
     if ENTERS:
         if tl.program_id(0) == 0:
             lanes = tl.arange(0, MAX_WORLD)
             publish(control + ENTERED + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
+        tl.atomic_add(control + BEGUN, 1, sem="relaxed", scope="gpu")
     return epoch
+
+
+@triton.jit
+def wait_begun(count, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Wait until `count` programs of this call have begun, hence hold their multiprocessors. False: gave up."""
+    one = tl.arange(0, 1)
+    return wait(context[0] + BEGUN + one, one == 0, count, -1, 0, context, OP, WORLD, "gpu")
 
 
 @triton.jit
@@ -317,6 +336,7 @@ def end(context, epoch):
     last = tl.atomic_add(control + TICKET, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     if last:
         tl.store(control + TICKET, 0)
+        tl.store(control + BEGUN, 0)
         tl.store(control + EPOCH, epoch)
     return last
 

@@ -3,7 +3,9 @@
     import stream_k
     c = stream_k.gemm(a, b, bias=bias, activation="gelu")
     c = stream_k.gemm_all_reduce(a_share, b_share, group=group)     # sum over ranks, on every rank
+    c = stream_k.gemm_reduce_scatter(a_share, b_share, group=group) # sum over ranks, a block of rows a rank
     c = stream_k.gemm_all_scatter(a, b_columns, group=group)        # every rank's columns, on every rank
+    c = stream_k.all_gather_gemm(a_rows, b_columns, group=group)    # all rows times the rank's columns
 
 Every call returns an ordinary tensor, which is the caller's.
 """
@@ -18,24 +20,33 @@ from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace, workspace_for
 
 if TYPE_CHECKING:
+    from stream_k.fused_all_gather import all_gather_gemm
     from stream_k.fused_all_reduce import gemm_all_reduce
     from stream_k.fused_all_scatter import gemm_all_scatter
+    from stream_k.fused_reduce_scatter import gemm_reduce_scatter
 
 __all__ = [
     "Config",
     "Schedule",
     "Workspace",
+    "all_gather_gemm",
     "choose",
     "gemm",
     "gemm_all_reduce",
     "gemm_all_scatter",
+    "gemm_reduce_scatter",
     "make_schedule",
     "target",
     "workspace_for",
 ]
 
 # The fused ops stand on `collectives`, which stands on this package's kernel: loaded when first asked for.
-_FUSED = {"gemm_all_reduce": "stream_k.fused_all_reduce", "gemm_all_scatter": "stream_k.fused_all_scatter"}
+_FUSED = {
+    "all_gather_gemm": "stream_k.fused_all_gather",
+    "gemm_all_reduce": "stream_k.fused_all_reduce",
+    "gemm_all_scatter": "stream_k.fused_all_scatter",
+    "gemm_reduce_scatter": "stream_k.fused_reduce_scatter",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 from pyrocshmem import target
 from stream_k.schedule import SPLITS
 
-PLACEMENTS = ("after", "beside", "inside")
+PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine")
 ALGORITHMS = ("one_shot", "two_shot")
 
 # Multiprocessors that the CPU target pretends to have: enough for several waves, few enough to follow by eye.
@@ -33,9 +33,11 @@ class Config:
     next one's loads (NVIDIA).
     split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a
     multiprocessor.
-    placement, algorithm: where and how tiles are consumed. num_comm_programs: of num_programs, those that
-    consume beside the GEMM.
-    comm_rows: rows of a tile that a consumer moves at a time.
+    placement, algorithm: where and how tiles are consumed (docs/architecture.md has the placements).
+    num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
+    programs have comm_warps.
+    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows of a rank's row block that the copy
+    engine moves at a time.
     partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as
     one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
     """
@@ -53,11 +55,13 @@ class Config:
     placement: str = "beside"
     algorithm: str = "two_shot"
     num_comm_programs: int = 32
+    comm_warps: int = 8
     comm_rows: int = 8
+    chunk: int = 4
     partial_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows"):
+        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows", "comm_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"Config.{name} must be a power of two, got {value}")
@@ -70,7 +74,7 @@ class Config:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config.{name} is {getattr(self, name)!r}, allowed are {allowed}")
-        for name in ("num_stages", "group_m", "num_comm_programs"):
+        for name in ("num_stages", "group_m", "num_comm_programs", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
         if self.num_programs < 0 or (
@@ -108,27 +112,44 @@ def choose(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
 ) -> Config:
-    """The configuration for a local product [M, K] x [K, N] of `op` ("gemm", "gemm_all_reduce",
-    "gemm_all_scatter").
+    """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
     world_size: ranks of the group. partial_dtype: as in `Config`. Returns a frozen `Config`; change it with
     `dataclasses.replace`.
     """
+    processors = num_multiprocessors(device)
     if target.interpreted():
         config = _for_cpu(M, N)
     elif target.backend() == "hip":
         config = _for_amd(dtype)
     else:
         config = _for_nvidia(M, N, dtype)
-        programs, rows = _nvidia_communication(op, M, N, K, dtype, world_size, partial_dtype, device)
-        config = replace(config, num_comm_programs=programs, comm_rows=rows)
     config = replace(config, partial_dtype=partial_dtype)
+    if op in ("all_gather_gemm", "gemm_reduce_scatter"):
+        rows = -(-M // world_size)
+        config = _by_copy_engine(config, -(-rows // config.block_m), -(-N // config.block_n), world_size)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if world_size > 1 and tiles < num_multiprocessors(device):
+    if target.backend() == "cuda" and not target.interpreted():
+        config = _for_sm_90(config, op, tiles, dtype, processors)
+    if world_size > 1 and tiles < processors and op in ("gemm_all_reduce", "gemm_all_scatter"):
         # One wave or less: nothing to overlap with, so the fewest hops win.
         algorithm = "one_shot" if op == "gemm_all_reduce" else "two_shot"
         return replace(config, placement="after", algorithm=algorithm)
     return config
+
+
+def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, world_size: int) -> Config:
+    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles: four steps, or one for a few waves, since a step
+    costs the copy engines as long as it takes them to move a megabyte or two."""
+    few = tiles_m * tiles_n * world_size <= 4 * 132
+    chunk = tiles_m if few else min(8, max(4, -(-tiles_m // 4)))
+    return replace(
+        config,
+        placement="copy_engine",
+        split="none",
+        chunk=max(1, chunk),
+        group_m=min(config.group_m, max(1, chunk)),
+    )
 
 
 def _for_cpu(M: int, N: int) -> Config:
@@ -166,37 +187,47 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype) -> Config:
     return Config()
 
 
-# Readings on 4 x H200, of which the choice below needs only the ratios (docs/log.md has the sweep).
-_GEMM_FLOPS = {torch.float32: 45e12, torch.float16: 7e14, torch.bfloat16: 7e14}
-_LINK_BYTES = 290e9
-_PROGRAM_BYTES = {4: 7.5e9, 2: 12e9}  # of one consumer program, by the width of what it pulls or pushes
-_COMM_PROGRAMS = (8, 16, 24, 32, 40, 48)  # of 132
+def _programs(tiles: int, processors: int) -> int:
+    """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
+    up."""
+    return -(-tiles // -(-tiles // processors))
 
 
-def _nvidia_communication(
-    op: str,
-    M: int,
-    N: int,
-    K: int,
-    dtype: torch.dtype,
-    world_size: int,
-    partial_dtype: torch.dtype | None,
-    device: torch.device,
-) -> tuple[int, int]:
-    """(num_comm_programs, comm_rows): as many programs that the GEMM and the transfers end together."""
-    width = dtype.itemsize
-    sent = (world_size - 1) * M * N * width
-    if op == "gemm_all_reduce":
-        wire = (partial_dtype or torch.float32).itemsize
-        sent = (world_size - 1) / world_size * M * N * (wire + width)
-        width = wire
-    programs = num_multiprocessors(device)
-    flops = 2.0 * M * N * K / _GEMM_FLOPS[dtype]
+# Multiprocessors that a GEMM with helpers on streams of their own leaves free. None would do, but for the launch of a
+# helper before it: one small program keeps a multiprocessor from giving all its shared memory to the GEMM's.
+_SPARE = 4
 
-    def slower_of_both(comm: int) -> float:
-        return max(
-            flops * programs / (programs - comm), sent / min(_LINK_BYTES, comm * _PROGRAM_BYTES[width])
+
+def _for_sm_90(config: Config, op: str, tiles: int, dtype: torch.dtype, processors: int) -> Config:
+    """`config` with the programs of both sides, from readings on 4 x H200 (docs/log.md has them)."""
+    if tiles < processors:
+        return config
+    if op == "gemm":
+        rest = tiles % processors
+        whole = rest == 0 or 2 * rest >= processors  # otherwise the last wave is split among all
+        return replace(config, num_programs=_programs(tiles, processors)) if whole else config
+    programs = _programs(tiles, processors - _SPARE)
+    if op == "gemm_all_scatter":
+        # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
+        programs = _programs(tiles, processors * 7 // 8)
+        config = replace(config, num_comm_programs=3 * (processors - programs), comm_warps=8, comm_rows=32)
+    elif (config.partial_dtype or torch.float32) == torch.float32:
+        config = replace(config, num_comm_programs=2 * processors, comm_warps=4, comm_rows=4)
+    else:
+        config = replace(config, num_comm_programs=processors // 2, comm_warps=4, comm_rows=16)
+    config = replace(config, split="none", num_programs=programs)
+    return config if config.placement == "copy_engine" else replace(config, placement="own_stream")
+
+
+def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
+    """`config` for launches beside its GEMM: one that names no number of programs leaves some multiprocessors free.
+    ValueError where it names so many that none is."""
+    processors = num_multiprocessors(device)
+    if config.num_programs == 0 and processors > 1:
+        return replace(config, num_programs=max(processors - _SPARE, processors // 2))
+    if config.num_programs >= processors:
+        raise ValueError(
+            f"Config.num_programs is {config.num_programs} on {processors} multiprocessors; with placement "
+            f"{config.placement!r} the GEMM must leave one free"
         )
-
-    allowed = [max(1, programs * comm // 132) for comm in _COMM_PROGRAMS]
-    return min(allowed, key=slower_of_both), 8 if width == 4 else 16
+    return config

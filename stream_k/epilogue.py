@@ -59,7 +59,7 @@ def store_block(
 
 @triton.jit
 def store_output(
-    parts, tile, tile_m, tile_n, epoch, c, extra, context, problem,
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """C = activation(A B + bias). `extra` is (bias, stride_cm, stride_cn)."""
@@ -72,4 +72,4 @@ def store_output(
         if OPTIONS[1]:
             value = add_bias(value, bias, col, N, PART_N)
         value = activate(value, OPTIONS[0])
-        store_block(c, tile_m * BLOCK_M, col, value, M, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)

@@ -7,7 +7,7 @@ plan up and launches it: no rendezvous, no allocation but the result's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,16 +15,17 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
-from stream_k.config import Config, choose, num_multiprocessors
+from stream_k.config import Config, choose, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
-from stream_k.kernel import consumer_kernel
+from stream_k.kernel import consumer_kernel, gate_kernel
 from stream_k.launch import Launch
-from stream_k.operands import aligned, check_apart, check_product, kind
+from stream_k.operands import aligned, check_apart, check_output, check_product, kind
 from stream_k.product import Product, make_product
 from stream_k.workspace import Workspace, find_workspace
 
 Arguments = tuple[Any, ...]
+_SIDE = 0
 
 
 class Request(NamedTuple):
@@ -38,6 +39,23 @@ class Request(NamedTuple):
     squared_partials: bool
     allow_tf32: bool
     config: Config | None
+    num_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """What tells one fused op from another.
+
+    name: of the public function. sizes: M of the whole product, and (rows, columns) of the result on this rank.
+    placements: those of `Config` that it has. plan: makes the launches for a call that is new. shared: peers may
+    write `out` themselves, which must then lie at the same place of every heap.
+    """
+
+    name: str
+    sizes: Callable[[Request, Heap], tuple[int, tuple[int, int]]]
+    placements: tuple[str, ...]
+    plan: Callable[[Call], FusedPlan]
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,8 @@ class Call:
     """A call that is being planned; every rank brings an equal one, but for the operands.
 
     request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or one like it.
-    direct: peers can write `out` itself. config: the one to use. longest_k: the largest inner size of all
-    ranks.
+    direct: peers can write `out` itself. config: the one to use. num_rows: M of the whole product. longest_k: the
+    largest inner size of all ranks.
     """
 
     request: Request
@@ -57,13 +75,23 @@ class Call:
     config: Config
     workspace: Workspace
     heap: Heap
+    num_rows: int
     longest_k: int
 
     def product(self, stores_fp32: bool) -> Product:
         """The GEMM of the call."""
         comm = self.config.num_comm_programs if self.config.placement == "beside" else 0
-        how = (self.config, self.request.allow_tf32, comm)
-        return make_product(self.a, self.b, *how, stores_fp32=stores_fp32, longest_k=self.longest_k)
+        return make_product(
+            self.a,
+            self.b,
+            self.config,
+            self.request.allow_tf32,
+            comm,
+            stores_fp32=stores_fp32,
+            longest_k=self.longest_k,
+            num_rows=self.num_rows,
+            row_blocks=self.heap.world_size if self.config.placement == "copy_engine" else 0,
+        )
 
     def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
         """The three first OPTIONS of every epilogue."""
@@ -73,60 +101,68 @@ class Call:
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    name: of the op. gathers: the result has the columns of all ranks side by side. launches: in stream order.
-    result: on the heap, to be copied out; None: the op writes `out` itself. squares: fp32 [tiles x M], where
-    asked for. columns: of the result.
+    launches: in stream order. result: on the heap, to be copied out; None: the op writes `out` itself.
+    squares: fp32 [tiles x M], where asked for. shape: of the result.
     """
 
-    name: str
-    gathers: bool
     launches: list[Launch]
     result: torch.Tensor | None
     squares: torch.Tensor
-    columns: int
-
-    def __init__(self, call: Call) -> None:
-        raise NotImplementedError
+    shape: tuple[int, int]
+    workspace: Workspace
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, Arguments]:
-        """Arguments of the GEMM, and of the consumer's launch if there is one."""
+    ) -> tuple[Arguments, ...]:
+        """Arguments of each launch."""
         raise NotImplementedError
 
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Compile and load every kernel."""
+        arguments = self.arguments(a, b, bias, out)
+        if len(self.launches) == 2:
+            arguments = arguments[::2]
+        for launch, args in zip(self.launches, arguments, strict=False):
+            launch.compile(args)
 
-def fused_gemm(
-    kind_of_plan: type[FusedPlan], request: Request, group: Any, workspace: Workspace | None
-) -> Any:
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue the call: its launches one after another, or, of three, the last two beside the first."""
+        arguments = self.arguments(a, b, bias, out)
+        beside = len(self.launches) == 3
+        if beside:
+            self.workspace.fork(_SIDE)
+        self.launches[0](arguments[0])
+        if beside:
+            with self.workspace.beside(_SIDE):
+                self.launches[1](arguments[1])
+                self.launches[2](arguments[2])
+            self.workspace.join(_SIDE)
+        elif len(self.launches) == 2:
+            self.launches[1](arguments[2])
+
+
+def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: returns out, or (out, squares) where they are asked for."""
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
-    key = (
-        kind_of_plan.name,
-        kind(a),
-        kind(b),
-        kind(bias),
-        kind(out),
-        symmetric_offset(heap, out),
-        *request[4:],
-    )
+    offset = symmetric_offset(heap, out) if op.shared else None
+    key = (op.name, kind(a), kind(b), kind(bias), kind(out), offset, *request[4:])
     plan = workspace.plans.get(key)
     if plan is None:
-        columns = b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0
-        columns *= heap.world_size if kind_of_plan.gathers else 1
-        check_product(a, b, bias, request.activation, out, columns)
-        simple = _without_plan(kind_of_plan, request, columns, heap, workspace)
+        check_product(a, b, bias, request.activation)
+        num_rows, shape = op.sizes(request, heap)
+        check_output(out, shape, a, b, bias)
+        simple = _without_plan(op, request, num_rows, shape, heap, workspace)
         if simple is not None:
             return simple
-        plan = _make_plan(kind_of_plan, key, request, columns, heap, workspace)
+        plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
     elif out is not None:
         check_apart(out, a, b, bias)
     if out is None:
-        out = torch.empty(a.shape[0], plan.columns, dtype=a.dtype, device=a.device)
+        out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
     with workspace:
-        for launch, args in zip(plan.launches, plan.arguments(a, b, bias, out), strict=False):
-            launch(args)
+        plan.run(a, b, bias, out)
     if plan.result is not None:
         out.copy_(plan.result)
     return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if request.squared_partials else out
@@ -143,15 +179,15 @@ def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
 
 
 def _without_plan(
-    kind_of_plan: type[FusedPlan], request: Request, columns: int, heap: Heap, workspace: Workspace
+    op: FusedOp, request: Request, num_rows: int, shape: tuple[int, int], heap: Heap, workspace: Workspace
 ) -> Any:
     """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
-    for any other. `columns`: of the result."""
-    a, b, out, bias, activation, squared_partials, allow_tf32, config = request
+    for any other. `shape`: of the result."""
+    a, b, out, bias, activation, squared_partials, allow_tf32, config, _ = request
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    if a.shape[0] == 0 or columns == 0:
-        empty = out if out is not None else a.new_empty(a.shape[0], columns)
+    if num_rows == 0 or shape[1] == 0:
+        empty = out if out is not None else a.new_empty(shape)
         return (empty, torch.zeros(a.shape[0], 0, device=a.device)) if squared_partials else empty
     if heap.world_size == 1 and not squared_partials:
         return gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
@@ -159,7 +195,7 @@ def _without_plan(
         # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
         wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
-        found = fused_gemm(kind_of_plan, wide, heap, workspace)
+        found = fused_gemm(op, wide, heap, workspace)
         value, squares = found if squared_partials else (found, None)
         value = value.bfloat16() if out is None else out.copy_(value)
         return (value, squares) if squared_partials else value
@@ -167,21 +203,31 @@ def _without_plan(
 
 
 def _make_plan(
-    kind_of_plan: type[FusedPlan],
+    op: FusedOp,
     key: Hashable,
     request: Request,
-    columns: int,
+    offset: int | None,
+    num_rows: int,
+    shape: tuple[int, int],
     heap: Heap,
     workspace: Workspace,
 ) -> FusedPlan:
-    """Plan a call: on all ranks together, the first time that they make it. `columns`: of the result."""
-    name, out, bias = kind_of_plan.name, request.out, request.bias
-    M, K = request.a.shape
-    N, dtype = request.b.shape[1], request.a.dtype
+    """Plan a call: on all ranks together, the first time that they make it. `shape`: of the result."""
+    name, out, bias = op.name, request.out, request.bias
+    M, dtype = num_rows, request.a.dtype
+    K, N = request.b.shape
     config = request.config
     if config is None:
         config = choose(name, M, N, K, dtype, heap.world_size, heap.device)
-    offset = symmetric_offset(heap, out)
+    if config.placement not in op.placements:
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(op.placements)}; "
+            f"start from stream_k.choose({name!r}, ..)"
+        )
+    if config.placement in ("own_stream", "copy_engine"):
+        config = with_a_free_multiprocessor(config, heap.device)
+    if request.squared_partials and config.placement == "copy_engine":
+        raise ValueError("Config.placement is 'copy_engine', which has no squared partials; use another")
     text = (
         f"{name}({M} x {N} {dtype}, bias={bias is not None}, activation={request.activation}, "
         f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, {config})"
@@ -193,13 +239,12 @@ def _make_plan(
     if new:
         workspace.agreed[agreement] = max(int(size) for size in heap.vote(text, str(K).encode()))
     a, b = with_inner_size(request.a, request.b)
-    example = out if out is not None else torch.empty(M, columns, dtype=dtype, device=a.device)
+    example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
     longest_k = max(1, workspace.agreed[agreement])
-    call = Call(request, a, b, example, offset is not None, config, workspace, heap, longest_k)
-    plan = kind_of_plan(call)
-    plan.columns = columns
-    for launch, args in zip(plan.launches, plan.arguments(a, b, bias, example), strict=False):
-        launch.compile(args)
+    call = Call(request, a, b, example, offset is not None, config, workspace, heap, num_rows, longest_k)
+    plan = op.plan(call)
+    plan.shape = shape
+    plan.compile(a, b, bias, example)
     if new:
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.
         heap.vote(f"{text}: ready")
@@ -207,10 +252,11 @@ def _make_plan(
     return plan
 
 
-def consumer_launch(
-    product: Product, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
-) -> Launch:
-    """The launch of a consumer after the GEMM, on all multiprocessors."""
+def consumer_launches(
+    product: Product, op: int, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
+) -> list[Launch]:
+    """The launches of a consumer that isn't part of the GEMM's: after it, on all multiprocessors, or on a stream of
+    its own, behind a gate."""
     config = product.config
     constants = {
         "CONSUMER": consumer,
@@ -220,5 +266,10 @@ def consumer_launch(
         "BLOCK_N": config.block_n,
         "GROUP_M": config.group_m,
     }
-    grid = min(product.schedule.num_tiles, config.num_programs or num_multiprocessors(device))
-    return Launch(consumer_kernel, grid, constants, config.num_warps, 1)
+    processors = num_multiprocessors(device)
+    if config.placement == "after":
+        grid = min(product.schedule.num_tiles, config.num_programs or processors)
+        return [Launch(consumer_kernel, grid, constants, config.num_warps, 1)]
+    gate = Launch(gate_kernel, 1, {"OP": op, "WORLD": world_size}, 1, 1)
+    grid = min(product.schedule.num_tiles, config.num_comm_programs)
+    return [gate, Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]

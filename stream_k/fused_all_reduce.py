@@ -9,9 +9,10 @@ import torch
 
 from collectives import reduce_tiles as tiles
 from pyrocshmem import status
-from stream_k.config import Config
-from stream_k.fused import Arguments, Call, FusedPlan, Request, consumer_launch, fused_gemm
+from stream_k.config import PLACEMENTS, Config
+from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.operands import as_argument, how_to_read
+from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
 
 
@@ -48,13 +49,23 @@ def gemm_all_reduce(
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
     request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
-    return fused_gemm(_Plan, request, group, workspace)
+    return fused_gemm(_OP, request, group, workspace)
+
+
+def _make_plan(call: Call) -> FusedPlan:
+    return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
+
+
+_OP = FusedOp(
+    "gemm_all_reduce",
+    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1])),
+    PLACEMENTS,
+    _make_plan,
+    shared=True,
+)
 
 
 class _Plan(FusedPlan):
-    name = "gemm_all_reduce"
-    gathers = False
-
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
@@ -79,7 +90,7 @@ class _Plan(FusedPlan):
             self.result = buffer[:size].view(product.M, product.N)
         squares = product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
-        self.context = workspace.context
+        self.workspace, self.context = workspace, workspace.context
         self.fix_up = product.fix_up(workspace)
         self.c: Any = self.partials
         if not pushed:
@@ -90,18 +101,30 @@ class _Plan(FusedPlan):
         options = (*act, int(self.one_shot), int(call.request.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
-        consumer = {"after": None, "beside": tiles.reduce_groups, "inside": tiles.reduce_own_tiles}[
-            config.placement
-        ]
+        consumer = {
+            "after": None,
+            "own_stream": None,
+            "beside": tiles.reduce_groups,
+            "inside": tiles.reduce_own_tiles,
+        }[config.placement]
         self.launches = [
-            product.launch(op, world, epilogue, consumer, options, lag=1, ends=consumer is not None)
+            product.launch(
+                op,
+                world,
+                epilogue,
+                tiles.announce_partial,
+                consumer,
+                options,
+                lag=1,
+                ends=consumer is not None,
+            )
         ]
         if consumer is None:
-            self.launches.append(consumer_launch(product, tiles.reduce_groups, options, world, heap.device))
+            self.launches += consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, Arguments]:
+    ) -> tuple[Arguments, ...]:
         product = self.product
         x, y = product.operands(a, b)
         results = out if self.result is None else self.result
@@ -113,5 +136,16 @@ class _Plan(FusedPlan):
             self.squares,
             bias if bias is not None else out,
         )
-        gemm_arguments = (x, y, self.c, *self.fix_up, extra, self.context, product.problem, product.strides)
-        return gemm_arguments, (extra, self.context, product.problem)
+        gemm_arguments = (
+            x,
+            None,
+            y,
+            self.c,
+            *self.fix_up,
+            None,
+            extra,
+            self.context,
+            product.problem,
+            product.strides,
+        )
+        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)

@@ -10,7 +10,7 @@ import torch
 from collectives import scatter_tiles as tiles
 from pyrocshmem import status
 from stream_k.config import Config
-from stream_k.fused import Arguments, Call, FusedPlan, Request, consumer_launch, fused_gemm
+from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.kernel import POINTER
 from stream_k.operands import filled, how_to_write, template
 from stream_k.workspace import Workspace
@@ -46,13 +46,10 @@ def gemm_all_scatter(
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
     request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
-    return fused_gemm(_Plan, request, group, workspace)
+    return fused_gemm(_OP, request, group, workspace)
 
 
 class _Plan(FusedPlan):
-    name = "gemm_all_scatter"
-    gathers = True
-
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
@@ -71,7 +68,7 @@ class _Plan(FusedPlan):
             )
         squares = world * product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
-        self.context = workspace.context
+        self.workspace, self.context = workspace, workspace.context
         self.fix_up = product.fix_up(workspace)
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
@@ -81,15 +78,21 @@ class _Plan(FusedPlan):
         options = (*act, 0, int(call.request.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
-        consumer = {"after": None, "beside": tiles.push_tiles, "inside": tiles.await_own_tiles}[
-            config.placement
-        ]
+        announce = tiles.announce_pushed if inside else tiles.announce_output
+        consumer = {
+            "after": None,
+            "own_stream": None,
+            "beside": tiles.push_tiles,
+            "inside": tiles.await_own_tiles,
+        }[config.placement]
         lag = 0 if inside else -1
         self.launches = [
-            product.launch(op, world, epilogue, consumer, options, lag=lag, ends=consumer is not None)
+            product.launch(
+                op, world, epilogue, announce, consumer, options, lag=lag, ends=consumer is not None
+            )
         ]
         if consumer is None:
-            self.launches.append(consumer_launch(product, tiles.push_tiles, options, world, heap.device))
+            self.launches += consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
 
     def _columns(self, out: torch.Tensor) -> torch.Tensor:
         """This rank's block of columns of the result."""
@@ -98,12 +101,32 @@ class _Plan(FusedPlan):
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, Arguments]:
+    ) -> tuple[Arguments, ...]:
         product = self.product
         x, y = product.operands(a, b)
         columns = self._columns(out)
         c = filled(self.c_template, columns)
         results = out if self.result is None else self.result
         extra = (results, self.flags, self.local, self.squares, bias if bias is not None else results, 1)
-        gemm_arguments = (x, y, c, *self.fix_up, extra, self.context, product.problem, product.strides)
-        return gemm_arguments, (extra, self.context, product.problem)
+        gemm_arguments = (
+            x,
+            None,
+            y,
+            c,
+            *self.fix_up,
+            None,
+            extra,
+            self.context,
+            product.problem,
+            product.strides,
+        )
+        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+
+
+_OP = FusedOp(
+    "gemm_all_scatter",
+    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
+    ("after", "beside", "own_stream", "inside"),
+    _Plan,
+    shared=True,
+)

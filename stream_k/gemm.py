@@ -10,7 +10,16 @@ from pyrocshmem import status, target
 from stream_k.config import Config, choose
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
-from stream_k.operands import check_apart, check_device, check_product, filled, how_to_write, kind, template
+from stream_k.operands import (
+    check_apart,
+    check_device,
+    check_output,
+    check_product,
+    filled,
+    how_to_write,
+    kind,
+    template,
+)
 from stream_k.product import make_product
 from stream_k.workspace import Workspace, local_workspace
 
@@ -43,9 +52,8 @@ def gemm(
     key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config)
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
-        M, N, K = check_product(
-            a, b, bias, activation, out, b.shape[1] if isinstance(b, torch.Tensor) and b.ndim == 2 else 0
-        )
+        M, N, K = check_product(a, b, bias, activation)
+        check_output(out, (M, N), a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)
         if out is None:
@@ -111,7 +119,7 @@ class _Plan:
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
-            int(status.Op.FIX_UP), 1, store_output, None, options, lag=-1, ends=product.split
+            int(status.Op.FIX_UP), 1, store_output, None, None, options, lag=-1, ends=product.split
         )
         self.launch.compile(self.arguments(a, b, bias, out))
 
@@ -122,4 +130,15 @@ class _Plan:
         x, y = self.product.operands(a, b)
         extra = (bias if bias is not None else out, *self.strides)
         c = filled(self.c_template, out)
-        return (x, y, c, *self.fix_up, extra, self.context, self.product.problem, self.product.strides)
+        return (
+            x,
+            None,
+            y,
+            c,
+            *self.fix_up,
+            None,
+            extra,
+            self.context,
+            self.product.problem,
+            self.product.strides,
+        )

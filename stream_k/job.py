@@ -22,10 +22,10 @@ from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 
 # Those that each op has: ops that share out rows move whole blocks of them, the others tiles.
-_BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "inside")
+_BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "own_stream", "inside")
 PLACEMENTS = {
     "all_gather": _BLOCKS,
-    "all_reduce": _TILES,
+    "all_reduce": (*_TILES, "copy_engine"),
     "all_scatter": _TILES,
     "reduce_scatter": _BLOCKS,
 }

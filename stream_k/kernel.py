@@ -8,20 +8,30 @@ finish a tile, adding the partials of lower-numbered programs in ascending order
 every run. Then it walks whole tiles, P apart. Split tiles come first so that the wait of a fix-up (3 to 5 us)
 hides behind the whole ones.
 
-A finished tile goes to EPILOGUE, and after a program's tiles comes CONSUMER; both are jit functions handed
-over as constexprs:
+A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which tells whoever waits for it;
+after a program's tiles comes CONSUMER. All are jit functions handed over as constexprs; ANNOUNCE may be None:
 
-    EPILOGUE(parts, tile, tile_m, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+    EPILOGUE(parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+             WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+    ANNOUNCE(tile, told, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
 
-`parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right. `c` is the output as
-a descriptor or a pointer, `extra` a tuple of pointers and integers that the pair understands, `context` the
-one of `pyrocshmem.signal`, `problem` the tuple (M, N, K, iterations, num_split_tiles, num_split_programs,
-num_gemm_programs), OPTIONS a tuple of constants. Programs from `num_gemm_programs` up have no tiles of their
-own: that is where a consumer beside the GEMM runs.
+`parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right, whose first row is
+row `row` of `c`; from `row_end` on rows are not this tile's. `c` is the output as a descriptor or a pointer,
+`extra` a tuple of pointers and integers that the functions understand, `context` the one of
+`pyrocshmem.signal`, `problem` the tuple (M, N, K, iterations, num_split_tiles, num_split_programs,
+num_gemm_programs), OPTIONS a tuple of constants. A whole tile is announced one tile late, when its stores have
+long been done and waiting for them costs nothing; `told` is 1, or 0 where there is none to announce. Programs
+from `num_gemm_programs` up have no tiles of their own: that is where a consumer beside the GEMM runs.
 
 A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a
 descriptor of its transpose; POINTER, any strides at all (sizes that TMA can't address come here).
+
+Rows in one of three orders, of which `stream_k.order` has the blocks:
+  CHUNK 0    one matrix from top to bottom
+  CHUNK > 0  CHUNK tile rows of every row block in turn, into `c` of R blocks of whole tiles, one per owner
+  GATHERS    the own row block from `a`, then the peers' from `gathered`, each as soon as its flag
+             (word 0 of `arrived`, written by the peer) is up; the result has the rows of all
 
 Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two sub-tiles, FLATTEN: 165
 registers, 229,408 B of shared memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32
@@ -32,6 +42,15 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status
+from stream_k.order import (
+    block_size,
+    block_start,
+    block_tiles,
+    chunk_row,
+    program_of,
+    program_range,
+    tile_coords,
+)
 
 ROW = 0
 COLUMN = 1
@@ -40,63 +59,6 @@ POINTER = 2
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
 _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
-
-
-@triton.jit
-def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and
-    B.
-
-    Example: 4 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
-    """
-    width = GROUP_M * tiles_n
-    first = tile // width * GROUP_M
-    size = min(tiles_m - first, GROUP_M)
-    return first + tile % width % size, tile % width // size
-
-
-@triton.jit
-def program_range(program, iterations, num_split_tiles, num_split_programs):
-    """[lo, hi) of the split iterations of `program`: the first `extra` programs have one more than the
-    others."""
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
-    lo = program * base + min(program, extra)
-    return lo, lo + base + (program < extra).to(tl.int32)
-
-
-@triton.jit
-def _program_of(iteration, iterations, num_split_tiles, num_split_programs):
-    """The program whose range holds `iteration`: the inverse of `program_range`."""
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
-    boundary = extra * (base + 1)
-    return tl.where(iteration < boundary, iteration // (base + 1), extra + (iteration - boundary) // base)
-
-
-@triton.jit
-def num_finished_tiles(program, problem, tiles):
-    """How many tiles `program` finishes: (split ones, split and whole ones)."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    split = 0
-    if program < num_split_programs:
-        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
-        split = hi // iterations - lo // iterations
-    whole = tl.cdiv(max(tiles - num_split_tiles - program, 0), num_gemm_programs)
-    return split, split + whole
-
-
-@triton.jit
-def finished_tile(i, split, program, problem):
-    """The i-th of the tiles that `program` finishes, `split` of which are split ones."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    tile = num_split_tiles + program + (i - split) * num_gemm_programs
-    if i < split:
-        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
-        tile = lo // iterations + i
-    return tile
 
 
 @triton.jit
@@ -139,16 +101,17 @@ def _split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: 
 
 @triton.jit
 def _multiply(
-    a, b, tile_m, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the K-iterations [k_begin, k_end) of a tile, fp32 [BLOCK_M, BLOCK_N]."""
+    """Sum of the K-iterations [k_begin, k_end) of the tile at `row` of `a`, which has `rows`: fp32 [BLOCK_M,
+    BLOCK_N]."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(k_begin, k_end):
-        x = _load_block(a, tile_m * BLOCK_M, k * BLOCK_K, M, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
+        x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
         y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
     return acc
@@ -189,10 +152,107 @@ def nothing(
 
 
 @triton.jit
+def _rows_of(tile_m, rank, M, CHUNK: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(row of A, row of C) where tile row `tile_m` starts."""
+    row = tile_m * BLOCK_M
+    row_c = row
+    if CHUNK > 0:
+        tiles = block_tiles(M, WORLD, BLOCK_M)
+        block, i = chunk_row(tile_m, rank, tiles, CHUNK, WORLD)
+        row = block_start(block, M, WORLD) + i * BLOCK_M
+        row_c = (block * tiles + i) * BLOCK_M
+    return row, row_c
+
+
+@triton.jit
+def _split_tiles(
+    a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD: tl.constexpr,
+    A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the split tiles, last tile first."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // SUBTILES
+    program = tl.program_id(0)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+    last = (hi - 1) // iterations
+    for i in tl.range(0, last - lo // iterations + 1, num_stages=1):
+        tile = last - i
+        k_begin = max(lo - tile * iterations, 0)
+        k_end = min(hi - tile * iterations, iterations)
+        tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
+        row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        acc = _multiply(
+            a, b, row, M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
+        if k_end < iterations:
+            for part in tl.static_range(SUBTILES):
+                workspace.store([program * BLOCK_M, part * PART_N], parts[part])
+            signal.settle()
+            signal.raise_flag(fix_up_flags + program, epoch, scope="gpu")
+        else:
+            first = program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
+            parts = _add_partials(
+                parts, first, program, epoch, tile, workspace, fix_up_flags, context, BLOCK_M, BLOCK_N, SUBTILES
+            )  # fmt: skip
+            EPILOGUE(
+                parts, tile, row_c, c_end, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N,
+                OPTIONS,
+            )  # fmt: skip
+            if ANNOUNCE is not None:
+                ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+
+
+@triton.jit
+def _whole_tiles(
+    a, b, c, begin, first, end, tiles_m, a_row, a_rows, c_row, c_end, rank, epoch, extra, context, problem,
+    strides,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD: tl.constexpr,
+    A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Whole tiles `first`, `first` + P, .. below `end`, of a block of rows whose first tile is `begin`.
+
+    The block has `tiles_m` tile rows; it starts at row `a_row` of `a`, which has `a_rows`, and at row `c_row`
+    of C, where its rows end at `c_end`.
+    """
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
+        tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
+        row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        acc = _multiply(
+            a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
+        if ANNOUNCE is not None:
+            before = tile - num_gemm_programs
+            late = (before >= first) & (before + 2 * num_gemm_programs < end)
+            ANNOUNCE(before, late, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+        EPILOGUE(
+            parts, tile, c_row + row_c, c_end, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N,
+            OPTIONS,
+        )  # fmt: skip
+        if ANNOUNCE is not None:
+            if tile + 2 * num_gemm_programs >= end:
+                ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+
+
+@triton.jit
 def stream_k_kernel(
-    a, b, c, workspace, fix_up_flags, extra, context, problem, strides,
-    EPILOGUE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
-    LAG: tl.constexpr, ENDS: tl.constexpr,
+    a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
+    OP: tl.constexpr, WORLD: tl.constexpr,
+    LAG: tl.constexpr, ENDS: tl.constexpr, CHUNK: tl.constexpr, GATHERS: tl.constexpr,
     SPLIT: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -210,9 +270,13 @@ def stream_k_kernel(
     """
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    rank = tl.load(context[0] + signal.RANK)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    PART_N: tl.constexpr = BLOCK_N // SUBTILES
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    c_end = M
+    if CHUNK > 0:
+        tiles_m = WORLD * block_tiles(M, WORLD, BLOCK_M)
+        c_end = tiles_m * BLOCK_M
     epoch = signal.begin(context, WORLD > 1, WORLD)
     may_write = program >= 0
     if LAG >= 0:
@@ -220,103 +284,44 @@ def stream_k_kernel(
 
     if SPLIT:
         if may_write & (program < num_split_programs):
-            lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
-            last = (hi - 1) // iterations
-            for i in tl.range(0, last - lo // iterations + 1, num_stages=1):
-                tile = last - i
-                k_begin = max(lo - tile * iterations, 0)
-                k_end = min(hi - tile * iterations, iterations)
-                tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
-                acc = _multiply(
-                    a,
-                    b,
-                    tile_m,
-                    tile_n,
-                    k_begin,
-                    k_end,
-                    problem,
-                    strides,
-                    A_HOW,
-                    B_HOW,
-                    PRECISION,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-                parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
-                if k_end < iterations:
-                    for part in tl.static_range(SUBTILES):
-                        workspace.store([program * BLOCK_M, part * PART_N], parts[part])
-                    signal.settle()
-                    signal.raise_flag(fix_up_flags + program, epoch, scope="gpu")
-                else:
-                    first = _program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
-                    parts = _add_partials(
-                        parts,
-                        first,
-                        program,
-                        epoch,
-                        tile,
-                        workspace,
-                        fix_up_flags,
-                        context,
-                        BLOCK_M,
-                        BLOCK_N,
-                        SUBTILES,
-                    )
-                    EPILOGUE(
-                        parts,
-                        tile,
-                        tile_m,
-                        tile_n,
-                        epoch,
-                        c,
-                        extra,
-                        context,
-                        problem,
-                        WORLD,
-                        BLOCK_M,
-                        BLOCK_N,
-                        OPTIONS,
-                    )
+            _split_tiles(
+                a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides,
+                EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+            )  # fmt: skip
 
-    if may_write & (program < num_gemm_programs):
-        for tile in tl.range(
-            num_split_tiles + program, tiles_m * tiles_n, num_gemm_programs, flatten=FLATTEN
-        ):
-            tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
-            acc = _multiply(
-                a,
-                b,
-                tile_m,
-                tile_n,
-                0,
-                iterations,
-                problem,
-                strides,
-                A_HOW,
-                B_HOW,
-                PRECISION,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
-            parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
-            EPILOGUE(
-                parts,
-                tile,
-                tile_m,
-                tile_n,
-                epoch,
-                c,
-                extra,
-                context,
-                problem,
-                WORLD,
-                BLOCK_M,
-                BLOCK_N,
-                OPTIONS,
-            )
+    first = num_split_tiles + program
+    if GATHERS:
+        tiles_m = block_tiles(M, WORLD, BLOCK_M)
+        end = tiles_m * tiles_n
+        start = block_start(rank, M, WORLD)
+        size = block_size(rank, M, WORLD)
+        if may_write & (program < num_gemm_programs):
+            _whole_tiles(
+                a, b, c, 0, first, end, tiles_m, 0, size, start, start + size, rank, epoch, extra, context,
+                problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+            )  # fmt: skip
+            one = tl.arange(0, 1)
+            for step in range(1, WORLD):
+                block = (rank + step) % WORLD
+                flag = signal.word(arrived, 0, block + one)
+                if signal.wait(flag, one == 0, epoch, step * end, block, context, OP, WORLD):
+                    begin = step * end
+                    start = block_start(block, M, WORLD)
+                    row_end = start + block_size(block, M, WORLD)
+                    turn = program + tl.cdiv(max(begin - program, 0), num_gemm_programs) * num_gemm_programs
+                    _whole_tiles(
+                        gathered, b, c, begin, turn, begin + end, tiles_m, start, M, start, row_end, rank, epoch,
+                        extra, context, problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW,
+                        PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                    )  # fmt: skip
+    elif may_write & (program < num_gemm_programs):
+        _whole_tiles(
+            a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
+            problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        )  # fmt: skip
 
     CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
     if ENDS:
@@ -328,7 +333,14 @@ def consumer_kernel(
     extra, context, problem, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A consumer on its own, in the stream after the GEMM whose call it closes."""
+    """A consumer on its own, after or beside the GEMM whose call it closes."""
     epoch = signal.begin(context, False, WORLD)
     CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
     signal.end(context, epoch)
+
+
+@triton.jit
+def gate_kernel(context, problem, OP: tl.constexpr, WORLD: tl.constexpr):
+    """One small program that ends when all programs of the call's GEMM have begun: what follows it on its stream
+    can't take the multiprocessors that they need."""
+    signal.wait_begun(problem[6], context, OP, WORLD)

@@ -24,10 +24,8 @@ def check_product(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
-    out: torch.Tensor | None,
-    out_columns: int,
 ) -> tuple[int, int, int]:
-    """(M, N, K) of a [M, K] x b [K, N]. `out_columns`: the result is [M, out_columns].
+    """(M, N, K) of a [M, K] x b [K, N].
 
     Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes,
     devices and names that don't fit.
@@ -48,29 +46,45 @@ def check_product(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}")
     M, K, N = a.shape[0], a.shape[1], b.shape[1]
-    for name, x in (("bias", bias), ("out", out)):
-        if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor or None is needed")
     if bias is not None:
+        if not isinstance(bias, torch.Tensor):
+            raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
         if bias.dtype not in (a.dtype, torch.float32):
             raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
             )
-    if out is not None:
-        if out.dtype != a.dtype:
-            raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
-        if out.shape != (M, out_columns):
-            raise ValueError(f"out has shape {tuple(out.shape)}, ({M}, {out_columns}) is needed")
-        if _overlaps_itself(out):
-            raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
-    for name, x in (("b", b), ("bias", bias), ("out", out)):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
-    if out is not None:
-        check_apart(out, a, b, bias)
+    for name, x in (("b", b), ("bias", bias)):
+        _check_same_device(name, x, a)
     return M, N, K
+
+
+def check_output(
+    out: torch.Tensor | None,
+    shape: tuple[int, int],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """TypeError or ValueError unless `out`, if given, can take a result of `shape` from checked operands."""
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
+    if out.dtype != a.dtype:
+        raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
+    if _overlaps_itself(out):
+        raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
+    _check_same_device("out", out, a)
+    check_apart(out, a, b, bias)
+
+
+def _check_same_device(name: str, x: torch.Tensor | None, a: torch.Tensor) -> None:
+    if x is not None and x.device != a.device:
+        raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
 
 
 def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:

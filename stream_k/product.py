@@ -62,21 +62,27 @@ class Product:
         op: int,
         world_size: int,
         epilogue: Any,
+        announce: Any,
         consumer: Any,
         options: tuple[int, ...],
         lag: int,
         ends: bool,
+        chunk: int = 0,
+        gathers: bool = False,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s."""
         config = self.config
         constants = {
             "EPILOGUE": epilogue,
+            "ANNOUNCE": announce,
             "CONSUMER": consumer if consumer is not None else nothing,
             "OPTIONS": options,
             "OP": op,
             "WORLD": world_size,
             "LAG": lag,
             "ENDS": ends,
+            "CHUNK": chunk,
+            "GATHERS": gathers,
             "SPLIT": self.split,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
@@ -115,16 +121,20 @@ def make_product(
     *,
     stores_fp32: bool = False,
     longest_k: int = 0,
+    num_rows: int | None = None,
+    row_blocks: int = 0,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
     comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores
     fp32 tiles.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
-    reads as zeros. Raises ValueError when no program is left for the GEMM.
+    reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
+    into, of whole tiles each; 0: one matrix. Raises ValueError when no program is left for the GEMM.
     """
-    M, K, N = a.shape[0], a.shape[1], b.shape[1]
-    schedule = schedule_of(config, M, N, max(K, longest_k), a.device, comm_programs)
+    M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
+    rows = row_blocks * tiles_of_block(M, row_blocks, config.block_m) * config.block_m if row_blocks else M
+    schedule = schedule_of(config, rows, N, max(K, longest_k), a.device, comm_programs)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
@@ -140,6 +150,12 @@ def make_product(
     return Product(
         M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles
     )
+
+
+def tiles_of_block(num_rows: int, row_blocks: int, block_m: int) -> int:
+    """Tile rows of the largest of `row_blocks` blocks of rows: `stream_k.order.block_tiles` on the host."""
+    largest = -(-num_rows // row_blocks)
+    return -(-largest // block_m)
 
 
 def schedule_of(

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -66,6 +68,7 @@ class Workspace:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
+        self._sides: dict[int, torch.cuda.Stream] = {}
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
@@ -201,6 +204,32 @@ class Workspace:
         elif self._stream is not None:
             stream.wait_stream(self._stream)
         self._handle, self._stream = handle, stream
+
+    @contextmanager
+    def beside(self, side: int) -> Iterator[None]:
+        """What is enqueued inside runs beside the caller's stream, on stream number `side` of this workspace,
+        after all that the caller's stream holds at `fork`. On a CPU it runs at once."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with torch.cuda.stream(self._sides[side]):
+            yield
+
+    def fork(self, *sides: int) -> None:
+        """Streams number `sides` wait for what the caller's stream holds so far."""
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            for side in sides:
+                if side not in self._sides:
+                    self._sides[side] = torch.cuda.Stream(self.device, priority=-1)
+                self._sides[side].wait_stream(current)
+
+    def join(self, *sides: int) -> None:
+        """The caller's stream waits for streams number `sides`."""
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            for side in sides:
+                current.wait_stream(self._sides[side])
 
     def check(self) -> None:
         """Raise the fault that a kernel recorded, if any. Does not wait for the device."""

@@ -1,0 +1,138 @@
+"""`all_gather_gemm`: the rows of all ranks times the columns of this one.
+
+The copy engine pushes this rank's rows to its peers, the one that needs them first before the others, while
+the GEMM works on the own rows; then it takes the peers' blocks in the order in which they arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.heap import Heap
+from stream_k.config import Config
+from stream_k.epilogue import store_output
+from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
+from stream_k.kernel import POINTER
+from stream_k.operands import as_argument, filled, how_to_write, template
+from stream_k.row_plan import block_rows, step_launch
+from stream_k.workspace import Workspace
+
+_COPIES = 0
+
+
+def all_gather_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    num_rows: int | None = None,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """activation(all ranks' rows of a, one block below the other, @ b + bias): the same bits on every run.
+
+    a: [M/R, K]: this rank's rows, b: [K, N/R]: its columns; float16, bfloat16 or float32; any strides, though rows
+    that aren't contiguous cost a copy. bias: [N/R], its columns'.
+    num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; blocks are then those of
+    `torch.tensor_split`.
+    out: [M, N/R], any strides. None: a new tensor.
+    group, config, workspace: as in `gemm_all_reduce`.
+
+    Returns out. `a` has been read when the call is done on the caller's stream. Nothing waits for the device: a
+    fault of a peer shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
+    launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    if isinstance(a, torch.Tensor) and a.ndim == 2 and (a.stride(1) != 1 or a.stride(0) != a.shape[1]):
+        # Copies need whole rows, one behind the other.
+        a = a.contiguous().as_strided(a.shape, (a.shape[1], 1))
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, num_rows)
+    return fused_gemm(_OP, request, group, workspace)
+
+
+def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
+    rows = request.a.shape[0]
+    total = rows * heap.world_size if request.num_rows is None else request.num_rows
+    first, last = block_rows(total, heap.rank, heap.world_size)
+    if rows != last - first:
+        raise ValueError(
+            f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
+            "give num_rows, the rows of all ranks, and the block that torch.tensor_split gives this one"
+        )
+    return total, (total, request.b.shape[1])
+
+
+class _Plan(FusedPlan):
+    def __init__(self, call: Call) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        world = heap.world_size
+        self.workspace, self.rank, self.world = workspace, heap.rank, world
+        self.result = None
+        # A rank without rows multiplies others in their stead and stores nothing of it: no descriptor has 0 rows.
+        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
+        if self.stand_in is not None:
+            call = replace(call, a=self.stand_in)
+        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        M, K = product.M, product.K
+        self.flags = workspace.flags(1)
+        self.rows = workspace.buffer("gathered", M * K, call.a.dtype)[: M * K].view(M, K)
+        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
+        first, last = block_rows(M, heap.rank, world)
+        self.places = [
+            (peer, heap.peer_view(self.rows[first:last], peer))
+            for peer in ((heap.rank - turn) % world for turn in range(1, world))
+        ]
+        # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
+        self.c_how = how_to_write(call.out) if M % (world * config.block_m) == 0 else POINTER
+        self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
+        self.strides = (call.out.stride(0), call.out.stride(1))
+        self.fix_up = product.fix_up(workspace)
+        op = int(status.Op.ALL_GATHER_GEMM)
+        options = call.epilogue_options(self.c_how)
+        self.gemm = product.launch(op, world, store_output, None, None, options, -1, False, gathers=True)
+        self.enter, self.step, self.end = (
+            step_launch(op, world, enters=True),
+            step_launch(op, world),
+            step_launch(op, world, ends=True),
+        )
+
+    def _gemm_arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        product = self.product
+        x, y = product.operands(a if self.stand_in is None else self.stand_in, b)
+        extra = (bias if bias is not None else out, *self.strides)
+        c = filled(self.c_template, out)
+        return (
+            x, self.gathered, y, c, *self.fix_up, self.flags, extra, self.workspace.context, product.problem,
+            product.strides,
+        )  # fmt: skip
+
+    def _step_arguments(self, receivers: int = 0) -> tuple[Any, ...]:
+        return (self.flags, self.flags, 0, receivers, 0, 0, 0, 0, self.workspace.context)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+        for launch in (self.enter, self.step, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.workspace.fork(_COPIES)
+        with self.workspace.beside(_COPIES):
+            self.enter(self._step_arguments())
+            for peer, place in self.places:
+                place.copy_(a)
+                self.step(self._step_arguments(receivers=1 << peer))
+        self.gemm(self._gemm_arguments(a, b, bias, out))
+        self.workspace.join(_COPIES)
+        self.end(self._step_arguments())
+
+
+_OP = FusedOp("all_gather_gemm", _sizes, ("copy_engine",), _Plan, shared=False)

@@ -1,0 +1,57 @@
+"""`gemm_reduce_scatter`: the row-parallel product, summed over ranks, a block of rows on each. The protocol is
+`collectives.row_blocks`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyrocshmem.heap import Heap
+from stream_k.config import Config
+from stream_k.fused import FusedOp, Request, fused_gemm
+from stream_k.row_plan import RowsPlan, block_rows
+from stream_k.workspace import Workspace
+
+
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """This rank's rows of activation(sum over ranks of a @ b + bias), the same bits on every run.
+
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
+    same on all ranks, shares of K may differ.
+    out: the rows of block `rank` of `torch.tensor_split(result, R)`: M/R of them, or one more on the first M % R
+    ranks. None: a new tensor; any strides. bias: [N], added once, to the sum.
+    group, config, workspace: as in `gemm_all_reduce`.
+
+    Returns out. Nothing waits for the device: a fault of a peer shows at the next call, or at
+    `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config)
+    return fused_gemm(_OP, request, group, workspace)
+
+
+def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
+    rows = request.a.shape[0]
+    first, last = block_rows(rows, heap.rank, heap.world_size)
+    return rows, (last - first, request.b.shape[1])
+
+
+_OP = FusedOp(
+    "gemm_reduce_scatter",
+    _sizes,
+    ("copy_engine",),
+    lambda call: RowsPlan(call, everywhere=False),
+    shared=False,
+)

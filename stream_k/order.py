@@ -1,0 +1,105 @@
+"""Which tile, and which rows, come when: the part of the schedule that kernels compute for themselves.
+
+Shape letters: M rows of A and of the whole result; R ranks; P programs; tiles of [BLOCK_M, BLOCK_N].
+
+Ops that hand rows to ranks cut the M rows into R blocks, as `torch.tensor_split` does: the first M % R blocks
+have a row more. Tiles are counted from the first row of each block, so that none straddles two of them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and
+    B.
+
+    Example: 4 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
+    """
+    width = GROUP_M * tiles_n
+    first = tile // width * GROUP_M
+    size = min(tiles_m - first, GROUP_M)
+    return first + tile % width % size, tile % width // size
+
+
+@triton.jit
+def program_range(program, iterations, num_split_tiles, num_split_programs):
+    """[lo, hi) of the split iterations of `program`: the first `extra` programs have one more than the
+    others."""
+    total = num_split_tiles * iterations
+    base = total // num_split_programs
+    extra = total % num_split_programs
+    lo = program * base + min(program, extra)
+    return lo, lo + base + (program < extra).to(tl.int32)
+
+
+@triton.jit
+def program_of(iteration, iterations, num_split_tiles, num_split_programs):
+    """The program whose range holds `iteration`: the inverse of `program_range`."""
+    total = num_split_tiles * iterations
+    base = total // num_split_programs
+    extra = total % num_split_programs
+    boundary = extra * (base + 1)
+    return tl.where(iteration < boundary, iteration // (base + 1), extra + (iteration - boundary) // base)
+
+
+@triton.jit
+def num_finished_tiles(program, problem, tiles):
+    """How many tiles `program` finishes: (split ones, split and whole ones)."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    split = 0
+    if program < num_split_programs:
+        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+        split = hi // iterations - lo // iterations
+    whole = tl.cdiv(max(tiles - num_split_tiles - program, 0), num_gemm_programs)
+    return split, split + whole
+
+
+@triton.jit
+def finished_tile(i, split, program, problem):
+    """The i-th of the tiles that `program` finishes, `split` of which are split ones."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tile = num_split_tiles + program + (i - split) * num_gemm_programs
+    if i < split:
+        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+        tile = lo // iterations + i
+    return tile
+
+
+@triton.jit
+def block_start(block, M, WORLD: tl.constexpr):
+    """First row of row block `block`, a number or a block of numbers.
+
+    Example, M = 10, R = 4: blocks of 3 3 2 2 rows, which start at 0 3 6 8.
+    """
+    extra = M % WORLD
+    return block * (M // WORLD) + tl.where(block < extra, block, extra)
+
+
+@triton.jit
+def block_size(block, M, WORLD: tl.constexpr):
+    """Rows of row block `block`."""
+    return M // WORLD + tl.where(block < M % WORLD, 1, 0)
+
+
+@triton.jit
+def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tile rows of the largest row block; all count as many, so that every rank has the same tiles."""
+    return tl.cdiv(tl.cdiv(M, WORLD), BLOCK_M)
+
+
+@triton.jit
+def chunk_row(tile_m, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
+    """(row block, tile row inside it) that `rank` computes as its tile row number `tile_m`, blocks having
+    `tiles` tile rows.
+
+    CHUNK tile rows of every block make a step, so that all blocks grow together; in each step a rank starts
+    with the block of its neighbour and ends with its own, so that ranks don't all send to the same one.
+
+    Example, R = 2, blocks of 3 tile rows, CHUNK 2, rank 0: (1,0) (1,1) (0,0) (0,1), then (1,2) (0,2).
+    """
+    step = tile_m // (WORLD * CHUNK)
+    height = min(CHUNK, tiles - step * CHUNK)
+    within = tile_m - step * WORLD * CHUNK
+    return (rank + 1 + within // height) % WORLD, step * CHUNK + within % height

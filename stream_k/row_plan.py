@@ -1,0 +1,188 @@
+"""Ops that sum row blocks, moved by the copy engine: `gemm_reduce_scatter`, and `gemm_all_reduce` of large
+products. The protocol is `collectives.row_blocks`'s.
+
+The caller's stream has the GEMM; one more for every peer copies partial rows to their owner as tiles finish; one sums
+what arrived. They meet again before the call ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from collectives import row_blocks
+from pyrocshmem import status
+from stream_k.config import num_multiprocessors
+from stream_k.fused import Call, FusedPlan
+from stream_k.launch import Launch
+from stream_k.operands import as_argument, how_to_write
+from stream_k.product import tiles_of_block
+
+# A program of the sums: 2048 elements at a time, 16 of each partial a thread.
+_ROWS, _COLUMNS, _WARPS = 8, 256, 4
+
+
+def block_rows(num_rows: int, block: int, world_size: int) -> tuple[int, int]:
+    """[first, last) row of row block `block`: those of `torch.tensor_split`."""
+    size, extra = divmod(num_rows, world_size)
+    first = block * size + min(block, extra)
+    return first, first + size + (block < extra)
+
+
+def step_launch(op: int, world_size: int, *, enters: bool = False, ends: bool = False) -> Launch:
+    """A launch of `collectives.row_blocks.step_kernel`."""
+    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends}
+    return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
+
+
+class RowsPlan(FusedPlan):
+    """The launches and copies of a call. `everywhere`: every rank gets all rows, not its own block alone."""
+
+    def __init__(self, call: Call, everywhere: bool) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        self.workspace, self.everywhere = workspace, everywhere
+        self.rank, self.world = heap.rank, heap.world_size
+        dtype = config.partial_dtype or torch.float32
+        self.product = product = call.product(stores_fp32=dtype == torch.float32)
+        M, N = product.M, product.N
+        self.tiles = tiles_of_block(M, self.world, config.block_m)
+        self.chunk = min(config.chunk, self.tiles)
+        self.num_steps = -(-self.tiles // self.chunk)
+        self.flags = workspace.flags(2 * self.num_steps)
+        self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
+        block = self.tiles * config.block_m
+        elements = (2 * self.world - 1) * block * N
+        self.partials = workspace.buffer("row partials", elements, dtype)[:elements]
+        rows = self.partials.view(-1, N)
+        own = rows[: self.world * block]
+        c_how = how_to_write(own)
+        self.c = as_argument(own, c_how, config.block_m, product.part_n)
+        self.result: torch.Tensor | None = None
+        if everywhere and not call.direct:
+            self.result = workspace.buffer("results", M * N, call.a.dtype)[: M * N].view(M, N)
+        self.squares = workspace.buffer("squares", 1, torch.float32)
+        self.fix_up = product.fix_up(workspace)
+        self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
+        self._make_launches(call, c_how)
+
+    def _copies(
+        self, step: int, rows: torch.Tensor, block: int, call: Call
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
+        copies = []
+        height = self.chunk * call.config.block_m
+        for turn in range(1, self.world):
+            owner = (self.rank + turn) % self.world
+            first, last = block_rows(self.product.M, owner, self.world)
+            begin, end = (min(row, last - first) for row in (step * height, (step + 1) * height))
+            source = rows[owner * block + begin : owner * block + end]
+            # At the owner, the blocks from its peers follow those of its own, its neighbour's first.
+            place = (self.world + (self.rank - owner - 1) % self.world) * block
+            to = call.heap.peer_view(rows[place + begin : place + end], owner)
+            copies.append((owner, to, source))
+        return copies
+
+    def _make_launches(self, call: Call, c_how: int) -> None:
+        product, world = self.product, self.world
+        op = int(status.Op.GEMM_ALL_REDUCE if self.everywhere else status.Op.GEMM_REDUCE_SCATTER)
+        options = call.epilogue_options(c_how)
+        self.gemm = product.launch(
+            op, world, row_blocks.store_rows, row_blocks.announce_rows, None, options, -1, False, self.chunk
+        )
+        self.enter, self.step, self.end = (
+            step_launch(op, world, enters=True),
+            step_launch(op, world),
+            step_launch(op, world, ends=True),
+        )
+        constants = {
+            "OPTIONS": options,
+            "EVERYWHERE": self.everywhere,
+            "WORLD": world,
+            "BLOCK_M": product.config.block_m,
+            "ROWS": _ROWS,
+            "COLUMNS": _COLUMNS,
+        }
+        programs = 2 * num_multiprocessors(call.heap.device)
+        self.sum = Launch(row_blocks.reduce_rows_kernel, programs, constants, _WARPS, 1)
+
+    def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        x, y = self.product.operands(a, b)
+        extra = (self.tile_flags,)
+        context = self.workspace.context
+        return (
+            x, None, y, self.c, *self.fix_up, None, extra, context, self.product.problem, self.product.strides
+        )  # fmt: skip
+
+    def _step_arguments(
+        self,
+        raised: int = 0,
+        receivers: int = 0,
+        tiles: tuple[int, int] = (0, 0),
+        awaited: int = 0,
+        senders: int = 0,
+    ) -> tuple[Any, ...]:
+        return (
+            self.flags,
+            self.tile_flags,
+            raised,
+            receivers,
+            *tiles,
+            awaited,
+            senders,
+            self.workspace.context,
+        )
+
+    def _sum_arguments(self, step: int, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+        first, last = block_rows(self.product.M, self.rank, self.world)
+        height = self.chunk * self.product.config.block_m
+        rows = min(step * height, last - first), min((step + 1) * height, last - first)
+        results = out if self.result is None else self.result
+        strides = results.stride(0), results.stride(1)
+        bias = results if bias is None else bias
+        M, N = self.product.M, self.product.N
+        return (self.partials, results, *strides, bias, *rows, M, N, self.workspace.context)
+
+    def _tiles_of(self, step: int, turn: int) -> tuple[int, int]:
+        """[first, last) of the tiles that hold a step's rows of the block whose turn it is, 0 being the neighbour's
+        and R - 1 the own: whole groups, since inside a group of tile rows the columns come first."""
+        group, columns = self.product.config.group_m, self.product.schedule.tiles_n
+        height = min(self.chunk, self.tiles - step * self.chunk)
+        row = step * self.chunk * self.world + turn * height
+        end = min(-(-(row + height) // group) * group, self.world * self.tiles)
+        return row // group * group * columns, end * columns
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.gemm.compile(self._gemm_arguments(a, b))
+        for launch in (self.enter, self.step, self.end):
+            launch.compile(self._step_arguments())
+        self.sum.compile(self._sum_arguments(0, bias, out))
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        workspace = self.workspace
+        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        # A stream a peer, so that what one waits for between two copies is hidden by the others' copies.
+        turns, sums = range(self.world - 1), self.world - 1
+        workspace.fork(*turns, sums)
+        self.gemm(self._gemm_arguments(a, b))
+        for turn in turns:
+            with workspace.beside(turn):
+                receiver = 0
+                for step in range(self.num_steps):
+                    owner, to, source = self.copies[step][turn]
+                    launch = self.step if step else self.enter
+                    launch(self._step_arguments(step - 1, receiver, self._tiles_of(step, turn)))
+                    to.copy_(source)
+                    receiver = 1 << owner
+                self.step(self._step_arguments(self.num_steps - 1, receiver))
+        with workspace.beside(sums):
+            for step in range(self.num_steps):
+                receivers = peers if step and self.everywhere else 0
+                tiles = self._tiles_of(step, self.world - 1)
+                self.step(self._step_arguments(self.num_steps + step - 1, receivers, tiles, step, peers))
+                self.sum(self._sum_arguments(step, bias, out))
+        workspace.join(*turns, sums)
+        # The owner of a block raises its steps' words in turn: the last one stands for all.
+        word = 2 * self.num_steps - 1
+        told = (word, peers, (0, 0), word, peers) if self.everywhere else ()
+        self.end(self._step_arguments(*told))
