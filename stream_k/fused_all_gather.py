@@ -21,7 +21,8 @@ from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.row_plan import block_rows, step_launch
 from stream_k.workspace import Workspace
 
-_COPIES = 0
+# Streams beside the caller's: one copies, one announces the copies.
+_COPIES, _FLAGS = range(2)
 
 
 def all_gather_gemm(
@@ -124,14 +125,18 @@ class _Plan(FusedPlan):
             launch.compile(self._step_arguments())
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.workspace.fork(_COPIES)
-        with self.workspace.beside(_COPIES):
+        workspace = self.workspace
+        workspace.fork(_COPIES, _FLAGS)
+        with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
-            for peer, place in self.places:
+        for peer, place in self.places:
+            with workspace.beside(_COPIES):
                 place.copy_(a)
+            workspace.follow(_FLAGS, _COPIES)
+            with workspace.beside(_FLAGS):
                 self.step(self._step_arguments(receivers=1 << peer))
         self.gemm(self._gemm_arguments(a, b, bias, out))
-        self.workspace.join(_COPIES)
+        workspace.join(_COPIES, _FLAGS)
         self.end(self._step_arguments())
 
 

@@ -226,6 +226,8 @@ def _whole_tiles(
     """
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles_n = tl.cdiv(N, BLOCK_N)
+    # Of few tiles, even the first ones are waited for.
+    prompt = tl.where(end - begin <= 8 * num_gemm_programs, 8, 2) * num_gemm_programs
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
@@ -236,14 +238,14 @@ def _whole_tiles(
         parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if ANNOUNCE is not None:
             before = tile - num_gemm_programs
-            late = (before >= first) & (before + 2 * num_gemm_programs < end)
+            late = (before >= first) & (before + prompt < end)
             ANNOUNCE(before, late, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         EPILOGUE(
             parts, tile, c_row + row_c, c_end, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N,
             OPTIONS,
         )  # fmt: skip
         if ANNOUNCE is not None:
-            if tile + 2 * num_gemm_programs >= end:
+            if tile + prompt >= end:
                 ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
 

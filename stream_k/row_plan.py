@@ -1,8 +1,8 @@
 """Ops that sum row blocks, moved by the copy engine: `gemm_reduce_scatter`, and `gemm_all_reduce` of large
 products. The protocol is `collectives.row_blocks`'s.
 
-The caller's stream has the GEMM; one more for every peer copies partial rows to their owner as tiles finish; one sums
-what arrived. They meet again before the call ends.
+The caller's stream has the GEMM. Others beside it copy partial rows to their owners as tiles finish, and sum what
+arrived; they meet again before the call ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
 from stream_k.operands import as_argument, how_to_write
 from stream_k.product import tiles_of_block
+
+# Streams beside the caller's: one waits for tiles, one copies, one announces copies, one sums.
+_SIDES = _TILES, _COPIES, _FLAGS, _SUMS = range(4)
 
 # A program of the sums: 2048 elements at a time, 16 of each partial a thread.
 _ROWS, _COLUMNS, _WARPS = 8, 256, 4
@@ -161,27 +164,28 @@ class RowsPlan(FusedPlan):
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
         peers = ((1 << self.world) - 1) ^ (1 << self.rank)
-        # A stream a peer, so that what one waits for between two copies is hidden by the others' copies.
-        turns, sums = range(self.world - 1), self.world - 1
-        workspace.fork(*turns, sums)
+        workspace.fork(*_SIDES)
         self.gemm(self._gemm_arguments(a, b))
-        for turn in turns:
-            with workspace.beside(turn):
-                receiver = 0
-                for step in range(self.num_steps):
-                    owner, to, source = self.copies[step][turn]
-                    launch = self.step if step else self.enter
-                    launch(self._step_arguments(step - 1, receiver, self._tiles_of(step, turn)))
+        # Copies follow one another with no kernel between them: copy engines take 15 us to start after one.
+        launch = self.enter
+        for step in range(self.num_steps):
+            for turn, (owner, to, source) in enumerate(self.copies[step]):
+                with workspace.beside(_TILES):
+                    launch(self._step_arguments(tiles=self._tiles_of(step, turn)))
+                workspace.follow(_COPIES, _TILES)
+                with workspace.beside(_COPIES):
                     to.copy_(source)
-                    receiver = 1 << owner
-                self.step(self._step_arguments(self.num_steps - 1, receiver))
-        with workspace.beside(sums):
+                workspace.follow(_FLAGS, _COPIES)
+                with workspace.beside(_FLAGS):
+                    self.step(self._step_arguments(step, 1 << owner))
+                launch = self.step
+        with workspace.beside(_SUMS):
             for step in range(self.num_steps):
                 receivers = peers if step and self.everywhere else 0
                 tiles = self._tiles_of(step, self.world - 1)
                 self.step(self._step_arguments(self.num_steps + step - 1, receivers, tiles, step, peers))
                 self.sum(self._sum_arguments(step, bias, out))
-        workspace.join(*turns, sums)
+        workspace.join(*_SIDES)
         # The owner of a block raises its steps' words in turn: the last one stands for all.
         word = 2 * self.num_steps - 1
         told = (word, peers, (0, 0), word, peers) if self.everywhere else ()

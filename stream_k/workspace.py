@@ -224,6 +224,11 @@ class Workspace:
                     self._sides[side] = torch.cuda.Stream(self.device, priority=-1)
                 self._sides[side].wait_stream(current)
 
+    def follow(self, side: int, leader: int) -> None:
+        """Stream number `side` waits for what stream number `leader` holds so far."""
+        if self.device.type == "cuda":
+            self._sides[side].wait_stream(self._sides[leader])
+
     def join(self, *sides: int) -> None:
         """The caller's stream waits for streams number `sides`."""
         if self.device.type == "cuda":
