@@ -92,8 +92,8 @@ def _public(module: Any, name: str) -> Callable[..., Any]:
 
 def _config(x: Operands, **changes: Any) -> Any:
     case = x.case
-    wire = changes.pop("partial_dtype", None)
-    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.ranks, x.device, wire)
+    chosen = [changes.pop(name, None) for name in ("partial_dtype", "placement")]
+    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.ranks, x.device, *chosen)
     return dataclasses.replace(config, **changes)
 
 

@@ -111,11 +111,12 @@ def choose(
     world_size: int,
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
 ) -> Config:
     """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
-    world_size: ranks of the group. partial_dtype: as in `Config`. Returns a frozen `Config`; change it with
-    `dataclasses.replace`.
+    world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
+    known. Returns a frozen `Config`; change it with `dataclasses.replace`.
     """
     processors = num_multiprocessors(device)
     if target.interpreted():
@@ -125,17 +126,30 @@ def choose(
     else:
         config = _for_nvidia(M, N, dtype)
     config = replace(config, partial_dtype=partial_dtype)
-    if op in ("all_gather_gemm", "gemm_reduce_scatter"):
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    on_sm_90 = target.backend() == "cuda" and not target.interpreted()
+    if op == "gemm":
+        return _fewest_programs(config, tiles, processors) if on_sm_90 else config
+    if placement is None:
+        placement = _placement(op, tiles, processors, on_sm_90)
+    if placement == "copy_engine":
         rows = -(-M // world_size)
         config = _by_copy_engine(config, -(-rows // config.block_m), -(-N // config.block_n), world_size)
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if target.backend() == "cuda" and not target.interpreted():
-        config = _for_sm_90(config, op, tiles, dtype, processors)
-    if world_size > 1 and tiles < processors and op in ("gemm_all_reduce", "gemm_all_scatter"):
+    if world_size > 1 and tiles < processors and op == "gemm_all_reduce" and placement == "after":
         # One wave or less: nothing to overlap with, so the fewest hops win.
-        algorithm = "one_shot" if op == "gemm_all_reduce" else "two_shot"
-        return replace(config, placement="after", algorithm=algorithm)
-    return config
+        config = replace(config, algorithm="one_shot")
+    if on_sm_90 and tiles >= processors:
+        return _for_sm_90(config, op, placement, tiles, processors)
+    return replace(config, placement=placement)
+
+
+def _placement(op: str, tiles: int, processors: int, on_sm_90: bool) -> str:
+    """The fastest one known."""
+    if op in ("all_gather_gemm", "gemm_reduce_scatter"):
+        return "copy_engine"
+    if tiles < processors:
+        return "after"
+    return "own_stream" if on_sm_90 else "beside"
 
 
 def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, world_size: int) -> Config:
@@ -198,25 +212,41 @@ def _programs(tiles: int, processors: int) -> int:
 _SPARE = 4
 
 
-def _for_sm_90(config: Config, op: str, tiles: int, dtype: torch.dtype, processors: int) -> Config:
+def _fewest_programs(config: Config, tiles: int, processors: int) -> Config:
+    """`config` for a GEMM alone, unless its last wave will be split among all multiprocessors."""
+    rest = tiles % processors
+    whole = tiles >= processors and (rest == 0 or 2 * rest >= processors)
+    return replace(config, num_programs=_programs(tiles, processors)) if whole else config
+
+
+def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:
     """`config` with the programs of both sides, from readings on 4 x H200 (docs/log.md has them)."""
-    if tiles < processors:
-        return config
-    if op == "gemm":
-        rest = tiles % processors
-        whole = rest == 0 or 2 * rest >= processors  # otherwise the last wave is split among all
-        return replace(config, num_programs=_programs(tiles, processors)) if whole else config
+    scatters = op == "gemm_all_scatter"
+    narrow = (config.partial_dtype or torch.float32) != torch.float32
+    if placement in ("after", "inside", "beside"):
+        comm = 32 if scatters else 24 if narrow else 40
+        rows = 16 if scatters or narrow else 8
+        return replace(
+            config, placement=placement, num_comm_programs=max(1, processors * comm // 132), comm_rows=rows
+        )
     programs = _programs(tiles, processors - _SPARE)
-    if op == "gemm_all_scatter":
+    if scatters:
         # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
         programs = _programs(tiles, processors * 7 // 8)
-        config = replace(config, num_comm_programs=3 * (processors - programs), comm_warps=8, comm_rows=32)
-    elif (config.partial_dtype or torch.float32) == torch.float32:
-        config = replace(config, num_comm_programs=2 * processors, comm_warps=4, comm_rows=4)
+        comm, warps, rows = 3 * (processors - programs), 8, 32
+    elif narrow:
+        comm, warps, rows = processors // 2, 4, 16
     else:
-        config = replace(config, num_comm_programs=processors // 2, comm_warps=4, comm_rows=16)
-    config = replace(config, split="none", num_programs=programs)
-    return config if config.placement == "copy_engine" else replace(config, placement="own_stream")
+        comm, warps, rows = 2 * processors, 4, 4
+    return replace(
+        config,
+        placement=placement,
+        split="none",
+        num_programs=programs,
+        num_comm_programs=comm,
+        comm_warps=warps,
+        comm_rows=rows,
+    )
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:

@@ -6,7 +6,6 @@ rank. A and B are random; rank r's shares are cut from them as `reference.proble
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +84,8 @@ def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     """The configuration that the run uses."""
     problem = find_problem(job.collective)
     local = problem.local_shape(job.shape, num_ranks)
-    config = choose(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype)
-    return config if job.placement == "auto" else dataclasses.replace(config, placement=job.placement)
+    placement = None if job.placement == "auto" else job.placement
+    return choose(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype, placement)
 
 
 def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
