@@ -43,6 +43,8 @@ def plan(
     found = []
     for op in ops:
         sets = (shapes,) if shapes is not None else OPS[op].sets if on_gpu else ("tiny",)
+        if len(ops) > 1:  # a set asked for is measured for the ops that have it
+            sets = tuple(name for name in sets if name == "tiny" or name in OPS[op].sets)
         for name in sets:
             # The corpus is the Stream-K paper's, in fp16; Triton's interpreter has no bf16.
             default = "float16" if name == "stream-k-corpus" or not on_gpu else "bfloat16"
