@@ -12,7 +12,7 @@ from stream_k.schedule import SPLITS
 from tests.stream_k.products import DTYPES, device
 
 TIER = 0
-OPS = ("gemm", "gemm_all_reduce", "gemm_all_scatter")
+OPS = ("gemm", "gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter", "all_gather_gemm")
 
 WRONG = [
     ({"block_m": 0}, "block_m must be a power of two, got 0"),
@@ -24,7 +24,12 @@ WRONG = [
     ({"subtiles": 3}, r"subtiles is 3, allowed are \(1, 2, 4\)"),
     ({"subtiles": 4, "block_n": 32}, "parts of 8 columns, at least 16"),
     ({"split": "stream-k"}, "split is 'stream-k', allowed are .*'stream_k', 'split_k'"),
-    ({"placement": "before"}, r"placement is 'before', allowed are \('after', 'beside', 'inside'\)"),
+    (
+        {"placement": "before"},
+        r"placement is 'before', allowed are \('after', 'beside', 'own_stream', 'inside', 'copy_engine'\)",
+    ),
+    ({"comm_warps": 3}, "comm_warps must be a power of two, got 3"),
+    ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"algorithm": "ring"}, r"algorithm is 'ring', allowed are \('one_shot', 'two_shot'\)"),
     ({"partial_dtype": torch.float64}, "partial_dtype is torch.float64, allowed are"),
     ({"num_stages": 0}, "num_stages must be at least 1, got 0"),

@@ -1,0 +1,189 @@
+"""`stream_k.order`: row blocks are `torch.tensor_split`'s, and every rank computes every tile of every block once.
+
+The device functions run in a kernel of one program; what they return is compared with torch and with enumeration.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_k import order
+from stream_k.product import tiles_of_block
+from stream_k.row_plan import RowsPlan, block_rows
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+LANES = 8
+
+rows = st.integers(0, 300)
+worlds = st.integers(1, 8)
+chunks = st.integers(1, 9)
+heights = st.sampled_from((1, 16, 32, 128))
+
+
+@triton.jit
+def blocks_kernel(
+    out, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, START: tl.constexpr, LANES: tl.constexpr
+):
+    """out[0], out[1]: start and size of blocks 0 to LANES - 1; out[2]: the tile rows of a block."""
+    lanes = tl.arange(0, LANES)
+    tl.store(out + lanes, START(lanes, M, WORLD))
+    tl.store(out + LANES + lanes, order.block_size(lanes, M, WORLD))
+    tl.store(out + 2 * LANES + lanes, lanes * 0 + order.block_tiles(M, WORLD, BLOCK_M))
+
+
+@triton.jit
+def rows_kernel(out, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr, ROW: tl.constexpr):
+    """out[i]: block, and tile row inside it, of tile row i of `rank`."""
+    for i in range(0, WORLD * tiles):
+        block, row = ROW(i, rank, tiles, CHUNK, WORLD)
+        tl.store(out + 2 * i, block)
+        tl.store(out + 2 * i + 1, row)
+
+
+@triton.jit
+def start_off_by_one(block, M, WORLD: tl.constexpr):
+    """`order.block_start`, but that the last of the longer blocks passes for a shorter one."""
+    extra = M % WORLD
+    return block * (M // WORLD) + tl.where(block < extra, block, extra - 1)
+
+
+@triton.jit
+def row_off_by_one(tile_m, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
+    """`order.chunk_row`, but that it takes the last step for as high as the others."""
+    step = tile_m // (WORLD * CHUNK)
+    within = tile_m - step * WORLD * CHUNK
+    return (rank + 1 + within // CHUNK) % WORLD, step * CHUNK + within % CHUNK
+
+
+def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_start) -> str:
+    """How the row blocks differ from torch's, "" if they don't."""
+    out = torch.full((3, LANES), -1, dtype=torch.int32)
+    blocks_kernel[(1,)](out, M, WORLD=world, BLOCK_M=block_m, START=start, LANES=LANES)
+    expected = [part.tolist() for part in torch.arange(M).tensor_split(world)]
+    starts, sizes, tiles = out.tolist()
+    found = [list(range(starts[block], starts[block] + sizes[block])) for block in range(world)]
+    if found != expected or [block_rows(M, block, world) for block in range(world)] != [
+        (starts[block], starts[block] + sizes[block]) for block in range(world)
+    ]:
+        return f"blocks start at {starts[:world]}, sizes {sizes[:world]}"
+    most = max(len(part) for part in expected)
+    if not tiles[0] * block_m >= most > (tiles[0] - 1) * block_m or tiles[0] != tiles_of_block(
+        M, world, block_m
+    ):
+        return f"{tiles[0]} tile rows of {block_m} for {most} rows"
+    return ""
+
+
+def order_of(
+    rank: int, tiles: int, chunk: int, world: int, row: Any = order.chunk_row
+) -> list[tuple[int, int]]:
+    """(block, tile row inside it) of every tile row of `rank`, in order."""
+    out = torch.full((tiles * world, 2), -1, dtype=torch.int32)
+    rows_kernel[(1,)](out, rank, tiles, CHUNK=chunk, WORLD=world, ROW=row)
+    return [tuple(pair) for pair in out.tolist()]
+
+
+def enumerated(rank: int, tiles: int, chunk: int, world: int) -> list[tuple[int, int]]:
+    """The same, counted out: steps of `chunk` tile rows of every block, the neighbour's first, the own last."""
+    return [
+        ((rank + turn) % world, i)
+        for first in range(0, tiles, chunk)
+        for turn in range(1, world + 1)
+        for i in range(first, min(first + chunk, tiles))
+    ]
+
+
+@given(rows, worlds, heights)
+@settings(max_examples=100)
+def test_blocks_are_those_of_tensor_split(M: int, world: int, block_m: int) -> None:
+    assert wrong_blocks(M, world, block_m) == ""
+
+
+def test_a_start_off_by_one_is_caught() -> None:
+    assert wrong_blocks(97, 3, 16) == ""
+    assert wrong_blocks(97, 3, 16, start_off_by_one) != ""
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_every_tile_row_of_every_block_once(data: st.DataObject) -> None:
+    world, chunk = data.draw(worlds), data.draw(chunks)
+    rank, tiles = data.draw(st.integers(0, world - 1)), data.draw(st.integers(1, 32 // world))
+    found = order_of(rank, tiles, chunk, world)
+    assert sorted(found) == [(block, i) for block in range(world) for i in range(tiles)]
+    assert found == enumerated(rank, tiles, chunk, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_ranks_never_send_to_the_same_one_at_once(world: int) -> None:
+    """Blocks of whole chunks: at any time the ranks work on different blocks, each last on its own."""
+    orders = [order_of(rank, 6, 3, world) for rank in range(world)]
+    for at_once in zip(*orders, strict=True):
+        assert len({block for block, _ in at_once}) == world
+    assert [order[-1] for order in orders] == [(rank, 5) for rank in range(world)]
+
+
+def test_a_row_off_by_one_is_caught() -> None:
+    expected = enumerated(1, 5, 3, 2)
+    assert order_of(1, 5, 3, 2) == expected
+    found = order_of(1, 5, 3, 2, row_off_by_one)
+    assert found != expected
+    assert sorted(found) != sorted(expected)
+
+
+def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[int]:
+    """The tile row of every tile, in the order in which `order.tile_coords` counts them."""
+    return [
+        row
+        for first in range(0, tiles_m, group_m)
+        for _ in range(tiles_n)
+        for row in range(first, min(first + group_m, tiles_m))
+    ]
+
+
+def uncovered(plan: Any, rank: int) -> list[int]:
+    """Tiles of a step's rows that the copy of these rows would not wait for."""
+    tile_rows = tiles_in_order(
+        plan.world * plan.tiles, plan.product.schedule.tiles_n, plan.product.config.group_m
+    )
+    places = enumerated(rank, plan.tiles, plan.chunk, plan.world)
+    missed = []
+    for step in range(-(-plan.tiles // plan.chunk)):
+        for turn in range(plan.world):
+            first, last = RowsPlan._tiles_of(plan, step, turn)
+            block, steps = (rank + 1 + turn) % plan.world, range(step * plan.chunk, (step + 1) * plan.chunk)
+            wanted = {
+                tile
+                for tile, row in enumerate(tile_rows)
+                if places[row][0] == block and places[row][1] in steps
+            }
+            assert 0 <= first < last <= len(tile_rows)
+            missed += [tile for tile in wanted if not first <= tile < last]
+    return missed
+
+
+def plan_of(world: int, tiles: int, chunk: int, tiles_n: int, group_m: int) -> Any:
+    product = SimpleNamespace(
+        config=SimpleNamespace(group_m=group_m), schedule=SimpleNamespace(tiles_n=tiles_n)
+    )
+    return SimpleNamespace(product=product, world=world, tiles=tiles, chunk=min(chunk, tiles))
+
+
+@given(worlds, st.integers(1, 12), chunks, st.integers(1, 5), st.integers(1, 9), st.integers(0, 7))
+def test_a_copy_waits_for_all_tiles_of_its_rows(
+    world: int, tiles: int, chunk: int, tiles_n: int, group_m: int, rank: int
+) -> None:
+    assert uncovered(plan_of(world, tiles, chunk, tiles_n, group_m), rank % world) == []
+
+
+def test_a_tile_that_a_copy_forgets_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = RowsPlan._tiles_of
+    monkeypatch.setattr(RowsPlan, "_tiles_of", lambda *args: (honest(*args)[0], honest(*args)[1] - 1))
+    assert uncovered(plan_of(2, 5, 3, 3, 2), 0)
