@@ -3,7 +3,7 @@ it beside the reference.
 
 Prints where it runs and why, the problem, each rank's share, the schedule, the error beside its bound, our
 time and the reference's. Exits with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for
-options that make no sense here.
+options that make no sense here. `python -m stream_k tune` is another command: `stream_k.tune`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from reference.__main__ import Backend, Dtype, parse_shape
+from stream_k.tune import tune
 
 MAX_RANKS = 8
 _CPU_RANKS = 4
@@ -24,6 +25,7 @@ _USAGE = Path(__file__).with_name("usage.txt")
 
 
 def main(
+    context: typer.Context,
     num_gpus: Annotated[int | None, typer.Option("-n", "--num-gpus")] = None,
     collective: Annotated[str, typer.Option("-c", "--collective")] = "all_scatter",
     shape: Annotated[str | None, typer.Option("--shape")] = None,
@@ -37,6 +39,8 @@ def main(
     help_: Annotated[bool, typer.Option("-h", "--help")] = False,
 ) -> None:
     """Run a fused op; `usage.txt` has the options."""
+    if context.invoked_subcommand is not None:
+        return
     if help_:
         sys.stdout.write(_USAGE.read_text())
         return
@@ -146,7 +150,8 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-app.command(add_help_option=False)(main)
+app.callback(invoke_without_command=True, add_help_option=False)(main)
+app.command()(tune)
 
 if __name__ == "__main__":
     app(prog_name="python -m stream_k")

@@ -116,8 +116,29 @@ def choose(
     """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
     world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
-    known. Returns a frozen `Config`; change it with `dataclasses.replace`.
+    known, which is the committed table's (`stream_k.tuned`) where that has the like, else the cost model's.
+    Returns a frozen `Config`; change it with `dataclasses.replace`.
     """
+    from stream_k import tuned  # which makes Configs
+
+    config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    if placement is not None:
+        return config
+    return tuned.preferred(config, op, (M, N, K), dtype, world_size, device)
+
+
+def cost_model(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
+) -> Config:
+    """What `choose` gives without a table."""
     processors = num_multiprocessors(device)
     if target.interpreted():
         config = _for_cpu(M, N)
@@ -201,7 +222,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype) -> Config:
     return Config()
 
 
-def _programs(tiles: int, processors: int) -> int:
+def balanced_programs(tiles: int, processors: int) -> int:
     """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
     up."""
     return -(-tiles // -(-tiles // processors))
@@ -216,7 +237,7 @@ def _fewest_programs(config: Config, tiles: int, processors: int) -> Config:
     """`config` for a GEMM alone, unless its last wave will be split among all multiprocessors."""
     rest = tiles % processors
     whole = tiles >= processors and (rest == 0 or 2 * rest >= processors)
-    return replace(config, num_programs=_programs(tiles, processors)) if whole else config
+    return replace(config, num_programs=balanced_programs(tiles, processors)) if whole else config
 
 
 def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:
@@ -229,10 +250,10 @@ def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: 
         return replace(
             config, placement=placement, num_comm_programs=max(1, processors * comm // 132), comm_rows=rows
         )
-    programs = _programs(tiles, processors - _SPARE)
+    programs = balanced_programs(tiles, processors - _SPARE)
     if scatters:
         # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
-        programs = _programs(tiles, processors * 7 // 8)
+        programs = balanced_programs(tiles, processors * 7 // 8)
         comm, warps, rows = 3 * (processors - programs), 8, 32
     elif narrow:
         comm, warps, rows = processors // 2, 4, 16

@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from triton.runtime.errors import OutOfResources
+
 from pyrocshmem import target
 from pyrocshmem.errors import WorkspaceBusy
 
@@ -38,11 +40,18 @@ class Launch:
     def compile(self, args: tuple[Any, ...]) -> Any:
         """Compile for `args` and load the machine code, before any kernel of the op can wait: loading a
         module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
-        kernel; None in the interpreter."""
+        kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
         if target.interpreted():
             return None
-        compiled = self.kernel.warmup(*args, grid=self.grid, **self.constants, **self.options)
-        self._run = compiled[self.grid]
+        try:
+            compiled = self.kernel.warmup(*args, grid=self.grid, **self.constants, **self.options)
+            self._run = compiled[self.grid]
+        except OutOfResources as error:
+            unit = "" if error.name == "threads" else "bytes of "
+            raise ValueError(
+                f"{self.kernel.__name__} needs {error.required} {unit}{error.name} a program, the device has "
+                f"{error.limit}; smaller blocks and a smaller Config.num_stages need less"
+            ) from None
         return compiled
 
     def __call__(self, args: tuple[Any, ...]) -> None:

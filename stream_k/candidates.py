@@ -1,0 +1,138 @@
+"""What `python -m stream_k tune` tries: the cost model's choice and a handful of others around it.
+
+Shape letters: M N K of a rank's product. Numbers of multiprocessors are shares of 132, an H200's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyrocshmem import target
+from stream_k.config import Config, cost_model, num_multiprocessors
+from stream_k.product import tiles_of_block
+from stream_k.tuned import PLACEMENTS_OF, Shape, Variant, check, num_tiles
+
+Model = Callable[..., Config]
+
+
+def candidates(
+    op: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    ranks: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+) -> dict[Config, Variant]:
+    """Configurations to try for a local product of `shape`, (M, N, K), the cost model's first; each with the variant
+    that it comes from."""
+    M, N, K = shape
+    processors = num_multiprocessors(device)
+    model = partial(cost_model, op, M, N, K, dtype, ranks, device, partial_dtype)
+    base = model()
+    found = {base: Variant(base)}
+    several = num_tiles(base, M, N) >= processors
+    for variant in _variants(op, shape, dtype, ranks, processors, model, several):
+        try:
+            config = variant.fitted(M, N, processors)
+            check(op, config, device)
+        except ValueError:
+            continue  # not on a device as small as this one
+        found.setdefault(config, variant)
+    return found
+
+
+def _variants(
+    op: str, shape: Shape, dtype: torch.dtype, ranks: int, processors: int, model: Model, several: bool
+) -> Iterator[Variant]:
+    """several: whether there is more than one wave of tiles."""
+    if op == "gemm":
+        yield from _for_gemm(model(), processors, several)
+        if target.backend() == "cuda" and dtype != torch.float32:
+            yield from _narrow_tiles(model(), several)
+    elif PLACEMENTS_OF[op] == ("copy_engine",):
+        yield from _by_copy_engine(op, shape, ranks, processors, model())
+    elif several:
+        yield from _beside(op, shape, ranks, processors, model)
+    else:
+        for placement in ("after", "inside"):
+            for algorithm in ("one_shot", "two_shot") if op == "gemm_all_reduce" else ("two_shot",):
+                yield Variant(replace(model(placement=placement), algorithm=algorithm))
+
+
+def _share(processors: int, of_132: int) -> int:
+    return max(1, processors * of_132 // 132)
+
+
+def _for_gemm(base: Config, processors: int, several: bool) -> Iterator[Variant]:
+    free = replace(base, num_programs=0)
+    if not several:
+        for split in ("none", "stream_k", "split_k"):
+            yield Variant(replace(free, split=split))
+        return
+    whole = replace(free, split="none")
+    yield Variant(whole, processors)
+    yield Variant(whole, _share(processors, 128))
+    yield Variant(replace(free, split="stream_k"))
+    for group_m in (4, 16):
+        yield Variant(replace(base, group_m=group_m))
+
+
+def _narrow_tiles(base: Config, several: bool) -> Iterator[Variant]:
+    narrow = replace(base, block_n=128, num_warps=4, subtiles=1, num_programs=0)
+    yield Variant(replace(narrow, block_m=128, block_k=64))
+    if not several:
+        yield Variant(replace(narrow, block_m=64, block_k=128))
+
+
+def _by_copy_engine(op: str, shape: Shape, ranks: int, processors: int, base: Config) -> Iterator[Variant]:
+    """Chunks and the order of tiles inside them; more multiprocessors left free."""
+    if op == "all_gather_gemm":
+        for group_m in (4, 8, 16):
+            yield Variant(replace(base, group_m=group_m), base.num_programs and _share(processors, 128))
+    else:
+        tiles = tiles_of_block(shape[0], ranks, base.block_m)
+        for chunk in (2, 4, 8, tiles):
+            config = replace(base, chunk=min(chunk, tiles), group_m=min(8, chunk, tiles))
+            yield Variant(config, base.num_programs and _share(processors, 128))
+    for most in (124, 116) if base.num_programs else ():
+        yield Variant(base, _share(processors, most))
+
+
+def _beside(op: str, shape: Shape, ranks: int, processors: int, model: Model) -> Iterator[Variant]:
+    """All placements: consumers that share multiprocessors with the GEMM, that have some to themselves, ..."""
+    own = model(placement="own_stream")
+    scatters = op == "gemm_all_scatter"
+    for most in (124, 112) if scatters else (116,):
+        config = replace(own, comm_warps=_warps(own, 8), comm_rows=_rows(own, 32 if scatters else 16))
+        yield Variant(config, _share(processors, most), comm_each=3)
+    shared: tuple[dict[str, Any], ...] = (
+        {"num_comm_programs": processors, "comm_warps": _warps(own, 4), "comm_rows": _rows(own, 16)},
+        {"num_comm_programs": 2 * processors, "comm_warps": _warps(own, 4), "comm_rows": _rows(own, 8)},
+    )
+    for fields in shared:
+        yield Variant(replace(own, **fields), own.num_programs and _share(processors, 128))
+    yield Variant(model(placement="beside"))
+    if scatters:
+        yield Variant(replace(model(placement="beside"), num_comm_programs=_share(processors, 24)))
+    else:
+        blocks = model(placement="copy_engine")
+        yield Variant(blocks, blocks.num_programs and _share(processors, 128))
+        tiles = tiles_of_block(shape[0], ranks, blocks.block_m)
+        chunk = tiles if blocks.chunk < tiles else max(1, tiles // 2)
+        coarse = replace(blocks, chunk=chunk, group_m=min(8, chunk))
+        yield Variant(coarse, blocks.num_programs and _share(processors, 128))
+    yield Variant(model(placement="inside"))
+
+
+def _warps(config: Config, warps: int) -> int:
+    """Warps mean nothing where kernels are interpreted."""
+    return warps if not target.interpreted() else config.comm_warps
+
+
+def _rows(config: Config, rows: int) -> int:
+    return min(rows, config.block_m)
