@@ -10,6 +10,7 @@ Exits with 1 where a configuration gave a wrong result, 2 for options that make 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def _run(
     table = tuned.Table.read(out) if out.exists() else tuned.Table([], [])
     table.runs.append(_run_facts(ranks, commit))
     table.write(out)
+    # As in all measurements here; some machines must not use multicast.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     found = spawn(_rank_main, ranks, cases, iters, out, table, timeout=_LIMIT_S)[0]
     rows = Table(title="medians of the slowest rank", title_justify="left")
     for name in ("case", "cost model", "fastest", "gain", "what differs"):

@@ -1,0 +1,234 @@
+"""`python -m stream_k tune`: what it tries, what it takes for right, and the whole of it."""
+
+import dataclasses
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+from typer.testing import CliRunner
+
+import stream_k
+from pyrocshmem import Heap, target
+from stream_k import config as config_module
+from stream_k import trial, tune, tuned
+from stream_k.__main__ import app
+from stream_k.candidates import candidates
+from stream_k.config import Config, balanced_programs, cost_model
+from stream_k.launch import Launch
+from stream_k.trial import Case, tune_case
+from tests.compile import cases as compile_cases
+from tests.compile import worker
+from tests.ranks import run_ranks, values
+from tests.stream_k.test_tuned import CPU, HALF, forget
+
+TIER = 3
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = tuple(tuned.PLACEMENTS_OF)
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(16, 4096, 1024), (4096, 3584, 8192), (4091, 1801, 4104)], ids=str)
+def test_candidates(
+    op: str, shape: tuple[int, int, int], interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost model's choice and a few that can run, all different, each the one that its variant gives again."""
+    processors = 6 if interpreted else 132
+    monkeypatch.setattr(config_module, "CPU_PROGRAMS", processors)
+    monkeypatch.setattr(target, "interpreted", lambda: interpreted)
+    monkeypatch.setattr(target, "backend", lambda: "host" if interpreted else "cuda")
+    forget()
+    dtype = HALF if interpreted else torch.bfloat16
+    ranks = 4 if op != "gemm" else 1
+    found = candidates(op, shape, dtype, ranks, CPU)
+    forget()
+    # A few rows leave nothing to choose where the copy engine moves them.
+    assert (1 if op == "gemm_reduce_scatter" and shape[0] == 16 else 2) <= len(found) <= 8
+    assert next(iter(found)) == cost_model(op, *shape, dtype, ranks, CPU)
+    for config, variant in found.items():
+        tuned.check(op, config, CPU)
+        assert variant.fitted(shape[0], shape[1], processors) == config
+        if variant.most_programs:
+            tiles = tuned.num_tiles(config, shape[0], shape[1])
+            assert config.num_programs == balanced_programs(tiles, variant.most_programs)
+
+
+class _Greedy:
+    """A kernel that compiles, and then needs more than the device has."""
+
+    def warmup(self, *args: object, **options: object) -> Any:
+        return self
+
+    def __getitem__(self, grid: object) -> None:
+        raise OutOfResources(401_408, 232_448, "shared memory")
+
+
+def test_too_much_shared_memory_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    kernel = _Greedy()
+    kernel.__name__ = "greedy_kernel"  # type: ignore[attr-defined]
+    launch = Launch(kernel, 1, {}, 4, 8)
+    text = "greedy_kernel needs 401408 bytes of shared memory a program, the device has 232448; .*num_stages"
+    with pytest.raises(ValueError, match=text):
+        launch.compile(())
+
+
+def test_too_many_stages_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """As Triton itself says it, compiling for a GPU that need not be here."""
+    case = compile_cases.Case("gemm", changes=(("num_stages", 8), ("split", "none")))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, worker.prepare, (False, str(tmp_path))) as pool:
+        done = pool.submit(worker.compile_case, case, "sm_90")
+        with pytest.raises(
+            ValueError, match=r"stream_k_kernel needs \d{6} bytes of shared memory .* has 232448"
+        ):
+            done.result()
+
+
+def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
+    """Two configurations, of which the other one is fast and wrong."""
+    base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
+    other = dataclasses.replace(base, group_m=1)
+    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+    real = stream_k.gemm
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
+        if config == base:
+            return real(a, b, out=out, config=config)
+        out.copy_(a @ b)
+        # On one rank alone, in one element, by little: all ranks must drop it.
+        out[3, 5] += 0.05 if rank == 1 else 0.0
+        return out
+
+    stream_k.gemm = gemm
+    outcome = tune_case(Case("gemm", 64, 48, 32, HALF, 1), None, CPU, 1, 0)
+    return {"config": outcome.entry.config, "wrong": outcome.wrong}
+
+
+def refuses_on_a_rank(rank: int, world_size: int) -> dict[str, Any] | None:
+    base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
+    other = dataclasses.replace(base, group_m=1)
+    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
+        if config == other and rank == 1:
+            raise ValueError("no room")
+        return out.copy_(a @ b)
+
+    stream_k.gemm = gemm
+    return tune_case(Case("gemm", 64, 48, 32, HALF, 1), None, CPU, 1, 0).entry.config
+
+
+def passes_over_a_sum(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether a right sum, and one that lacks a rank's share in a tile, are taken for right."""
+    case = Case("gemm_all_reduce", 64, 48, 32, HALF, world_size, HALF)
+    with Heap(16 << 20) as heap:
+        found = trial._Trial(case, heap, CPU)
+        base = cost_model(case.op, case.M, case.N, case.K, HALF, world_size, CPU, HALF)
+        right = found.is_right(base)
+        assert found.expected is not None
+        found.expected[:32, :32] -= (found.a @ found.b)[:32, :32]
+        return right, found.is_right(base)
+
+
+@pytest.mark.num_ranks(2)
+def test_a_wrong_result_is_found_and_not_taken() -> None:
+    for found in values(run_ranks(plants_a_wrong_result, 2)):
+        assert found["config"] is None
+        (text,) = found["wrong"]
+        assert text.startswith("gemm 64 x 48 x 32: WRONG result with Config(")
+        assert "group_m=1" in text
+
+
+@pytest.mark.num_ranks(2)
+def test_what_a_rank_refuses_no_rank_times() -> None:
+    assert values(run_ranks(refuses_on_a_rank, 2)) == [None, None]
+
+
+@pytest.mark.num_ranks(2)
+def test_sums_of_rounded_partials_are_held_to_their_bound() -> None:
+    assert values(run_ranks(passes_over_a_sum, 2)) == [(True, False)] * 2
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    line = [sys.executable, "-m", "stream_k", "tune", *arguments]
+    return subprocess.run(
+        line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+@pytest.mark.num_ranks(2)
+def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, small products; its table is what `choose` looks up, and a second run adds to it."""
+    path = tmp_path / "mine.json"
+    common = ("-n", "2", "--iters", "1", "--commit", "0123", "--out", str(path))
+    done = command(
+        "--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16", *common
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("gemm_all_reduce 20 x 9 x 8, float16 partials", "cost model", "fastest"):
+        assert text in done.stdout
+    done = command("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8", *common)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = tuned.Table.read(path)
+    kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
+    assert set(kinds) == {
+        ("gemm", 1, 20, None), ("gemm", 1, 40, None), ("gemm_all_reduce", 2, 20, "float16")
+    }  # fmt: skip
+    assert [kinds[key].run for key in sorted(kinds, key=str)] == [1, 1, 0]
+    assert all(run["commit"] == "0123" and run["versions"]["torch"] for run in found.runs)
+    assert "--ops gemm,gemm_all_reduce" in found.runs[0]["command"]
+    assert all(one.arch == "cpu" and 0 < one.us <= one.cost_model_us for one in kinds.values())
+
+    monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
+    forget()
+    for (op, ranks, _, wire), one in kinds.items():
+        partial = HALF if wire else None
+        chosen = stream_k.choose(op, *one.shape, HALF, ranks, CPU, partial)
+        expected = cost_model(op, *one.shape, HALF, ranks, CPU, partial)
+        if one.config is not None:
+            expected = Config(**one.config, partial_dtype=partial)
+        assert chosen == expected
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--ops", "gemm,all_reduce"), "no such op: all_reduce; there are gemm, all_gather_gemm"),
+        (("--shapes", "8,8"), "--shape must be M,N,K"),
+        (("--shapes", "0,8,8"), "allowed sizes of 1 or more"),
+        (("-n", "1"), "on one rank the fused ops are gemm"),
+        (("-n", "0"), "0 ranks"),
+        (("--iters", "0"), "0 samples"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    done = CliRunner().invoke(app, ["tune", *arguments, "--out", str(out)], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert text in done.output
+    assert not out.exists()
+
+
+def test_what_is_planned() -> None:
+    """llama3: nine products an op, both orders for a GEMM, sums with each kind of partials."""
+    cases = tune.plan(tune.OPS, ["llama3"], tune.Dtype.bfloat16, None, 4)
+    count = {op: len([case for case in cases if case.op == op]) for op in tune.OPS}
+    assert count == {
+        "gemm": 18, "all_gather_gemm": 9, "gemm_all_reduce": 18, "gemm_all_scatter": 9, "gemm_reduce_scatter": 18
+    }  # fmt: skip
+    assert {(case.N, case.K) for case in cases if case.op == "gemm_all_reduce"} == {
+        (4096, 1792), (8192, 3584), (16384, 6656)
+    }  # fmt: skip
+    assert {case.ranks for case in cases if case.op == "gemm"} == {1}

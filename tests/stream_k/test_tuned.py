@@ -1,0 +1,258 @@
+"""The table of measured configurations: which entry of it counts for a call."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stream_k
+from stream_k import config as config_module
+from stream_k import tuned
+from stream_k.config import Config, cost_model
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+HALF, WIDE = torch.float16, torch.float32
+
+# 64 tiles, several waves on the 12 multiprocessors that `table` gives the CPU target.
+SHAPE = (512, 512, 256)
+PROCESSORS = 12
+TINY = Config(
+    block_m=64, block_n=64, num_warps=1, num_stages=1, group_m=2, flatten=False, num_comm_programs=2, comm_rows=16
+)  # fmt: skip
+INSIDE = dataclasses.replace(TINY, placement="inside")
+Put = Callable[..., None]
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "partial_dtype"}
+
+
+def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, **changes: Any) -> tuned.Entry:
+    M, N, K = shape
+    fields = {
+        "arch": "cpu",
+        "gpu": "cpu",
+        "multiprocessors": PROCESSORS,
+        "op": "gemm_all_scatter",
+        "ranks": 2,
+    }
+    fields |= {
+        "dtype": "float16",
+        "partial_dtype": None,
+        "M": M,
+        "N": N,
+        "K": K,
+        "most_programs": 0,
+        "comm_each": 0,
+    }
+    plain = None if config is None else fields_of(config)
+    return tuned.Entry(**{**fields, "config": plain, "us": 1.0, "cost_model_us": 2.0, "run": 0, **changes})
+
+
+def forget() -> None:
+    """What `choose` remembers of a table and of a device."""
+    stream_k.choose.cache_clear()
+    config_module.num_multiprocessors.cache_clear()
+    tuned._entries.cache_clear()
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
+    """table(*entries): what `choose` looks up from then on."""
+    path = tmp_path / "table.json"
+    monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
+    monkeypatch.setattr(config_module, "CPU_PROGRAMS", PROCESSORS)
+
+    def put(*entries: tuned.Entry) -> None:
+        tuned.Table([{}], list(entries)).write(path)
+        forget()
+
+    forget()
+    yield put
+    forget()
+
+
+def choose(shape: tuple[int, int, int] = SHAPE, **changes: Any) -> Config:
+    call = {"op": "gemm_all_scatter", "dtype": HALF, "world_size": 2, "partial_dtype": None, **changes}
+    op, dtype, ranks = call.pop("op"), call.pop("dtype"), call.pop("world_size")
+    return stream_k.choose(op, *shape, dtype, ranks, CPU, **call)
+
+
+def usual(shape: tuple[int, int, int] = SHAPE, **changes: Any) -> Config:
+    call = {"op": "gemm_all_scatter", "dtype": HALF, "ranks": 2, **changes}
+    return cost_model(call["op"], *shape, call["dtype"], call["ranks"], CPU)
+
+
+def test_an_entry_of_the_shape_is_taken(table: Put) -> None:
+    table(entry())
+    assert choose() == INSIDE != usual()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": "sm_90"},
+        {"multiprocessors": 132},
+        {"op": "gemm_all_reduce"},
+        {"ranks": 4},
+        {"dtype": "bfloat16"},
+        {"partial_dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_an_entry_of_another_kind_is_not(table: Put, change: dict[str, Any]) -> None:
+    table(entry(**change))
+    assert choose() == usual()
+
+
+def test_partials_of_fp32_are_the_ones_of_none(table: Put) -> None:
+    table(entry(op="gemm_all_reduce"), entry(TINY, op="gemm_all_reduce", partial_dtype="float16"))
+    reduce = {"op": "gemm_all_reduce"}
+    assert choose(**reduce) == INSIDE
+    assert choose(partial_dtype=WIDE, **reduce) == dataclasses.replace(INSIDE, partial_dtype=WIDE)
+    assert choose(partial_dtype=HALF, **reduce) == dataclasses.replace(TINY, partial_dtype=HALF)
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [
+        ((1024, 512, 256), True),
+        ((1024, 1024, 512), True),
+        ((256, 1024, 128), True),
+        ((1025, 512, 256), False),
+        ((512, 255, 256), False),
+        ((512, 512, 513), False),
+        ((512, 512, 0), False),
+    ],
+)
+def test_reach(table: Put, shape: tuple[int, int, int], taken: bool) -> None:
+    table(entry())
+    assert choose(shape) == (INSIDE if taken else usual(shape))
+
+
+def test_the_nearest_entry_is_taken(table: Put) -> None:
+    table(
+        entry(INSIDE, (512, 512, 256)), entry(TINY, (1024, 512, 256)), entry(None, (1024, 1024, 256))
+    )  # fmt: skip
+    assert choose((700, 512, 256)) == INSIDE
+    assert choose((750, 512, 256)) == TINY
+    # Where the cost model's choice was the fastest, it is now.
+    assert choose((1000, 900, 256)) == usual((1000, 900, 256))
+
+
+def test_programs_follow_the_tiles(table: Put) -> None:
+    """Balanced for as many as when it was measured; consumers fill what is left."""
+    own = dataclasses.replace(TINY, placement="own_stream", num_programs=8, num_comm_programs=12)
+    table(entry(own, most_programs=10, comm_each=3))
+    assert choose() == own
+    found = choose((576, 512, 256))  # 72 tiles: 8 waves of 9
+    assert (found.num_programs, found.num_comm_programs) == (9, 9)
+    table(entry(own, most_programs=10))
+    assert choose((576, 512, 256)).num_comm_programs == 12
+
+
+def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
+    whole = dataclasses.replace(TINY, split="none", num_programs=11, group_m=4)
+    gemm = {"op": "gemm", "ranks": 1}
+    table(entry(whole, **gemm))
+    assert choose(op="gemm", world_size=1) == whole
+    found = choose((576, 512, 256), op="gemm", world_size=1)
+    assert (found.split, found.num_programs, found.group_m) == ("auto", 0, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"placement": "copy_engine"},
+        {"placement": "nowhere"},
+        {"placement": "own_stream", "num_programs": PROCESSORS},
+        {"placement": "beside", "num_comm_programs": PROCESSORS},
+        {"block_m": 48},
+        {"num_stages": "4"},
+        {"warp_groups": 2},
+    ],
+    ids=str,
+)
+def test_what_can_not_run_is_left_to_the_cost_model(table: Put, change: dict[str, Any]) -> None:
+    table(
+        entry(config=None) if not change else dataclasses.replace(entry(), config=fields_of(INSIDE) | change)
+    )
+    assert choose() == usual()
+
+
+def test_gathered_rows_are_never_split(table: Put) -> None:
+    blocks = cost_model("all_gather_gemm", *SHAPE, HALF, 2, CPU)
+    wider = dataclasses.replace(blocks, group_m=blocks.group_m + 1)
+    table(entry(wider, op="all_gather_gemm"))
+    assert choose(op="all_gather_gemm") == wider
+    table(entry(dataclasses.replace(wider, split="auto"), op="all_gather_gemm"))
+    assert choose(op="all_gather_gemm") == blocks
+
+
+def test_one_wave_is_not_several(table: Put) -> None:
+    shape = (128, 256, 256)  # 8 tiles; twice the rows and columns are 32
+    table(entry(INSIDE, shape))
+    assert choose(shape) == INSIDE
+    assert choose((256, 512, 256)) == usual((256, 512, 256))
+
+
+def test_a_placement_that_is_asked_for_is_the_cost_models(table: Put) -> None:
+    table(entry())
+    assert choose(placement="after").placement == "after"
+    assert choose(placement="inside") == cost_model(
+        "gemm_all_scatter", *SHAPE, HALF, 2, CPU, placement="inside"
+    )
+
+
+def test_which_table(table: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table(entry())
+    monkeypatch.setenv("PYROCSHMEM_TUNED", "none")
+    forget()
+    assert choose() == usual()
+    for text in (None, "not JSON", "[]", '{"runs": [], "entries": [{"op": "gemm"}]}'):
+        path = tmp_path / "other.json"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
+        forget()
+        with pytest.raises(ValueError, match=r"other\.json is no table of configurations"):
+            choose()
+
+
+def test_equal_kinds_are_replaced_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    old, other = entry(), entry(ranks=4)
+    tuned.Table([{"commit": "a"}], [old, other]).write(path)
+    again = tuned.Table.read(path)
+    new = entry(TINY, run=1)
+    again.add(new)
+    again.write(path)
+    found = tuned.Table.read(path)
+    assert sorted(found.entries.values(), key=lambda entry: entry.ranks) == [new, other]
+    assert found.runs == [{"commit": "a"}]
+
+
+def test_the_committed_table_is_fit() -> None:
+    """Made by runs that it names."""
+    found = tuned.Table.read(tuned.FILE)
+    for one in found.entries.values():
+        assert one.op in tuned.PLACEMENTS_OF
+        assert found.runs[one.run]["commit"]
+        assert 0 < one.us <= one.cost_model_us
+        if one.config is not None:
+            assert Config(**one.config).placement in tuned.PLACEMENTS_OF[one.op]
+
+
+def test_placements_are_those_of_the_ops() -> None:
+    modules = {"all_gather_gemm": "all_gather", "gemm_reduce_scatter": "reduce_scatter"}
+    modules |= {"gemm_all_reduce": "all_reduce", "gemm_all_scatter": "all_scatter"}
+    for op, name in modules.items():
+        fused = importlib.import_module(f"stream_k.fused_{name}")
+        assert fused._OP.placements == tuned.PLACEMENTS_OF[op]
