@@ -22,6 +22,7 @@ import triton.language as tl
 import stream_k
 from collectives import reduce_tiles
 from pyrocshmem import Heap, signal
+from reference.problems import PROBLEMS
 from stream_k import fused_all_reduce
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES, Case, Operands, Verdict, call, judge, run_case
@@ -45,38 +46,48 @@ def integer_call(
     workspace: Workspace,
     op: str = "all_reduce",
 ) -> bool:
-    """One call with data of its own; whether it came out exactly."""
+    """One call with data of its own; whether it came out exactly. op: a name of reference.problems; N and K of `shape`
+    are those of a rank's operands, M is that of the product."""
     M, N, K = shape
+    rank, world_size = heap.rank, heap.world_size
     shares = [
         (
-            integers(M, K, torch.float32, 1000 * seed + rank),
-            integers(K, N, torch.float32, 1000 * seed + 500 + rank),
+            integers(M, K, torch.float32, 1000 * seed + peer),
+            integers(K, N, torch.float32, 1000 * seed + 500 + peer),
         )
-        for rank in range(heap.world_size)
+        for peer in range(world_size)
     ]
-    if op == "all_reduce":
-        a, b = shares[heap.rank]
-        out = stream_k.gemm_all_reduce(a, b, group=heap, config=config, workspace=workspace)
+    problem = PROBLEMS[op]
+    a, b = shares[rank if problem.sums else 0][0], shares[rank][1]
+    if problem.sums:
         expected = sum(x.double() @ y.double() for x, y in shares)
+    elif problem.out_cut == "N":
+        expected = a.double() @ b.double()
     else:
-        a, b = shares[0][0], shares[heap.rank][1]
-        out = stream_k.gemm_all_scatter(a, b, group=heap, config=config, workspace=workspace)
         expected = torch.cat([a.double() @ y.double() for _, y in shares], dim=1)
+    if op == "reduce_scatter":
+        expected = expected.tensor_split(world_size)[rank]  # type: ignore[union-attr]
+    more = {}
+    if op == "all_gather":
+        a, more = a.tensor_split(world_size)[rank], {"num_rows": M}
+    out = getattr(stream_k, problem.op)(a, b, group=heap, config=config, workspace=workspace, **more)
     return torch.equal(out.double(), expected)
 
 
-def changing_data(rank: int, world_size: int, placement: str, algorithm: str, counting: bool) -> int:
+def changing_data(rank: int, world_size: int, op: str, placement: str, algorithm: str, counting: bool) -> int:
     """Rank 1 is late in every call but the first. Without counting, the flags of the call before look raised."""
     if not counting:
         signal.end = end_without_counting
-    config = small_config(placement=placement, algorithm=algorithm)
+    config = small_config(placement=placement, algorithm=algorithm, chunk=1)
+    # Row blocks of several steps, whose sizes differ by one.
+    shape = (151, 33, 24) if placement == "copy_engine" else (40, 33, 24)
     wrong = 0
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=_WAIT_S)
         for call in range(4):
             if rank == 1 and call > 0:
                 time.sleep(DELAY_S)
-            wrong += not integer_call(heap, call, (40, 33, 24), config, workspace)
+            wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")
     return wrong
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.fused import bodies
+from reference.problems import PROBLEMS
+from tests.fused import block_bodies, bodies
 from tests.fused.cases import Case, assert_right
 from tests.ranks import run_ranks, values
 
@@ -12,7 +13,15 @@ TIMEOUT_S = 60.0
 FP32 = torch.float32
 SHAPE = (40, 24, 24)
 SMALL, LARGE = (20, 30, 24), (60, 30, 24)
-WAYS = [(p, a) for p in ("after", "beside", "inside") for a in ("one_shot", "two_shot")]
+PLACEMENTS = ("after", "beside", "own_stream", "inside")
+BLOCKS = [(op, "copy_engine", "two_shot") for op in ("all_gather", "reduce_scatter", "all_reduce")]
+WAYS = [
+    *(("all_reduce", p, a) for p in PLACEMENTS for a in ("one_shot", "two_shot")),
+    ("all_scatter", "own_stream", "two_shot"),
+    *BLOCKS,
+]
+# The first step of a call waits until the peers are in it. An all-reduce can't get ahead: it ends with its peers' rows.
+PUSHED = [op for op, _, _ in BLOCKS if op != "all_reduce"]
 
 
 def cases(placement: str = "after") -> list[Case]:
@@ -20,21 +29,72 @@ def cases(placement: str = "after") -> list[Case]:
     return [case.with_config(placement=placement) for case in made]
 
 
+def block_cases() -> list[Case]:
+    """Row blocks of 21 and 20 rows."""
+    return [Case(op, 41, 24, 24, FP32).with_config(placement=placement) for op, placement, _ in BLOCKS]
+
+
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.num_ranks(2)
-def test_a_late_rank(way: tuple[str, str]) -> None:
+def test_a_late_rank(way: tuple[str, str, str]) -> None:
     """Fault 7: changing data, nothing zeroed, one rank late."""
     assert values(run_ranks(bodies.changing_data, 2, *way, True, timeout=TIMEOUT_S)) == [0, 0]
 
 
+@pytest.mark.parametrize("way", BLOCKS, ids="-".join)
+@pytest.mark.num_ranks(3)
+def test_a_late_rank_of_three(way: tuple[str, str, str]) -> None:
+    assert values(run_ranks(bodies.changing_data, 3, *way, True, timeout=TIMEOUT_S)) == [0] * 3
+
+
+@pytest.mark.parametrize("way", [("all_reduce", "after", "one_shot"), *BLOCKS], ids="-".join)
 @pytest.mark.cpu
-def test_a_constant_epoch_is_caught() -> None:
-    """The control of the test above."""
-    wrong = values(run_ranks(bodies.changing_data, 2, "after", "one_shot", False, timeout=TIMEOUT_S))
+def test_a_constant_epoch_is_caught(way: tuple[str, str, str]) -> None:
+    """The control of the tests above."""
+    wrong = values(run_ranks(bodies.changing_data, 2, *way, False, timeout=TIMEOUT_S))
     assert sum(wrong) > 0
 
 
-@pytest.mark.parametrize("placement", ["after", "beside", "inside"])
+@pytest.mark.parametrize("shape", [(40, 24, 24), (151, 24, 24)], ids=["one step", "uneven blocks"])
+@pytest.mark.parametrize("op", PUSHED)
+@pytest.mark.cpu
+def test_a_rank_that_is_a_call_ahead(op: str, shape: tuple[int, int, int]) -> None:
+    """Fault 8: what a peer has sent is read before the peer may send more."""
+    assert values(run_ranks(block_bodies.ahead, 2, op, shape, True, timeout=TIMEOUT_S)) == [0, 0]
+
+
+@pytest.mark.parametrize("op", PUSHED)
+@pytest.mark.cpu
+def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
+    """The control of the test above."""
+    wrong = values(run_ranks(block_bodies.ahead, 2, op, SHAPE, False, timeout=TIMEOUT_S))
+    assert wrong[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("op", "placement", "name"),
+    [
+        ("all_gather", "copy_engine", "flags"),
+        ("reduce_scatter", "copy_engine", "flags"),
+        ("reduce_scatter", "copy_engine", "local flags"),
+        ("all_reduce", "copy_engine", "flags"),
+        ("all_reduce", "copy_engine", "local flags"),
+        ("all_reduce", "own_stream", "flags"),
+        ("all_scatter", "own_stream", "flags"),
+        ("all_scatter", "own_stream", "local flags"),
+    ],
+)
+@pytest.mark.cpu
+def test_an_announcement_that_is_kept_back(op: str, placement: str, name: str) -> None:
+    """Whoever waits for it gives up and names the rank that kept it back; the other is told."""
+    ends = values(run_ranks(block_bodies.kept_back, 2, op, placement, name, timeout=TIMEOUT_S))
+    waiting, other = (1, 0) if name == "local flags" else (0, 1)
+    assert ends[waiting] == ("PeerTimeout", PROBLEMS[op].op, 1)
+    kind, _, peer = ends[other]
+    assert (kind, peer) == ("PeerAborted", waiting)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
     "shapes", [[SHAPE], [SMALL, LARGE], [LARGE, SMALL]], ids=["one", "growing", "shrinking"]
 )
@@ -45,7 +105,7 @@ def test_a_stalled_reader(placement: str, shapes: list[tuple[int, int, int]]) ->
     assert values(ends) == [0, 0]
 
 
-@pytest.mark.parametrize("placement", ["after", "inside"])
+@pytest.mark.parametrize("placement", ["after", "own_stream", "inside"])
 @pytest.mark.cpu
 def test_a_single_slot_is_caught(placement: str) -> None:
     """The control of the test above."""
@@ -66,12 +126,14 @@ def test_slow_flags(world_size: int) -> None:
 @pytest.mark.parametrize("epoch", [2**31 - 3, -3], ids=["2^31", "2^32"])
 @pytest.mark.num_ranks(2)
 def test_epochs_wrap_around(epoch: int) -> None:
-    assert_right(values(run_ranks(bodies.wrapped, 2, epoch, cases(), timeout=TIMEOUT_S)))
+    made = [*cases(), *cases("own_stream"), *block_cases()]
+    assert_right(values(run_ranks(bodies.wrapped, 2, epoch, made, timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(2)
 def test_two_workspaces_and_two_heaps() -> None:
-    assert_right(values(run_ranks(bodies.two_workspaces, 2, cases("inside"), timeout=TIMEOUT_S)))
+    made = [*cases("inside"), *block_cases()]
+    assert_right(values(run_ranks(bodies.two_workspaces, 2, made, timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(3)

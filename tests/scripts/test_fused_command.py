@@ -63,7 +63,10 @@ def test_default_shape_on_one_rank(collective: str) -> None:
         (("-c", "broadcast"), "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter"),
         (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, auto"),
         (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed copy_engine, auto"),
-        (("-c", "all_reduce", "--placement", "within"), "is 'within', allowed after, beside, inside, auto"),
+        (
+            ("-c", "all_reduce", "--placement", "within"),
+            "is 'within', allowed after, beside, own_stream, inside, copy_engine, auto",
+        ),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
         (("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),

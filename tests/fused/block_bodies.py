@@ -1,0 +1,102 @@
+"""Bodies of test_protocol.py: what goes wrong between ranks when a guard or a flag is missing.
+
+The plants work in Triton's interpreter only, where a kernel looks its helpers up each time it calls them.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+from pyrocshmem import Heap, signal
+from pyrocshmem.errors import PeerAborted, PeerTimeout
+from stream_k import fused_all_gather, row_plan
+from stream_k.launch import Launch
+from stream_k.workspace import Workspace
+from tests.fused.bodies import integer_call
+from tests.fused.cases import HEAP_BYTES
+from tests.stream_k.products import small_config
+
+AHEAD_S, SHORT_S, LONG_S = 1.5, 0.5, 20.0
+CALLS = 3
+
+
+def without_entering() -> None:
+    """From now on no step waits until the peers have entered the call before it writes into their buffers."""
+    honest = row_plan.step_launch
+
+    def careless(op: int, world_size: int, *, enters: bool = False, ends: bool = False) -> Launch:
+        return honest(op, world_size, ends=ends)
+
+    row_plan.step_launch = careless
+    fused_all_gather.step_launch = careless
+
+
+def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guarded: bool) -> int:
+    """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more or `AHEAD_S` are over."""
+    if not guarded:
+        without_entering()
+    config = small_config(placement="copy_engine", chunk=1)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        wrong = not integer_call(heap, 50, shape, config, workspace, op)
+        (plan,) = workspace.plans.values()
+        reader = "gemm" if op == "all_gather" else "sum"
+        honest, stalled_in = getattr(plan, reader), -1
+
+        def late(arguments: tuple[Any, ...]) -> None:
+            nonlocal stalled_in
+            deadline = time.monotonic() + AHEAD_S
+            # Of the first step of the next call. The call in progress is not counted yet.
+            sent = int(signal.word(plan.flags.data_ptr(), 0, 0) - plan.flags.data_ptr())
+            while (
+                stalled_in != workspace.epoch()
+                and int(plan.flags[sent]) != workspace.epoch() + 2
+                and time.monotonic() < deadline
+            ):
+                time.sleep(0.005)
+            stalled_in = workspace.epoch()
+            honest(arguments)
+
+        if rank == 1:
+            setattr(plan, reader, late)
+        for call in range(CALLS):
+            wrong += not integer_call(heap, call, shape, config, workspace, op)
+        heap.vote("done")
+    return wrong
+
+
+def keep_back(words: torch.Tensor) -> None:
+    """From now on flags that lie in `words` of this rank, or in its peers' at the same place, stay as they are."""
+    honest = signal.publish
+    first, last = words.data_ptr(), words.data_ptr() + 4 * words.numel()
+
+    def silent(flag: Any, *args: Any, **more: Any) -> Any:
+        places = flag.handle.data
+        return None if ((places >= first) & (places < last)).all() else honest(flag, *args, **more)
+
+    signal.publish = silent
+
+
+def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) -> tuple[str, str, int | None]:
+    """Rank 1 announces nothing through the flags `name`: (error, op, peer) of this rank."""
+    config = small_config(placement=placement)
+    shape = (40, 33, 24)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        assert integer_call(heap, 50, shape, config, workspace, op)
+        if rank == 1:
+            keep_back(workspace.buffer(name, 1, torch.int32, local=name == "local flags"))
+        # The local ones only rank 1 itself waits for.
+        if rank == (1 if name == "local flags" else 0):
+            workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+        deadline = time.monotonic() + LONG_S / 2
+        try:
+            integer_call(heap, 1, shape, config, workspace, op)
+            # A rank that got all it needed hears of it afterwards.
+            while time.monotonic() < deadline:
+                heap.check()
+                time.sleep(0.01)
+        except (PeerTimeout, PeerAborted) as error:
+            return type(error).__name__, getattr(error, "op", ""), error.peer
+        return "", "", None
