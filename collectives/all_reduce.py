@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from collectives.tensors import BLOCK, check_symmetric, run
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others, remote
 from stream_k.workspace import Workspace, find_workspace
 
@@ -37,7 +37,7 @@ _OP = tl.constexpr(int(status.Op.ALL_REDUCE))
 
 @triton.jit
 def all_reduce_kernel(
-    x, out, flags, context, n, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+    x, out, flags, context, n, events, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum x [n] over ranks into out [n]. Example, R = 2, two-shot, three blocks: rank 0 sums blocks 0 and 2
     for both, rank 1 block 1."""
@@ -47,9 +47,11 @@ def all_reduce_kernel(
     blocks = tl.cdiv(n, BLOCK)
     lanes = tl.arange(0, signal.MAX_WORLD)
     epoch = signal.begin(context, True, WORLD)
+    trace.mark(events, trace.WAIT, -1)
     if signal.wait_entered(epoch, context, _OP, WORLD):
         for block in range(program, blocks, tl.num_programs(0)):
             if ONE_SHOT or block % WORLD == rank:
+                trace.mark(events, trace.REDUCE, block)
                 offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
                 mask = offsets < n
                 total = tl.load(remote(x, 0, heap_bases) + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -63,8 +65,10 @@ def all_reduce_kernel(
                     places = others(out, rank, heap_bases, WORLD)
                     for k in tl.static_range(WORLD - 1):
                         tl.store(places[k] + offsets, value, mask=mask)
+                    trace.mark(events, trace.ANNOUNCE, block)
                     signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
         if not ONE_SHOT:
+            trace.mark(events, trace.WAIT, -1)
             one = tl.arange(0, 1)
             for block in range(program, blocks, tl.num_programs(0)):
                 done = signal.word(flags, block, block % WORLD + one)
@@ -72,6 +76,7 @@ def all_reduce_kernel(
     if signal.end(context, epoch):
         if ONE_SHOT or blocks < WORLD:
             signal.barrier(epoch, context, _OP, WORLD)
+    trace.mark(events, trace.END, -1)
 
 
 def all_reduce(

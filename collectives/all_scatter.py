@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from collectives.tensors import BLOCK, DTYPES, check_symmetric, run
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others
 from stream_k.workspace import Workspace, find_workspace
 
@@ -24,7 +24,8 @@ _OP = tl.constexpr(int(status.Op.ALL_SCATTER))
 
 @triton.jit
 def all_scatter_kernel(
-    x, out, flags, context, M, N, stride_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr
+    x, out, flags, context, M, N, stride_m, events,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """x [M, N] to columns [rank x N, (rank + 1) x N) of every rank's out. Example, R = 2, N = 4: rank 1
     writes columns 4 to 7 of both."""
@@ -34,21 +35,26 @@ def all_scatter_kernel(
     blocks = tl.cdiv(M, ROWS) * columns
     lanes = tl.arange(0, signal.MAX_WORLD)
     epoch = signal.begin(context, True, WORLD)
+    trace.mark(events, trace.WAIT, -1)
     if signal.wait_entered(epoch, context, _OP, WORLD):
         places = others(out, rank, heap_bases, WORLD) + (out,)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            trace.mark(events, trace.PUSH, block)
             i = tl.cast(block // columns * ROWS, tl.int64) + tl.arange(0, ROWS)
             j = block % columns * COLUMNS + tl.arange(0, COLUMNS)
             mask = (i < M)[:, None] & (j < N)[None, :]
             value = tl.load(x + i[:, None] * stride_m + j[None, :], mask=mask)
             for k in tl.static_range(WORLD):
                 tl.store(places[k] + i[:, None] * (N * WORLD) + (rank * N + j)[None, :], value, mask=mask)
+            trace.mark(events, trace.ANNOUNCE, block)
             signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
+        trace.mark(events, trace.WAIT, -1)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             signal.wait(
                 signal.word(flags, block, lanes), lanes < WORLD, epoch, block, lanes, context, _OP, WORLD
             )
     signal.end(context, epoch)
+    trace.mark(events, trace.END, -1)
 
 
 def all_scatter(

@@ -34,7 +34,7 @@ of the *reduced* tile, before it is rounded.
 import triton
 import triton.language as tl
 
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others, remote
 from stream_k.epilogue import activate, add_bias
 from stream_k.order import finished_tile, num_finished_tiles, tile_coords
@@ -179,7 +179,7 @@ def _targets(pointer, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
 
 @triton.jit
 def _reduce_tile(
-    tile, epoch, extra, context, problem, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    tile, epoch, extra, context, problem, events, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +190,9 @@ def _reduce_tile(
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     lanes = tl.arange(0, signal.MAX_WORLD)
+    trace.mark(events, trace.WAIT, tile)
     if signal.wait(signal.word(flags, tile, lanes), lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD):
+        trace.mark(events, trace.REDUCE, tile)
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         sources = _sources(tile, tiles, epoch, extra, context, PUSHED, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         targets = _targets(results, context, WORLD, OPTIONS[_ONE_SHOT])
@@ -217,13 +219,14 @@ def _reduce_tile(
                 for k in tl.static_range(len(targets)):
                     tl.store(square_targets[k] + tl.cast(tile_n, tl.int64) * M + i, sums, mask=i < M)
         if not OPTIONS[_ONE_SHOT]:
+            trace.mark(events, trace.ANNOUNCE, tile)
             flag = signal.word(flags, tiles + tile, tl.load(control + signal.RANK))
             signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
 
 
 @triton.jit
 def reduce_groups(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -243,16 +246,19 @@ def reduce_groups(
         if OPTIONS[_ONE_SHOT]:
             for tile in range(first, tiles, step):
                 _reduce_tile(
-                    tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
-                )
+                    tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
+                    OPTIONS,
+                )  # fmt: skip
         else:
             for group in range(first, groups, step):
                 tile = owned_tile(group, num_gemm_programs, rank, WORLD)
                 if tile < tiles:
                     _reduce_tile(
-                        tile, epoch, extra, context, problem, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
-                    )
+                        tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
+                        OPTIONS,
+                    )  # fmt: skip
             # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
+            trace.mark(events, trace.WAIT, -1)
             lanes = tl.arange(0, signal.MAX_WORLD)
             for group in range(first, groups, step):
                 tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
@@ -263,7 +269,7 @@ def reduce_groups(
 
 @triton.jit
 def reduce_own_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -279,13 +285,14 @@ def reduce_own_tiles(
         tile = finished_tile(i, split, program, problem)
         if OPTIONS[_ONE_SHOT]:
             _reduce_tile(
-                tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+                tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
             )
         elif tile_owner(tile, num_gemm_programs, WORLD) == rank:
             _reduce_tile(
-                tile, epoch, extra, context, problem, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+                tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
             )
     if not OPTIONS[_ONE_SHOT]:
+        trace.mark(events, trace.WAIT, -1)
         one = tl.arange(0, 1)
         for i in range(0, count):
             tile = finished_tile(i, split, program, problem)

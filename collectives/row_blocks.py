@@ -21,7 +21,7 @@ that came first could take the registers that they need.
 import triton
 import triton.language as tl
 
-from pyrocshmem import signal
+from pyrocshmem import signal, trace
 from pyrocshmem.device import remote
 from stream_k.epilogue import activate, add_bias, store_block
 from stream_k.order import block_start, block_tiles
@@ -57,7 +57,7 @@ def announce_rows(
 
 @triton.jit(do_not_specialize=["raised", "receivers", "first", "last", "awaited", "senders"])
 def step_kernel(
-    flags, tile_flags, raised, receivers, first, last, awaited, senders, context,
+    flags, tile_flags, raised, receivers, first, last, awaited, senders, context, events,
     OP: tl.constexpr, WORLD: tl.constexpr, ENTERS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """One program between two commands of a stream: announces what came before, waits for what comes next.
@@ -71,9 +71,11 @@ def step_kernel(
     epoch = signal.begin(context, ENTERS, WORLD)
     lanes = tl.arange(0, signal.MAX_WORLD)
     if receivers != 0:
+        trace.mark(events, trace.ANNOUNCE, raised)
         signal.publish(
             signal.word(flags, raised, rank), epoch, lanes, heap_bases, ((receivers >> lanes) & 1) == 1
         )
+    trace.mark(events, trace.WAIT, first)
     if ENTERS:
         signal.wait_entered(epoch, context, OP, WORLD)
     for tile in range(first, last, _LANES):
@@ -84,6 +86,7 @@ def step_kernel(
         signal.wait(words, ((senders >> lanes) & 1) == 1, epoch, first, lanes, context, OP, WORLD)
     if ENDS:
         signal.end(context, epoch)
+    trace.mark(events, trace.END, -1)
 
 
 @triton.jit
@@ -96,7 +99,7 @@ def _source(partials, source, rank, tiles, N, WORLD: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit(do_not_specialize=["first", "last"])
 def reduce_rows_kernel(
-    partials, results, stride_m, stride_n, bias, first, last, M, N, context,
+    partials, results, stride_m, stride_n, bias, first, last, M, N, context, events,
     OPTIONS: tl.constexpr, EVERYWHERE: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -115,6 +118,7 @@ def reduce_rows_kernel(
     top = first - first
     if EVERYWHERE:
         top = block_start(rank, M, WORLD)
+    trace.mark(events, trace.REDUCE, first)
     for step in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
         row = first + step // columns * ROWS
         col = step % columns * COLUMNS
@@ -138,3 +142,4 @@ def reduce_rows_kernel(
                 )  # fmt: skip
         else:
             store_block(results, row, col, total, last, N, stride_m, stride_n, 2, ROWS, COLUMNS)
+    trace.mark(events, trace.END, -1)

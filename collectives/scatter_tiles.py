@@ -28,7 +28,7 @@ tile, the sum over its columns of the squares of each row, before rounding.
 import triton
 import triton.language as tl
 
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others
 from stream_k.epilogue import activate, add_bias, store_block
 from stream_k.order import finished_tile, num_finished_tiles, tile_coords
@@ -155,7 +155,7 @@ def _squares_row(tile_n, N, context, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _push_tile(
-    tile, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,9 @@ def _push_tile(
     ROWS: tl.constexpr = OPTIONS[_ROWS]
     rank = tl.load(context[0] + signal.RANK)
     one = tl.arange(0, 1)
+    trace.mark(events, trace.WAIT, tile)
     if signal.wait(local + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
+        trace.mark(events, trace.PUSH, tile)
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         block = results + rank * N
         places = _peers(block, context, WORLD)
@@ -184,12 +186,13 @@ def _push_tile(
             square_places = _peers(sums, context, WORLD)
             for k in tl.static_range(WORLD - 1):
                 tl.store(square_places[k], value, mask=rows < M)
+        trace.mark(events, trace.ANNOUNCE, tile)
         _raise_arrived(tile, 1, epoch, flags, context, WORLD)
 
 
 @triton.jit
 def push_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -204,16 +207,20 @@ def push_tiles(
         first -= num_gemm_programs
         step -= num_gemm_programs
     if first >= 0:
+        trace.mark(events, trace.WAIT, -1)
         if signal.wait_entered(epoch, context, _OP, WORLD):
             for tile in range(first, tiles, step):
-                _push_tile(tile, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+                _push_tile(
+                    tile, epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
+                )
+        trace.mark(events, trace.WAIT, -1)
         for tile in range(first, tiles, step):
             _wait_arrived(tile, epoch, flags, context, WORLD)
 
 
 @triton.jit
 def await_own_tiles(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -224,5 +231,6 @@ def await_own_tiles(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     split, count = num_finished_tiles(program, problem, tiles)
+    trace.mark(events, trace.WAIT, -1)
     for i in range(0, count):
         _wait_arrived(finished_tile(i, split, program, problem), epoch, flags, context, WORLD)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pyrocshmem import trace
 from pyrocshmem.heap import Heap
 from stream_k.config import num_multiprocessors
 from stream_k.launch import Launch
@@ -47,6 +48,9 @@ def run(
     compiled and loaded by all."""
     heap = workspace.heap
     assert heap is not None
+    # A kernel that marks its stages is another one; all ranks record, or none.
+    recorded = trace.recorder() is not None
+    key, call = (key, recorded), f"{call}, recorded" if recorded else call
     launch: Launch | None = workspace.plans.get(key)
     if launch is None:
         # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.

@@ -36,6 +36,7 @@ from triton.language import target_info
 
 from pyrocshmem import status, target
 from pyrocshmem.device import remote
+from pyrocshmem.trace import now_us
 
 # Words of `control`.
 EPOCH = tl.constexpr(0)  # number of the last finished call
@@ -68,37 +69,14 @@ _WORD_WAITED_US = tl.constexpr(int(status.Word.WAITED_US))
 _WORD_EPOCH = tl.constexpr(int(status.Word.EPOCH))
 
 
-def _host_microseconds():
-    return time.monotonic_ns() // 1000
-
-
 def _host_yield():
     # Ranks share the processor's cores on the CPU target: a rank that spins keeps the one it waits for from
     # running.
     time.sleep(0.0002)
 
 
-# Triton's dependency scan refuses plain functions; these two run in the interpreter only.
-setattr(_host_microseconds, "__triton_builtin__", True)  # noqa: B010 mypy knows no such attribute
+# Triton's dependency scan refuses plain functions; this one runs in the interpreter only.
 setattr(_host_yield, "__triton_builtin__", True)  # noqa: B010
-
-
-@triton.jit
-def _now_us():
-    if _INTERPRETED:
-        now = _host_microseconds()
-    elif target_info.is_hip():
-        # 100 MHz, constant, the same on all of a GPU's dies.
-        ticks = tl.inline_asm_elementwise(
-            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-        now = ticks // 100
-    else:
-        ticks = tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-        now = ticks // 1000
-    return now
 
 
 @triton.jit
@@ -279,14 +257,14 @@ def wait(
     up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
     if up == 0:
         budget = tl.load(control + BUDGET_US)
-        start = _now_us()
+        start = now_us()
         waited = start - start
         aborted = _poll(abort)
         while (up == 0) & (aborted == 0) & (waited < budget):
             _pause()
             up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
             aborted = _poll(abort)
-            waited = _now_us() - start
+            waited = now_us() - start
         if up == 0:
             # The first record stands: it names the cause, later ones its consequences.
             if tl.load(record + _WORD_CODE, volatile=True) == 0:

@@ -20,6 +20,7 @@ from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace, workspace_for
 
 if TYPE_CHECKING:
+    from stream_k import timeline
     from stream_k.fused_all_gather import all_gather_gemm
     from stream_k.fused_all_reduce import gemm_all_reduce
     from stream_k.fused_all_scatter import gemm_all_scatter
@@ -37,10 +38,12 @@ __all__ = [
     "gemm_reduce_scatter",
     "make_schedule",
     "target",
+    "timeline",
     "workspace_for",
 ]
 
-# The fused ops stand on `collectives`, which stands on this package's kernel: loaded when first asked for.
+# The fused ops and timelines stand on `collectives`, which stands on this package's kernel: loaded when first asked
+# for.
 _FUSED = {
     "all_gather_gemm": "stream_k.fused_all_gather",
     "gemm_all_reduce": "stream_k.fused_all_reduce",
@@ -50,6 +53,8 @@ _FUSED = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "timeline":
+        return importlib.import_module("stream_k.timeline")
     if name not in _FUSED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_FUSED[name]), name)

@@ -36,6 +36,7 @@ def main(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     iters: Annotated[int | None, typer.Option("--iters")] = None,
     json: Annotated[Path | None, typer.Option("--json")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace")] = None,
     help_: Annotated[bool, typer.Option("-h", "--help")] = False,
 ) -> None:
     """Run a fused op; `usage.txt` has the options."""
@@ -50,7 +51,7 @@ def main(
         os.environ["PYROCSHMEM_BACKEND"] = backend.value
     options = {"placement": placement, "seed": seed}
     try:
-        ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, options)
+        ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(2) from None
@@ -66,6 +67,7 @@ def _run(
     partial_dtype: Dtype | None,
     iters: int | None,
     json_path: Path | None,
+    trace_path: Path | None,
     options: dict[str, Any],
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right."""
@@ -79,6 +81,7 @@ def _run(
     from pyrocshmem.launch import spawn
     from reference import report
     from reference.problems import find_problem
+    from stream_k import timeline_files
     from stream_k.job import Job, check_job, run_rank
 
     on_gpu = target.backend() != "host"
@@ -95,8 +98,13 @@ def _run(
         getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
     )
     calls = iters if iters is not None else 20 if on_gpu else 3
-    job = Job(collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, **options)
+    traced = trace_path is not None
+    job = Job(
+        collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, trace=traced, **options
+    )
     check_job(job)
+    if trace_path is not None:
+        timeline_files.check_path(trace_path)
     facts = _facts(job, num_ranks)
     report.print_facts(console, "stream_k." + problem.op, facts)
     results = spawn(run_rank, num_ranks, job)
@@ -108,9 +116,25 @@ def _run(
     report.print_errors(console, accuracy)
     report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
+    timeline = results[0].timeline
+    if timeline is not None and trace_path is not None:
+        _write_timeline(console, timeline, trace_path, f"{problem.op}, {facts['C = A x B']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
+
+
+def _write_timeline(console: Console, timeline: Any, path: Path, title: str) -> None:
+    from reference.report import format_seconds
+
+    exposed, total, error = (
+        format_seconds(us / 1e6) for us in (timeline.exposed_us, timeline.total_us, timeline.clock_error_us)
+    )
+    console.print(f"exposed communication: {exposed} of {total}, clocks within {error}")
+    for written in timeline.write(path, title):
+        console.print(f"timeline: {written}", soft_wrap=True)
+    if timeline.dropped:
+        console.print(f"[yellow]{timeline.dropped} stages did not fit[/yellow]")
 
 
 def _facts(job: Any, num_ranks: int) -> dict[str, object]:

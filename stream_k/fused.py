@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import target
+from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
 from stream_k.config import Config, choose, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.consumer import consumer_kernel, gate_kernel
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
-from stream_k.kernel import consumer_kernel, gate_kernel
 from stream_k.launch import Launch
 from stream_k.operands import aligned, check_apart, check_output, check_product, kind
 from stream_k.product import Product, make_product
@@ -146,7 +146,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
     offset = symmetric_offset(heap, out) if op.shared else None
-    key = (op.name, kind(a), kind(b), kind(bias), kind(out), offset, *request[4:])
+    key = (op.name, kind(a), kind(b), kind(bias), kind(out), offset, *request[4:], _recorded())
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)
@@ -166,6 +166,11 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     if plan.result is not None:
         out.copy_(plan.result)
     return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if request.squared_partials else out
+
+
+def _recorded() -> bool:
+    """Whether the call is recorded: kernels that mark their stages are others, and need a plan of their own."""
+    return trace.recorder() is not None
 
 
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
@@ -230,7 +235,8 @@ def _make_plan(
         raise ValueError("Config.placement is 'copy_engine', which has no squared partials; use another")
     text = (
         f"{name}({M} x {N} {dtype}, bias={bias is not None}, activation={request.activation}, "
-        f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, {config})"
+        f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, "
+        f"recorded={_recorded()}, {config})"
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
     # alone. `agreed` has the calls that all ranks have compared; their buffers are there.

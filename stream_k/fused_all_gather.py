@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status
+from pyrocshmem import status, trace
 from pyrocshmem.heap import Heap
 from stream_k.config import Config
 from stream_k.epilogue import store_output
@@ -131,7 +131,7 @@ class _Plan(FusedPlan):
             self.enter(self._step_arguments())
         for peer, place in self.places:
             with workspace.beside(_COPIES):
-                place.copy_(a)
+                trace.copy(place, a)
             workspace.follow(_FLAGS, _COPIES)
             with workspace.beside(_FLAGS):
                 self.step(self._step_arguments(receivers=1 << peer))

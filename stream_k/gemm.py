@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, target
+from pyrocshmem import status, target, trace
 from stream_k.config import Config, choose
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
@@ -49,7 +49,8 @@ def gemm(
     """
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
-    key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config)
+    recorded = trace.recorder() is not None
+    key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config, recorded)
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)

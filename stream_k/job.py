@@ -19,6 +19,7 @@ from reference.timing import time_in_turn
 from stream_k.config import Config, choose
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
+from stream_k.timeline import Timeline, record_call
 
 # Those that each op has: ops that share out rows move whole blocks of them, the others tiles.
 _BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "own_stream", "inside")
@@ -35,7 +36,7 @@ class Job:
     """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
 
     placement: one of PLACEMENTS, or "auto". partial_dtype: what partial sums travel in;
-    None: fp32.
+    None: fp32. trace: record a timeline of one more call.
     """
 
     collective: str
@@ -45,16 +46,18 @@ class Job:
     seed: int = 0
     iters: int = 10
     partial_dtype: torch.dtype | None = None
+    trace: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
     """What a rank found: its output against the bound; seconds of each timed call on this rank, by provider;
-    bytes of workspace."""
+    bytes of workspace; the timeline of all ranks, where asked for, on rank 0."""
 
     accuracy: Accuracy
     seconds: dict[str, tuple[float, ...]]
     workspace_bytes: int
+    timeline: Timeline | None = None
 
 
 def check_job(job: Job) -> None:
@@ -116,6 +119,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
             return op(a_share, b_share, group=heap, out=mine, config=config, **sizes)
 
         seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
+        timeline = record_call(ours, heap) if job.trace else None
         heap.synchronize()
         roundings = (
             {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
@@ -124,7 +128,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         accuracy = check(mine, a[rows], b[:, columns], expected, **roundings)
         assert heap.workspace is not None or world_size == 1
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
-        return Result(accuracy, seconds, used)
+        return Result(accuracy, seconds, used, timeline if rank == 0 else None)
 
 
 def _heap_bytes(job: Job, world_size: int) -> int:

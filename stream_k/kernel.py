@@ -14,15 +14,16 @@ after a program's tiles comes CONSUMER. All are jit functions handed over as con
     EPILOGUE(parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
              WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     ANNOUNCE(tile, told, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
-    CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
 
 `parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right, whose first row is
 row `row` of `c`; from `row_end` on rows are not this tile's. `c` is the output as a descriptor or a pointer,
 `extra` a tuple of pointers and integers that the functions understand, `context` the one of
 `pyrocshmem.signal`, `problem` the tuple (M, N, K, iterations, num_split_tiles, num_split_programs,
-num_gemm_programs), OPTIONS a tuple of constants. A whole tile is announced one tile late, when its stores have
-long been done and waiting for them costs nothing; `told` is 1, or 0 where there is none to announce. Programs
-from `num_gemm_programs` up have no tiles of their own: that is where a consumer beside the GEMM runs.
+num_gemm_programs), `events` what `pyrocshmem.trace` marks, or None, OPTIONS a tuple of constants. A whole tile
+is announced one tile late, when its stores have long been done and waiting for them costs nothing; `told` is 1,
+or 0 where there is none to announce. Programs from `num_gemm_programs` up have no tiles of their own: that is
+where a consumer beside the GEMM runs.
 
 A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a
 descriptor of its transpose; POINTER, any strides at all (sizes that TMA can't address come here).
@@ -41,7 +42,7 @@ fix-up needs four sub-tiles to fit beside the stages.
 import triton
 import triton.language as tl
 
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, trace
 from stream_k.order import (
     block_size,
     block_start,
@@ -119,14 +120,16 @@ def _multiply(
 
 @triton.jit
 def _add_partials(
-    parts, first, last, epoch, tile, workspace, fix_up_flags, context,
+    parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """`parts` plus the workspace tiles of programs [first, last), in that order."""
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
     one = tl.arange(0, 1)
     for program in range(first, last):
+        trace.mark(events, trace.WAIT, tile)
         signal.wait(fix_up_flags + program + one, one == 0, epoch, tile, program, context, _FIX_UP, 1, "gpu")
+        trace.mark(events, trace.FIX_UP, tile)
         row = program * BLOCK_M
         if SUBTILES == 1:
             parts = (parts[0] + workspace.load([row, 0]),)
@@ -144,7 +147,7 @@ def _add_partials(
 
 @triton.jit
 def nothing(
-    epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +169,7 @@ def _rows_of(tile_m, rank, M, CHUNK: tl.constexpr, WORLD: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def _split_tiles(
-    a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides,
+    a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,12 +189,14 @@ def _split_tiles(
         k_end = min(hi - tile * iterations, iterations)
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        trace.mark(events, trace.MMA, tile)
         acc = _multiply(
             a, b, row, M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if k_end < iterations:
+            trace.mark(events, trace.FIX_UP, tile)
             for part in tl.static_range(SUBTILES):
                 workspace.store([program * BLOCK_M, part * PART_N], parts[part])
             signal.settle()
@@ -199,20 +204,23 @@ def _split_tiles(
         else:
             first = program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
             parts = _add_partials(
-                parts, first, program, epoch, tile, workspace, fix_up_flags, context, BLOCK_M, BLOCK_N, SUBTILES
+                parts, first, program, epoch, tile, workspace, fix_up_flags, context, events,
+                BLOCK_M, BLOCK_N, SUBTILES,
             )  # fmt: skip
+            trace.mark(events, trace.STORE, tile)
             EPILOGUE(
                 parts, tile, row_c, c_end, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N,
                 OPTIONS,
             )  # fmt: skip
             if ANNOUNCE is not None:
+                trace.mark(events, trace.ANNOUNCE, tile)
                 ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
 
 @triton.jit
 def _whole_tiles(
     a, b, c, begin, first, end, tiles_m, a_row, a_rows, c_row, c_end, rank, epoch, extra, context, problem,
-    strides,
+    strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
@@ -231,6 +239,7 @@ def _whole_tiles(
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        trace.mark(events, trace.MMA, tile)
         acc = _multiply(
             a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
@@ -239,19 +248,22 @@ def _whole_tiles(
         if ANNOUNCE is not None:
             before = tile - num_gemm_programs
             late = (before >= first) & (before + prompt < end)
+            trace.mark(events, trace.ANNOUNCE, before, late)
             ANNOUNCE(before, late, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+        trace.mark(events, trace.STORE, tile)
         EPILOGUE(
             parts, tile, c_row + row_c, c_end, tile_n, epoch, c, extra, context, problem, WORLD, BLOCK_M, BLOCK_N,
             OPTIONS,
         )  # fmt: skip
         if ANNOUNCE is not None:
             if tile + prompt >= end:
+                trace.mark(events, trace.ANNOUNCE, tile)
                 ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
 
 @triton.jit
 def stream_k_kernel(
-    a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides,
+    a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, CHUNK: tl.constexpr, GATHERS: tl.constexpr,
@@ -282,12 +294,13 @@ def stream_k_kernel(
     epoch = signal.begin(context, WORLD > 1, WORLD)
     may_write = program >= 0
     if LAG >= 0:
+        trace.mark(events, trace.WAIT, -1)
         may_write = signal.wait_entered(epoch - LAG, context, OP, WORLD)
 
     if SPLIT:
         if may_write & (program < num_split_programs):
             _split_tiles(
-                a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides,
+                a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
                 EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
@@ -301,13 +314,14 @@ def stream_k_kernel(
         if may_write & (program < num_gemm_programs):
             _whole_tiles(
                 a, b, c, 0, first, end, tiles_m, 0, size, start, start + size, rank, epoch, extra, context,
-                problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+                problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
             for step in range(1, WORLD):
                 block = (rank + step) % WORLD
                 flag = signal.word(arrived, 0, block + one)
+                trace.mark(events, trace.WAIT, step * end)
                 if signal.wait(flag, one == 0, epoch, step * end, block, context, OP, WORLD):
                     begin = step * end
                     start = block_start(block, M, WORLD)
@@ -315,34 +329,17 @@ def stream_k_kernel(
                     turn = program + tl.cdiv(max(begin - program, 0), num_gemm_programs) * num_gemm_programs
                     _whole_tiles(
                         gathered, b, c, begin, turn, begin + end, tiles_m, start, M, start, row_end, rank, epoch,
-                        extra, context, problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW,
+                        extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW,
                         PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
                     )  # fmt: skip
     elif may_write & (program < num_gemm_programs):
         _whole_tiles(
             a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
-            problem, strides, EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+            problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
         )  # fmt: skip
 
-    CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
     if ENDS:
         signal.end(context, epoch)
-
-
-@triton.jit
-def consumer_kernel(
-    extra, context, problem, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """A consumer on its own, after or beside the GEMM whose call it closes."""
-    epoch = signal.begin(context, False, WORLD)
-    CONSUMER(epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
-    signal.end(context, epoch)
-
-
-@triton.jit
-def gate_kernel(context, problem, OP: tl.constexpr, WORLD: tl.constexpr):
-    """One small program that ends when all programs of the call's GEMM have begun: what follows it on its stream
-    can't take the multiprocessors that they need."""
-    signal.wait_begun(problem[6], context, OP, WORLD)
+    trace.mark(events, trace.END, -1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
-from pyrocshmem import target
+from pyrocshmem import target, trace
 from pyrocshmem.errors import WorkspaceBusy
 
 _interpreter = threading.Lock()
@@ -25,6 +25,8 @@ class Launch:
 
     Every pointer must keep its alignment (divisible by 16 or not) and every integer its value from `compile`
     on: that is what Triton specializes the code for, and nobody checks it again.
+    Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
+    run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
     """
 
     def __init__(
@@ -36,15 +38,19 @@ class Launch:
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         self._values = tuple(constants.values())
         self._run: Any = None
+        self._recorded = False
 
     def compile(self, args: tuple[Any, ...]) -> Any:
         """Compile for `args` and load the machine code, before any kernel of the op can wait: loading a
         module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
         kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
+        recorder = trace.recorder()
+        self._recorded = recorder is not None
         if target.interpreted():
             return None
+        events = recorder.sample if recorder is not None else None
         try:
-            compiled = self.kernel.warmup(*args, grid=self.grid, **self.constants, **self.options)
+            compiled = self.kernel.warmup(*args, events, grid=self.grid, **self.constants, **self.options)
             self._run = compiled[self.grid]
         except OutOfResources as error:
             unit = "" if error.name == "threads" else "bytes of "
@@ -55,8 +61,9 @@ class Launch:
         return compiled
 
     def __call__(self, args: tuple[Any, ...]) -> None:
+        events = trace.recorder().events(self) if self._recorded else None  # type: ignore[union-attr]
         if self._run is not None:
-            self._run(*args, *self._values)
+            self._run(*args, events, *self._values)
             return
         if not _interpreter.acquire(blocking=False):
             raise WorkspaceBusy(
@@ -64,6 +71,6 @@ class Launch:
                 "on the CPU target start ranks as processes (pyrocshmem.spawn, torchrun)"
             )
         try:
-            self.kernel[self.grid](*args, **self.constants, **self.options)
+            self.kernel[self.grid](*args, events, **self.constants, **self.options)
         finally:
             _interpreter.release()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from collectives import row_blocks
-from pyrocshmem import status
+from pyrocshmem import status, trace
 from stream_k.config import num_multiprocessors
 from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
@@ -174,7 +174,7 @@ class RowsPlan(FusedPlan):
                     launch(self._step_arguments(tiles=self._tiles_of(step, turn)))
                 workspace.follow(_COPIES, _TILES)
                 with workspace.beside(_COPIES):
-                    to.copy_(source)
+                    trace.copy(to, source)
                 workspace.follow(_FLAGS, _COPIES)
                 with workspace.beside(_FLAGS):
                     self.step(self._step_arguments(step, 1 << owner))

@@ -1,0 +1,262 @@
+"""Timelines: clocks, marks, what is recorded of each op; and that all this costs nothing when it is off."""
+
+import itertools
+import multiprocessing
+from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_k
+from pyrocshmem import CallMismatch, Heap, trace
+from stream_k import timeline
+from stream_k.config import Config
+from stream_k.timeline import COPY, MMA, Timeline
+from tests.ranks import run_ranks, values
+from tests.stream_k import traced_code
+from tests.stream_k.products import device, random, small_config
+
+TIER = 3
+FULL_PIPELINE_BYTES = 229_408
+M, N, K = 96, 64, 64
+WORLD = 2
+OPS = {
+    "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
+    "gemm_reduce_scatter": ("copy_engine",),
+    "gemm_all_scatter": ("beside", "inside"),
+    "all_gather_gemm": ("copy_engine",),
+}
+
+
+# Clocks.
+
+
+@given(
+    ahead=st.integers(-(10**15), 10**15),
+    steps=st.lists(
+        st.tuples(*(st.integers(0, 10**6) for _ in range(4))),
+        min_size=1,
+        max_size=20,
+    ),
+)
+def test_clock_offset_is_within_its_error(ahead: int, steps: list[tuple[int, ...]]) -> None:
+    """Ranks enter barriers at any time, and leave them at any time after both have entered."""
+    at, ours, theirs = 0, [], []
+    for enter_us, enter_them, leave_us, leave_them in steps:
+        entered = (at + enter_us, at + enter_them)
+        at = max(entered) + max(leave_us, leave_them)
+        ours.append((entered[0] + ahead, max(entered) + leave_us + ahead))
+        theirs.append((entered[1], max(entered) + leave_them))
+    offset, error = timeline.clock_offset(np.array(ours), np.array(theirs))
+    assert abs(offset - ahead) <= error
+
+
+def aligned(rank: int, world_size: int) -> tuple[int, int]:
+    with Heap(8 << 20) as heap, timeline.record(heap) as recorder:
+        return recorder.align()
+
+
+@pytest.mark.cpu
+def test_alignment_finds_that_ranks_have_one_clock() -> None:
+    found = values(run_ranks(aligned, 2))
+    assert all(abs(ahead) <= error for ahead, error in found)
+    assert found[0] == (0, found[1][1])
+    assert 0 < found[1][1] < 10**9
+
+
+# Marks.
+
+
+@triton.jit
+def marking_kernel(events, count):
+    for i in range(0, count):
+        trace.mark(events, trace.WAIT, i, i % 2 == 0)
+    trace.mark(events, trace.END, -1)
+
+
+def test_marks_that_do_not_fit_are_counted() -> None:
+    limit, words = trace.MAX_EVENTS.value, trace.ROW_WORDS.value
+    events = torch.zeros(2, words, dtype=torch.int64, device=device())
+    marking_kernel[(2,)](events, 10)
+    rows = events.cpu()
+    assert rows[:, 0].tolist() == [6, 6]
+    assert [what // 256 - 1 for what in rows[1, 2:14:2].tolist()] == [0, 2, 4, 6, 8, -1]
+    assert [trace.STAGES[what % 256] for what in rows[1, 2:14:2].tolist()] == ["wait"] * 5 + ["end"]
+    assert rows[1, 1:13:2].tolist() == sorted(rows[1, 1:13:2].tolist())
+    assert not rows[:, 13:].any()
+    events.zero_()
+    events[:, 0] = limit - 2
+    marking_kernel[(2,)](events, 10)
+    rows = events.cpu()
+    assert rows[:, 0].tolist() == [limit + 4] * 2, "later marks are counted only"
+    assert rows[0, 1 + 2 * (limit - 2) :: 2].all()
+    assert (rows[1, 1 : 1 + 2 * (limit - 2)] == 0).all()
+
+
+# Recordings.
+
+
+def _operands(op: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    rows = M // WORLD if op == "all_gather_gemm" else M
+    a = torch.randn(rows, K, generator=generator, dtype=torch.float32).to(device())
+    b = torch.randn(K, N, generator=generator, dtype=torch.float32).to(device())
+    return a, b
+
+
+def recorded(rank: int, world_size: int, op: str, config: Config) -> tuple[Timeline, bool]:
+    """The timeline of a call, and whether its bits are those of a call that nobody records."""
+    a, b = _operands(op, rank)
+    with Heap(32 << 20) as heap:
+        plain = getattr(stream_k, op)(a, b, group=heap, config=config).clone()
+        results = []
+        found = timeline.record_call(
+            lambda: results.append(getattr(stream_k, op)(a, b, group=heap, config=config)), heap
+        )
+        after = getattr(stream_k, op)(a, b, group=heap, config=config)
+        heap.synchronize()
+        return found, all(torch.equal(plain, each) for each in (*results, after))
+
+
+@pytest.mark.parametrize(("op", "placement"), [(op, each) for op, all_ in OPS.items() for each in all_])
+@pytest.mark.num_ranks(2)
+def test_recording_of_an_op(op: str, placement: str, tmp_path: Path) -> None:
+    config = small_config(placement=placement, split="none", chunk=1, num_programs=4)
+    (found, same), (again, same_there) = values(run_ranks(recorded, WORLD, op, config))
+    assert same
+    assert same_there, "recording changed the result"
+    assert found == again, "every rank gets the same timeline"
+    tiles = -(-M // config.block_m) * (N // config.block_n)
+    if placement == "copy_engine":
+        tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
+    for rank in range(WORLD):
+        own = [span for span in found.spans if span.rank == rank]
+        for stage in (MMA, "push" if placement == "inside" else "store"):
+            counts = Counter(span.tile for span in own if span.kernel == "GEMM" and span.stage == stage)
+            assert counts == dict.fromkeys(range(tiles), 1), (rank, stage)
+        stages = {span.stage for span in own}
+        if placement == "copy_engine":
+            copies = [span for span in own if span.stage == COPY]
+            assert len(copies) == (1 if op == "all_gather_gemm" else -(-M // WORLD // config.block_m))
+            assert all(span.kernel == "stream" for span in copies)
+        else:
+            assert "announce" in stages
+        moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
+        assert moved.get(op, MMA) in stages
+    _check_order(found)
+    assert found.dropped == 0
+    assert 0 < found.exposed_us < found.total_us
+    written = found.write(tmp_path / "out.json", op)
+    assert {path.name for path in written} == {"out.json", "out.png"}
+    assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def _check_order(found: Timeline) -> None:
+    """Stages of a lane follow one another; a tile is stored after it was multiplied, and summed after that."""
+    lanes = defaultdict(list)
+    done: dict[tuple[int, int], float] = {}
+    for span in found.spans:
+        assert span.begin_us <= span.end_us
+        lanes[span.rank, span.kernel, span.lane].append(span)
+        if span.kernel == "GEMM" and span.stage == MMA:
+            done[span.rank, span.tile] = span.end_us
+    for spans in lanes.values():
+        spans.sort(key=lambda span: (span.begin_us, span.end_us))
+        for first, second in itertools.pairwise(spans):
+            assert first.end_us <= second.begin_us + found.clock_error_us
+    for span in found.spans:
+        if span.stage in ("store", "push") and span.tile >= 0:
+            assert span.begin_us >= done[span.rank, span.tile]
+        if span.stage == "reduce" and span.kernel in ("GEMM", "consumer"):
+            stored = max(done[rank, span.tile] for rank in range(WORLD))
+            assert span.begin_us >= stored - found.clock_error_us
+
+
+def fix_up(rank: int, world_size: int) -> Timeline:
+    config = small_config(split="stream_k", num_programs=5)
+    a, b = random(M, 512, torch.float32, 0), random(512, N, torch.float32, 1)
+    with Heap(8 << 20) as heap:
+        return timeline.record_call(lambda: stream_k.gemm(a, b, config=config), heap)
+
+
+def test_recording_of_split_tiles() -> None:
+    (found,) = values(run_ranks(fix_up, 1))
+    stages = Counter(span.stage for span in found.spans)
+    assert stages["fix-up"] > 0
+    assert stages[MMA] > stages["store"] == -(-M // small_config().block_m) * (N // small_config().block_n)
+
+
+def mismatch(rank: int, world_size: int) -> str:
+    a, b = _operands("gemm_all_reduce", rank)
+    config = small_config()
+    with Heap(32 << 20) as heap:
+        with timeline.record(heap) as recorder:
+            try:
+                with timeline.record(heap):
+                    pass
+            except ValueError as error:
+                inner = str(error)
+            recorder.restart()
+        if rank == 0:
+            with trace.recording(recorder):
+                try:
+                    stream_k.gemm_all_reduce(a, b, group=heap, config=config)
+                except CallMismatch as error:
+                    return f"{inner}; {error}"
+        else:
+            try:
+                stream_k.gemm_all_reduce(a, b, group=heap, config=config)
+            except CallMismatch as error:
+                return f"{inner}; {error}"
+    return ""
+
+
+@pytest.mark.num_ranks(2)
+def test_all_ranks_record_or_none() -> None:
+    for text in values(run_ranks(mismatch, 2)):
+        assert "is being recorded already" in text
+        assert "recorded=True" in text
+        assert "recorded=False" in text
+
+
+# Off, it costs nothing.
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str, int, int, int]]]:
+    """What kernels become with tracing off, without marks, and with tracing on; for sm_90."""
+    found = {}
+    for how in ("off", "unmarked", "on"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            cache = str(tmp_path_factory.mktemp(how))
+            found[how] = pool.submit(traced_code.compile_all, how, "sm_90", cache).result()
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(400)
+def test_off_is_the_code_of_a_kernel_without_marks(
+    code: dict[str, list[tuple[str, str, int, int, int]]],
+) -> None:
+    """Instructions, registers, spills and shared memory."""
+    assert len(code["off"]) >= len(traced_code.CASES)
+    assert code["off"] == code["unmarked"]
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(400)
+def test_on_keeps_the_pipeline(code: dict[str, list[tuple[str, str, int, int, int]]]) -> None:
+    """Marks bring clocks into the loops of the GEMM, and leave its stages as they are."""
+    for off, on in zip(code["off"], code["on"], strict=True):
+        assert on[0] == off[0]
+        assert on[1].count("%globaltimer") > off[1].count("%globaltimer")
+        assert on[4] == off[4], f"{on[0]}: shared memory"
+        assert on[1].count("wgmma.mma_async") == off[1].count("wgmma.mma_async")
+    gemm = code["on"][0]
+    assert gemm[4] == FULL_PIPELINE_BYTES
