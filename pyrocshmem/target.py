@@ -43,17 +43,39 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _number(text: str) -> tuple[int, ...]:
+    """The first two parts of a version: (3, 6) of "3.6.0+git"."""
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _check_interpreter(triton: str, numpy: str) -> None:
+    """Raise RuntimeError for a Triton whose interpreter fails with this NumPy, in every loop over a bound known at run
+    time."""
+    if _number(triton) < (3, 7) and _number(numpy) >= (2, 4):
+        raise RuntimeError(
+            f'the interpreter of Triton {triton} does not work with NumPy {numpy} ("only 0-dimensional arrays can be '
+            'converted to Python scalars"): kernels can\'t run on this CPU target. Install "numpy<2.4" or Triton 3.7'
+        )
+
+
 def _apply(on_cpu: bool) -> None:
     # The default of this setting changes in Triton 3.10: results must not.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    if not on_cpu or os.environ.get("TRITON_INTERPRET") in ("0", "1"):
+    interpret = os.environ.get("TRITON_INTERPRET")
+    if not on_cpu or interpret == "0":
         return
-    if "triton" in sys.modules:
-        raise RuntimeError(
-            "Triton was imported before pyrocshmem, without TRITON_INTERPRET=1: its kernels can't run on "
-            "this CPU target. Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
+    if interpret != "1":
+        if "triton" in sys.modules:
+            raise RuntimeError(
+                "Triton was imported before pyrocshmem, without TRITON_INTERPRET=1: its kernels can't run on "
+                "this CPU target. Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    # Not before it is settled that kernels are interpreted.
+    import numpy
+    import triton
+
+    _check_interpreter(triton.__version__, numpy.__version__)
 
 
 _on_cpu, _reason = _choose()

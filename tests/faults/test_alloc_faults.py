@@ -52,6 +52,7 @@ def test_truncated_handle() -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False])
+@pytest.mark.alone
 def test_handle_of_a_killed_process(reaped: bool) -> None:
     """Its file is still there, and is not mapped: it is removed, whether the process still is a zombie or not."""
     with support.own(5000) as (owner, handle):
@@ -164,6 +165,7 @@ say(error=error_of(fga.load))
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, (1 << 63) - 1])
+@pytest.mark.alone
 def test_more_memory_than_there_is(nbytes: int) -> None:
     start = time.perf_counter()
     with pytest.raises(MemoryError, match=f"host: {nbytes} bytes in /dev/shm: .*bytes free there"):

@@ -97,6 +97,7 @@ def _bad_handle(rank, world_size, kind):
         ("another memory", ShmemError, ("rank 0 could not map the heap of rank 1", "isn't its heap")),
     ],
 )
+@pytest.mark.alone
 def test_case_17_bad_handles_are_errors_that_name_the_cause(kind, error, words):
     ends = values(run_ranks(_bad_handle, 2, kind))
     for raised, text, seconds, left, total in ends:
@@ -145,6 +146,7 @@ def _missing(rank, world_size):
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_case_23_a_missing_rank_is_named(monkeypatch):
     monkeypatch.setenv("PYROCSHMEM_INIT_SECONDS", "1.5")
     for end in values(run_ranks(_missing, 3))[:2]:
@@ -181,6 +183,7 @@ def _no_memory(rank, world_size, on_all):
 
 @pytest.mark.num_ranks(3)
 @pytest.mark.parametrize("on_all", [False, True], ids=["on one", "on all"])
+@pytest.mark.alone
 def test_case_23_out_of_memory(on_all):
     for rank, end in enumerate(values(run_ranks(_no_memory, 3, on_all))):
         kind, missing, reason, cause, seconds, allocations, total = end
@@ -214,6 +217,7 @@ def _closes_early(rank, world_size):
 
 
 @pytest.mark.cpu
+@pytest.mark.alone
 def test_case_24_close_while_peers_wait():
     kind, text, seconds, total = values(run_ranks(_closes_early, 2))[1]
     assert kind is PeerAborted
@@ -279,6 +283,7 @@ def _job(rank, world_size, number, folder):
 
 
 @pytest.mark.cpu
+@pytest.mark.alone
 def test_case_28_two_jobs_at_the_same_time(tmp_path):
     ends: dict[int, list] = {}
     jobs = [

@@ -47,6 +47,7 @@ def _killed(rank, world_size):
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_case_1_a_killed_peer_is_named_in_time_and_leaves_nothing():
     ends = run_ranks(_killed, 3)
     assert ends[1].exitcode == -signal.SIGKILL
@@ -104,6 +105,7 @@ def _different_calls(rank, world_size):
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_cases_5_and_6_different_calls_are_listed_on_all_ranks():
     ends = values(run_ranks(_different_calls, 3))
     for rank in range(3):
@@ -127,6 +129,7 @@ def _different_sizes(rank, world_size):
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_heaps_of_different_sizes():
     for kind, text, seconds, total in values(run_ranks(_different_sizes, 2)):
         assert (kind, total) == (CallMismatch, 8.0)
@@ -149,6 +152,7 @@ def _exhausted_on_one(rank, world_size):
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_case_14_exhausted_on_one_rank():
     ends = values(run_ranks(_exhausted_on_one, 3))
     for kind, requested, free, largest, rank, seconds in ends:
@@ -202,6 +206,7 @@ def _bad_frees(rank, world_size):
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_case_15_bad_frees():
     ends = values(run_ranks(_bad_frees, 2))
     words = ["was freed"] * 2 + ["starts inside its block"] * 2 + ["not on this heap"] * 2

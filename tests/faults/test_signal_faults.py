@@ -82,6 +82,7 @@ def ends() -> list[dict[str, Any]]:
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_the_wait_ends_in_time_and_names_what_it_waited_for(ends: list[dict[str, Any]]) -> None:
     first, record = ends[0], ends[0]["record"]
     assert BUDGET_S <= first["seconds"] < BUDGET_S + SLACK_S
@@ -105,6 +106,7 @@ def test_the_wait_ends_in_time_and_names_what_it_waited_for(ends: list[dict[str,
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_a_peer_that_waits_is_told_at_once(ends: list[dict[str, Any]]) -> None:
     told = ends[1]
     assert told["seconds"] < BUDGET_S + SLACK_S
@@ -115,6 +117,7 @@ def test_a_peer_that_waits_is_told_at_once(ends: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_a_peer_that_waits_for_nothing_is_told(ends: list[dict[str, Any]]) -> None:
     told = ends[2]
     assert told["seconds"] < BUDGET_S + SLACK_S

@@ -34,6 +34,7 @@ def build(directory: Path, *arguments: str, **extra: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.alone
 def test_builds_without_a_warning_and_quickly(copy: Path) -> None:
     start = time.perf_counter()
     done = build(copy, CFLAGS="-Werror -pedantic")

@@ -139,6 +139,7 @@ def test_exit_without_freeing_leaves_no_file(end: str) -> None:
     assert not [facts for facts in said if support.file_of(bytes.fromhex(facts["handle"])).exists()]
 
 
+@pytest.mark.alone
 def test_memory_freed_by_its_owner_stays_with_the_peer() -> None:
     with support.own(5000) as (owner, handle):
         opened = fga.open_handle(handle)
@@ -221,6 +222,7 @@ def test_peers_on_the_host_always_reach_each_other() -> None:
     assert fga.available("host") == (True, "host: /dev/shm")
 
 
+@pytest.mark.alone
 def test_allocating_is_quick_enough_for_a_job_s_start() -> None:
     start = time.perf_counter()
     fga.alloc(64 << 20, "host").free()

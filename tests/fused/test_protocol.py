@@ -65,6 +65,7 @@ def test_a_rank_that_is_a_call_ahead(op: str, shape: tuple[int, int, int]) -> No
 
 @pytest.mark.parametrize("op", PUSHED)
 @pytest.mark.cpu
+@pytest.mark.alone
 def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
     """The control of the test above."""
     wrong = values(run_ranks(block_bodies.ahead, 2, op, SHAPE, False, timeout=TIMEOUT_S))
@@ -107,6 +108,7 @@ def test_a_stalled_reader(placement: str, shapes: list[tuple[int, int, int]]) ->
 
 @pytest.mark.parametrize("placement", ["after", "own_stream", "inside"])
 @pytest.mark.cpu
+@pytest.mark.alone
 def test_a_single_slot_is_caught(placement: str) -> None:
     """The control of the test above."""
     ends = run_ranks(bodies.stalled_reader, 2, [SHAPE], placement, True, timeout=TIMEOUT_S)

@@ -77,6 +77,7 @@ def test_different_calls_are_listed_and_the_group_stays_usable(make):
 
 
 @KINDS
+@pytest.mark.alone
 def test_missing_ranks_are_named(make):
     groups = make(4)
     # Rank 0 would wait longer, but hears from rank 2 that it has given up, and for whom.
@@ -99,6 +100,7 @@ def test_missing_ranks_are_named(make):
 
 
 @KINDS
+@pytest.mark.alone
 def test_abort_reaches_a_pending_exchange_with_its_message(make):
     groups = make(3)
     aborted_at = []
@@ -122,6 +124,7 @@ def test_abort_reaches_a_pending_exchange_with_its_message(make):
 
 
 @KINDS
+@pytest.mark.alone
 def test_abort_of_a_group_reaches_its_channels_but_not_the_other_way_round(make):
     groups = make(2)
 
@@ -144,6 +147,7 @@ def test_abort_of_a_group_reaches_its_channels_but_not_the_other_way_round(make)
 
 
 @KINDS
+@pytest.mark.alone
 def test_a_rank_that_left_is_not_waited_for(make):
     def body(group):
         group.exchange(b"", "first")

@@ -42,6 +42,7 @@ def test_capture_refuses_allocation_and_leaves_the_heap_usable():
         heap.free(heap.ones(3))
 
 
+@pytest.mark.alone
 def test_device_memory_comes_back():
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
@@ -132,6 +133,7 @@ def _abort_past_a_busy_stream(rank, world_size):
 
 
 @pytest.mark.num_gpus(2)
+@pytest.mark.alone
 def test_abort_words_pass_a_busy_stream():
     seconds, word = values(run_ranks(_abort_past_a_busy_stream, 2))
     assert seconds < 1

@@ -102,6 +102,7 @@ def _raises_and_hangs(rank, world_size):
 
 
 @pytest.mark.cpu
+@pytest.mark.alone
 def test_the_others_are_killed_after_a_grace(monkeypatch):
     monkeypatch.setattr(launch, "_GRACE_S", 0.5)
     start = time.monotonic()
@@ -130,6 +131,7 @@ def test_bad_arguments():
         spawn(lambda rank, world_size: None, 2)
 
 
+@pytest.mark.alone
 def test_more_ranks_than_gpus():
     present = torch.cuda.device_count()
     start = time.monotonic()
@@ -202,6 +204,7 @@ def running(pid):
 @pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", "0"], ids=["forked", "spawned"])
+@pytest.mark.alone
 def test_no_rank_outlives_its_parent(tmp_path, interpret):
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)

@@ -165,6 +165,7 @@ def _abort_word(rank, world_size):
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_abort_reaches_kernels_of_every_rank():
     assert values(run_ranks(_abort_word, 2)) == [1, 1]
 
@@ -186,6 +187,7 @@ def _nobody_comes(rank, world_size):
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_a_vote_that_nobody_joins_ends():
     op, peer, seconds = values(run_ranks(_nobody_comes, 2))[0]
     assert (op, peer) == ("zeros([3], torch.float32)", 1)

@@ -51,6 +51,7 @@ def test_data_then_flag() -> None:
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_flag_before_data_is_found() -> None:
     ends = values(run_ranks(litmus_body, 2, FEW, 0, True, False))
     assert [played for _, played in ends] == [FEW] * 2
@@ -64,6 +65,7 @@ def test_epochs_wrap(start: int) -> None:
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_constant_epoch_is_found() -> None:
     ends = values(run_ranks(litmus_body, 2, FEW, NEAR_2_31, False, True))
     assert ends[1][0] > 0
@@ -158,6 +160,7 @@ def test_nobody_goes_on_before_the_last_has_come(world: int, how: str) -> None:
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.alone
 def test_without_meeting_a_rank_goes_on_too_early() -> None:
     ends = values(run_ranks(meet_body, 2, False, False, 0.3, 2))
     assert any(found[1] != call for call, found in enumerate(ends[0], 1))

@@ -84,6 +84,37 @@ def test_cross_compiling_without_a_gpu_is_respected():
     assert done.stdout.split() == ["True", "host", "cpu", "1", "0", "InterpretedFunction"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0+git1234", "2.4.0", False),
+        ("3.6.0", "3.0.0rc1", False),
+        ("3.7.0", "2.4.1", True),
+        ("3.10.0", "2.10.0", True),
+    ],
+)
+def test_interpreter_and_numpy(triton, numpy, works):
+    if works:
+        target._check_interpreter(triton, numpy)
+        return
+    with pytest.raises(RuntimeError, match=f"the interpreter of Triton .* does not work with NumPy {numpy}"):
+        target._check_interpreter(triton, numpy)
+
+
+@pytest.mark.parametrize(("interpret", "refused"), [("1", True), ("0", False)])
+def test_an_interpreter_that_fails_is_refused_when_it_is_needed(interpret, refused):
+    code = (
+        "import numpy, runpy, sys, types; numpy.__version__ = '9.9';"
+        "sys.modules['triton'] = module = types.ModuleType('triton'); module.__version__ = '3.6.0';"
+        f"runpy.run_path({target.__file__!r})"
+    )
+    done = python(code, TRITON_INTERPRET=interpret)
+    assert (done.returncode, "does not work with NumPy 9.9" in done.stderr) == (int(refused), refused), (
+        done.stderr
+    )
+
+
 def test_no_gpu_for_a_rank(monkeypatch):
     monkeypatch.setattr(target, "_on_cpu", False)
     monkeypatch.setattr(target, "_num_gpus", lambda: 2)

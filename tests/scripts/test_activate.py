@@ -84,6 +84,7 @@ def test_active_environment_with_torch_is_used(tree: Path, tmp_path: Path) -> No
     assert made(tree) == set()
 
 
+@pytest.mark.alone
 def test_torch_for_gpus_of_this_machine_is_used(tree: Path, tmp_path: Path) -> None:
     """.venv on top of it; the second activation is quick; a change of the requirements is noticed."""
     # No command `python`: else that of a container would be used as it is.

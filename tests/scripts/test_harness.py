@@ -96,6 +96,24 @@ def test_all_passes_add_up(tree: Path) -> None:
     assert "pass: gpu, not run: PYROCSHMEM_BACKEND=cpu" in text
 
 
+@pytest.mark.parametrize(
+    ("line", "ran"),
+    [
+        ('raise RuntimeError("the interpreter of Triton 1 does not work with NumPy 2: no")', False),
+        # Anything else is a failure, and must not pass for a pass that can't run here.
+        ('raise RuntimeError("broken")', True),
+    ],
+)
+def test_an_interpreter_that_fails_is_no_failure(tree: Path, line: str, ran: bool) -> None:
+    source = tree / "pyrocshmem/target.py"
+    source.write_text(f"{TARGET}if interpreted(): {line}\n")
+    code, closing, text = run(tree, "-v")
+    reason = "pass: cpu, not run: the interpreter of Triton 1 does not work with NumPy 2: no ==="
+    assert (reason in text) == (not ran), text
+    assert (code != 0) == ran
+    assert closing == ("1 passed, 1 failed, 0 skipped" if ran else "1 passed, 0 failed, 0 skipped")
+
+
 def test_with_gpus_each_test_has_its_pass(tree: Path) -> None:
     (tree / "tests/b/test_ranks.py").write_text(RANKS)
     code, closing, text = run(tree, "-v", STANDIN_GPUS="2")

@@ -20,6 +20,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [("-h",), ("--help",), ("-n", "4", "--help"), ("-n4", "-h")])
+@pytest.mark.alone
 def test_help_needs_no_set_up(tree: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     start = time.monotonic()
     done = support.bash(tree, './run.sh "$@"', *arguments, PATH=support.path_without_python(tmp_path))
