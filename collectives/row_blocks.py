@@ -99,14 +99,15 @@ def _source(partials, source, rank, tiles, N, WORLD: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit(do_not_specialize=["first", "last"])
 def reduce_rows_kernel(
-    partials, results, stride_m, stride_n, bias, first, last, M, N, context, events,
-    OPTIONS: tl.constexpr, EVERYWHERE: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    partials, results, where, stride_m, stride_n, bias, first, last, M, N, context, events,
+    OPTIONS: tl.constexpr, EVERYWHERE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, last) of the own block: the sum of the R partials, the bias, the activation.
 
-    EVERYWHERE: into the rows of this block of every rank's result [M, N]; otherwise into the own result, which
-    has the block alone. Writes nothing once a wait has given up.
+    EVERYWHERE: into the rows of this block of every rank's `results` [M, N]; otherwise into the own result, which
+    has the block alone and lies where the word `where` says, at a multiple of 16 bytes if ALIGNED; `results`
+    then has its type only. Writes nothing once a wait has given up.
     """
     control, abort, record, heap_bases = context
     rank = tl.load(control + signal.RANK)
@@ -118,6 +119,10 @@ def reduce_rows_kernel(
     top = first - first
     if EVERYWHERE:
         top = block_start(rank, M, WORLD)
+    else:
+        results = tl.cast(tl.load(where), results.dtype)
+        if ALIGNED:
+            results = tl.multiple_of(results, 16)
     trace.mark(events, trace.REDUCE, first)
     for step in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
         row = first + step // columns * ROWS

@@ -44,6 +44,7 @@ TICKET = tl.constexpr(1)  # programs of this call that have ended
 BUDGET_US = tl.constexpr(2)  # how long a wait may last
 RANK = tl.constexpr(3)
 BEGUN = tl.constexpr(4)  # programs of this call's GEMM that have begun
+CURRENT = tl.constexpr(5)  # number of the call that was entered last: what copy engines raise flags to
 ENTERED = tl.constexpr(32)  # per peer: the last call it has entered
 BARRIER = tl.constexpr(40)  # per peer: the last call whose barrier it has reached
 CONTROL_WORDS = 64
@@ -283,6 +284,7 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
     if ENTERS:
         if tl.program_id(0) == 0:
             lanes = tl.arange(0, MAX_WORLD)
+            tl.store(control + CURRENT, epoch)
             publish(control + ENTERED + tl.load(control + RANK), epoch, lanes, heap_bases, lanes < WORLD)
         tl.atomic_add(control + BEGUN, 1, sem="relaxed", scope="gpu")
     return epoch

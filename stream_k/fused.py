@@ -15,7 +15,7 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from stream_k.config import Config, choose, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import Config, choose, cost_model, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.consumer import consumer_kernel, gate_kernel
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
@@ -223,7 +223,9 @@ def _make_plan(
     K, N = request.b.shape
     config = request.config
     if config is None:
-        config = choose(name, M, N, K, dtype, heap.world_size, heap.device)
+        # Squares have fewer placements than the table was made with.
+        chooser = cost_model if request.squared_partials else choose
+        config = chooser(name, M, N, K, dtype, heap.world_size, heap.device)
     if config.placement not in op.placements:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(op.placements)}; "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, trace
+from pyrocshmem import signal, status, trace
 from pyrocshmem.heap import Heap
 from stream_k.config import Config
 from stream_k.epilogue import store_output
@@ -21,8 +21,7 @@ from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.row_plan import block_rows, step_launch
 from stream_k.workspace import Workspace
 
-# Streams beside the caller's: one copies, one announces the copies.
-_COPIES, _FLAGS = range(2)
+_COPIES = 0
 
 
 def all_gather_gemm(
@@ -72,6 +71,8 @@ def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
 
 class _Plan(FusedPlan):
     def __init__(self, call: Call) -> None:
+        # Split tiles come first, when only the own rows are there.
+        call = replace(call, config=replace(call.config, split="none"))
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
         self.workspace, self.rank, self.world = workspace, heap.rank, world
@@ -86,10 +87,12 @@ class _Plan(FusedPlan):
         self.rows = workspace.buffer("gathered", M * K, call.a.dtype)[: M * K].view(M, K)
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         first, last = block_rows(M, heap.rank, world)
+        own, flag = self.rows[first:last], self.flags[heap.rank : heap.rank + 1]
         self.places = [
-            (peer, heap.peer_view(self.rows[first:last], peer))
+            (heap.peer_view(own, peer), heap.peer_view(flag, peer))
             for peer in ((heap.rank - turn) % world for turn in range(1, world))
         ]
+        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
         self.c_how = how_to_write(call.out) if M % (world * config.block_m) == 0 else POINTER
         self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
@@ -98,11 +101,7 @@ class _Plan(FusedPlan):
         op = int(status.Op.ALL_GATHER_GEMM)
         options = call.epilogue_options(self.c_how)
         self.gemm = product.launch(op, world, store_output, None, None, options, -1, False, gathers=True)
-        self.enter, self.step, self.end = (
-            step_launch(op, world, enters=True),
-            step_launch(op, world),
-            step_launch(op, world, ends=True),
-        )
+        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -116,27 +115,28 @@ class _Plan(FusedPlan):
             product.strides,
         )  # fmt: skip
 
-    def _step_arguments(self, receivers: int = 0) -> tuple[Any, ...]:
-        return (self.flags, self.flags, 0, receivers, 0, 0, 0, 0, self.workspace.context)
+    def _step_arguments(self) -> tuple[Any, ...]:
+        return (self.flags, self.flags, 0, 0, 0, 0, 0, 0, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.gemm.compile(self._gemm_arguments(a, b, bias, out))
-        for launch in (self.enter, self.step, self.end):
+        for launch in (self.enter, self.end):
             launch.compile(self._step_arguments())
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
-        workspace.fork(_COPIES, _FLAGS)
+        workspace.fork(_COPIES)
+        at_once = workspace.device.type == "cpu"
+        if not at_once:  # what runs at once would wait for copies that come after it
+            self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
-        for peer, place in self.places:
-            with workspace.beside(_COPIES):
+            for place, flag in self.places:
                 trace.copy(place, a)
-            workspace.follow(_FLAGS, _COPIES)
-            with workspace.beside(_FLAGS):
-                self.step(self._step_arguments(receivers=1 << peer))
-        self.gemm(self._gemm_arguments(a, b, bias, out))
-        workspace.join(_COPIES, _FLAGS)
+                flag.copy_(self.epoch)
+        if at_once:
+            self.gemm(self._gemm_arguments(a, b, bias, out))
+        workspace.join(_COPIES)
         self.end(self._step_arguments())
 
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from collectives import row_blocks
-from pyrocshmem import status, trace
+from pyrocshmem import signal, status, trace
 from stream_k.config import num_multiprocessors
 from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
-from stream_k.operands import as_argument, how_to_write
+from stream_k.operands import aligned, as_argument, how_to_write
 from stream_k.product import tiles_of_block
 
-# Streams beside the caller's: one waits for tiles, one copies, one announces copies, one sums.
-_SIDES = _TILES, _COPIES, _FLAGS, _SUMS = range(4)
+# Streams beside the caller's. The first has all that isn't the GEMM; from it fork those that wait for tiles, copy, and
+# sum.
+_MAIN, _TILES, _COPIES, _SUMS = range(4)
 
 # A program of the sums: 2048 elements at a time, 16 of each partial a thread.
 _ROWS, _COLUMNS, _WARPS = 8, 256, 4
@@ -64,15 +65,26 @@ class RowsPlan(FusedPlan):
         self.result: torch.Tensor | None = None
         if everywhere and not call.direct:
             self.result = workspace.buffer("results", M * N, call.a.dtype)[: M * N].view(M, N)
-        self.squares = workspace.buffer("squares", 1, torch.float32)
+        # What the sums read when they run, since a graph holds no arguments that change: the result's address, the bias.
+        out = call.out if self.result is None else self.result
+        self.results = (
+            out if everywhere else call.a.new_empty(1)
+        )  # of the right type, where the address comes later
+        self.strides, self.aligned = (out.stride(0), out.stride(1)), aligned(out)
+        self.where = workspace.buffer("result's place", 1, torch.int64, local=True)[:1]
+        bias = call.request.bias
+        self.bias = None if bias is None else workspace.buffer("row bias", N, bias.dtype, local=True)[:N]
+        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.fix_up = product.fix_up(workspace)
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, c_how)
 
     def _copies(
         self, step: int, rows: torch.Tensor, block: int, call: Call
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(to, from, flag) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
         copies = []
         height = self.chunk * call.config.block_m
         for turn in range(1, self.world):
@@ -83,7 +95,8 @@ class RowsPlan(FusedPlan):
             # At the owner, the blocks from its peers follow those of its own, its neighbour's first.
             place = (self.world + (self.rank - owner - 1) % self.world) * block
             to = call.heap.peer_view(rows[place + begin : place + end], owner)
-            copies.append((owner, to, source))
+            word = step * int(signal.MAX_WORLD.value) + self.rank
+            copies.append((to, source, call.heap.peer_view(self.flags[word : word + 1], owner)))
         return copies
 
     def _make_launches(self, call: Call, c_how: int) -> None:
@@ -101,6 +114,7 @@ class RowsPlan(FusedPlan):
         constants = {
             "OPTIONS": options,
             "EVERYWHERE": self.everywhere,
+            "ALIGNED": self.aligned,
             "WORLD": world,
             "BLOCK_M": product.config.block_m,
             "ROWS": _ROWS,
@@ -136,15 +150,22 @@ class RowsPlan(FusedPlan):
             self.workspace.context,
         )
 
-    def _sum_arguments(self, step: int, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+    def _sum_arguments(self, step: int) -> tuple[Any, ...]:
         first, last = block_rows(self.product.M, self.rank, self.world)
         height = self.chunk * self.product.config.block_m
         rows = min(step * height, last - first), min((step + 1) * height, last - first)
-        results = out if self.result is None else self.result
-        strides = results.stride(0), results.stride(1)
-        bias = results if bias is None else bias
-        M, N = self.product.M, self.product.N
-        return (self.partials, results, *strides, bias, *rows, M, N, self.workspace.context)
+        bias = self.results if self.bias is None else self.bias
+        return (
+            self.partials,
+            self.results,
+            self.where,
+            *self.strides,
+            bias,
+            *rows,
+            self.product.M,
+            self.product.N,
+            self.workspace.context,
+        )
 
     def _tiles_of(self, step: int, turn: int) -> tuple[int, int]:
         """[first, last) of the tiles that hold a step's rows of the block whose turn it is, 0 being the neighbour's
@@ -159,34 +180,52 @@ class RowsPlan(FusedPlan):
         self.gemm.compile(self._gemm_arguments(a, b))
         for launch in (self.enter, self.step, self.end):
             launch.compile(self._step_arguments())
-        self.sum.compile(self._sum_arguments(0, bias, out))
+        self.sum.compile(self._sum_arguments(0))
+        if self.workspace.device.type == "cuda" and trace.recorder() is None:
+            # What runs beside the GEMM is the same for every call: one launch of a graph instead of dozens.
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._beside()
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
-        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
-        workspace.fork(*_SIDES)
+        self.where.fill_(out.data_ptr())
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+        workspace.fork(_MAIN)
         self.gemm(self._gemm_arguments(a, b))
+        with workspace.beside(_MAIN):
+            if self.graph is None or torch.cuda.is_current_stream_capturing():
+                self._beside()
+            else:
+                self.graph.replay()
+        workspace.join(_MAIN)
+        # The owner of a block raises its steps' words in turn: the last one stands for all.
+        word = 2 * self.num_steps - 1
+        told = (word, self.peers, (0, 0), word, self.peers) if self.everywhere else ()
+        self.end(self._step_arguments(*told))
+
+    def _beside(self) -> None:
+        """All but the GEMM and the end of the call."""
+        workspace = self.workspace
+        for side in (_TILES, _COPIES, _SUMS):
+            workspace.fork(side)
         # Copies follow one another with no kernel between them: copy engines take 15 us to start after one.
         launch = self.enter
         for step in range(self.num_steps):
-            for turn, (owner, to, source) in enumerate(self.copies[step]):
+            for turn, (to, source, flag) in enumerate(self.copies[step]):
                 with workspace.beside(_TILES):
                     launch(self._step_arguments(tiles=self._tiles_of(step, turn)))
-                workspace.follow(_COPIES, _TILES)
+                    workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
                     trace.copy(to, source)
-                workspace.follow(_FLAGS, _COPIES)
-                with workspace.beside(_FLAGS):
-                    self.step(self._step_arguments(step, 1 << owner))
+                    flag.copy_(self.epoch)
                 launch = self.step
         with workspace.beside(_SUMS):
             for step in range(self.num_steps):
-                receivers = peers if step and self.everywhere else 0
+                receivers = self.peers if step and self.everywhere else 0
                 tiles = self._tiles_of(step, self.world - 1)
-                self.step(self._step_arguments(self.num_steps + step - 1, receivers, tiles, step, peers))
-                self.sum(self._sum_arguments(step, bias, out))
-        workspace.join(*_SIDES)
-        # The owner of a block raises its steps' words in turn: the last one stands for all.
-        word = 2 * self.num_steps - 1
-        told = (word, peers, (0, 0), word, peers) if self.everywhere else ()
-        self.end(self._step_arguments(*told))
+                self.step(self._step_arguments(self.num_steps + step - 1, receivers, tiles, step, self.peers))
+                self.sum(self._sum_arguments(step))
+        for side in (_TILES, _COPIES, _SUMS):
+            workspace.join(side)

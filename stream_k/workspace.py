@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,14 @@ DEFAULT_WAIT_SECONDS = 10.0
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
+
+
+class _Side(NamedTuple):
+    """A stream beside the caller's, and what orders the two."""
+
+    stream: torch.cuda.Stream
+    forked: torch.cuda.Event
+    joined: torch.cuda.Event
 
 
 class Workspace:
@@ -68,7 +76,7 @@ class Workspace:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._sides: dict[int, _Side] = {}
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
@@ -207,34 +215,36 @@ class Workspace:
 
     @contextmanager
     def beside(self, side: int) -> Iterator[None]:
-        """What is enqueued inside runs beside the caller's stream, on stream number `side` of this workspace,
-        after all that the caller's stream holds at `fork`. On a CPU it runs at once."""
+        """What is enqueued inside runs on stream number `side`, beside the caller's. On a CPU it runs at once."""
         if self.device.type == "cpu":
             yield
             return
-        with torch.cuda.stream(self._sides[side]):
+        callers = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self._side(side).stream)
+        try:
             yield
+        finally:
+            torch.cuda.set_stream(callers)
 
-    def fork(self, *sides: int) -> None:
-        """Streams number `sides` wait for what the caller's stream holds so far."""
+    def fork(self, side: int) -> None:
+        """Stream number `side` waits for what the current stream holds so far."""
         if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            for side in sides:
-                if side not in self._sides:
-                    self._sides[side] = torch.cuda.Stream(self.device, priority=-1)
-                self._sides[side].wait_stream(current)
+            beside = self._side(side)
+            beside.forked.record()
+            beside.stream.wait_event(beside.forked)
 
-    def follow(self, side: int, leader: int) -> None:
-        """Stream number `side` waits for what stream number `leader` holds so far."""
+    def join(self, side: int) -> None:
+        """The current stream waits for what stream number `side` holds so far."""
         if self.device.type == "cuda":
-            self._sides[side].wait_stream(self._sides[leader])
+            beside = self._side(side)
+            beside.joined.record(beside.stream)
+            beside.joined.wait()
 
-    def join(self, *sides: int) -> None:
-        """The caller's stream waits for streams number `sides`."""
-        if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            for side in sides:
-                current.wait_stream(self._sides[side])
+    def _side(self, number: int) -> _Side:
+        if number not in self._sides:
+            stream = torch.cuda.Stream(self.device, priority=-1)
+            self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
+        return self._sides[number]
 
     def check(self) -> None:
         """Raise the fault that a kernel recorded, if any. Does not wait for the device."""
