@@ -236,10 +236,10 @@ def _whole_tiles(
     tiles_n = tl.cdiv(N, BLOCK_N)
     # Of few tiles, even the first ones are waited for.
     prompt = tl.where(end - begin <= 8 * num_gemm_programs, 8, 2) * num_gemm_programs
+    trace.mark(events, trace.MMA, first, first < end)
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
-        trace.mark(events, trace.MMA, tile)
         acc = _multiply(
             a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
@@ -259,6 +259,9 @@ def _whole_tiles(
             if tile + prompt >= end:
                 trace.mark(events, trace.ANNOUNCE, tile)
                 ANNOUNCE(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
+        # Here, not at the top, where it would move ahead of the tile before with the loads.
+        following = tile + num_gemm_programs
+        trace.mark(events, trace.MMA, following, following < end)
 
 
 @triton.jit

@@ -260,3 +260,12 @@ def test_on_keeps_the_pipeline(code: dict[str, list[tuple[str, str, int, int, in
         assert on[1].count("wgmma.mma_async") == off[1].count("wgmma.mma_async")
     gemm = code["on"][0]
     assert gemm[4] == FULL_PIPELINE_BYTES
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(400)
+def test_marks_stay_in_order(code: dict[str, list[tuple[str, str, int, int, int]]]) -> None:
+    """Of a tile's marks none moves, with its loads, ahead of the end of the tile before."""
+    before, _, after = code["on"][0][1].partition("wgmma.mma_async")
+    assert before.count("%globaltimer") == 1, "the first tile's"
+    assert after.index("wgmma.wait_group.sync.aligned 0") < after.index("%globaltimer")
