@@ -65,7 +65,7 @@ class RowsPlan(FusedPlan):
         self.result: torch.Tensor | None = None
         if everywhere and not call.direct:
             self.result = workspace.buffer("results", M * N, call.a.dtype)[: M * N].view(M, N)
-        # What the sums read when they run, since a graph holds no arguments that change: the result's address, the bias.
+        # What the sums read when they run, since a graph keeps its arguments: the address of the result, the bias.
         out = call.out if self.result is None else self.result
         self.results = (
             out if everywhere else call.a.new_empty(1)
