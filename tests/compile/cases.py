@@ -2,20 +2,22 @@
 
 from dataclasses import dataclass
 
-PLACEMENTS = ("after", "beside", "inside")
+PLACEMENTS = ("after", "beside", "own_stream", "inside")
 
 # On every target, with and without programs for communication, the last wave is partly full: tiles can be split.
 LARGE = (4736, 4096, 4096)
 # One wave or less: other blocks, and the fewest hops.
 SMALL = (16, 4096, 4096)
+# The rows of each of 4 or 8 ranks are whole tiles.
+EVEN = (8192, 3584, 4096)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call: `op` of a local product [M, K] x [K, N], or of a tensor [M, N].
+    """A call: `op` of a local product [M, K] x [K, N], M being all ranks' rows, or of a tensor [M, N].
 
-    changes: (field, value) that differ from what `stream_k.choose` chooses. arguments: more keywords of the op.
-    hot: its kernels may not spill.
+    changes: (field, value) that differ from what `stream_k.choose` chooses for that partial_dtype. arguments: more
+    keywords of the op. hot: its kernels may not spill.
     """
 
     op: str
@@ -60,6 +62,48 @@ _FLOAT16 = [
     Case("gemm_all_scatter", "float16", changes=(("placement", "beside"),), hot=True),
 ]
 
+# Ops on row blocks, which copy engines move.
+_SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
+
+
+def _by_copy_engine(op: str, dtype: str, partial: str | None = None, hot: bool = True) -> Case:
+    changes = (("partial_dtype", partial),) if partial else ()
+    if op == "gemm_all_reduce":
+        changes = (("placement", "copy_engine"), *changes)
+    return Case(op, dtype, changes=changes, hot=hot)
+
+
+BLOCKS = [
+    *(_by_copy_engine(op, "bfloat16", partial) for op in _SUMS for partial in (None, "bfloat16")),
+    *(_by_copy_engine(op, "float16", "float16") for op in _SUMS),
+    *(_by_copy_engine(op, "float32", hot=False) for op in _SUMS),
+    Case("gemm_reduce_scatter", "float16", hot=True),
+    Case("gemm_reduce_scatter", shape=EVEN, world_size=8),
+    Case("gemm_reduce_scatter", shape=SMALL),
+    Case("gemm_reduce_scatter", arguments=(("activation", "silu"), ("bias", True))),
+    # Rows in whole tiles are stored by TMA, others by pointers.
+    *(
+        Case("all_gather_gemm", dtype, shape, hot=True)
+        for dtype in ("bfloat16", "float16")
+        for shape in (EVEN, LARGE)
+    ),
+    Case("all_gather_gemm", "float32"),
+    Case("all_gather_gemm", shape=EVEN, world_size=8),
+    Case("all_gather_gemm", shape=SMALL),
+    Case("all_gather_gemm", arguments=(("activation", "gelu"), ("bias", True))),
+]
+
+# Consumers on a stream of their own, which is how large products ship on sm_90.
+STREAMS = [
+    Case(op, dtype, changes=(("placement", "own_stream"), *changes), hot=True)
+    for op, dtype, changes in (
+        ("gemm_all_reduce", "bfloat16", (("partial_dtype", "bfloat16"),)),
+        ("gemm_all_reduce", "float16", ()),
+        ("gemm_all_reduce", "float16", (("partial_dtype", "float16"),)),
+        ("gemm_all_scatter", "float16", ()),
+    )
+]
+
 # Variations that hardly depend on the dtype.
 _ONCE = [
     Case("gemm", shape=SMALL, hot=True),
@@ -87,4 +131,4 @@ _ONCE = [
     Case("all_scatter", hot=True),
 ]
 
-CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + _ONCE
+CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + BLOCKS + STREAMS + _ONCE

@@ -7,17 +7,18 @@ import pytest
 from tests.compile import assembly as rules
 from tests.compile import control_flow
 from tests.compile.assembly import Assembly
-from tests.compile.cases import Case
+from tests.compile.cases import CASES, Case
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
 TIER = 3
 pytestmark = pytest.mark.timeout(400)
 
-# Publishes at system scope from an epilogue and from a consumer, with pointer stores.
+# One of the first cases that are compiled. Publishes at system scope from an epilogue and from a consumer.
 PUBLISHING = Case(
-    "gemm_all_reduce", "float16", changes=(("placement", "inside"), ("algorithm", "two_shot")), hot=True
+    "gemm_all_reduce", "bfloat16", changes=(("placement", "beside"), ("algorithm", "two_shot")), hot=True
 )
+assert PUBLISHING in CASES
 
 
 @pytest.mark.parametrize("target", TARGETS)

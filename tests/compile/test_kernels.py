@@ -1,10 +1,11 @@
 """Every kernel configuration that ships compiles for every target, and its assembly is what it should be."""
 
 import pytest
+import triton
 
 from tests.compile import assembly as rules
 from tests.compile.assembly import Assembly
-from tests.compile.cases import CASES, Case
+from tests.compile.cases import BLOCKS, CASES, EVEN, LARGE, STREAMS, Case
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
@@ -17,6 +18,13 @@ FULL_PIPELINE_BYTES = 229_408
 # With Triton 3.6, ptxas keeps a copying kernel at 64 registers by putting one word on the stack.
 ONE_WORD_BYTES = 8
 
+OLD_TRITON = triton.__version__.startswith("3.6.")
+# The two loops of a GEMM that gathers: gfx950's vector registers don't suffice with Triton 3.6.
+GATHERING_SPILLS = 32 if OLD_TRITON else 0
+
+# Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
+GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> str:
@@ -24,43 +32,57 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def _gpu_scope_releases(kernel: Assembly) -> set[str]:
-    """What may be told to this GPU alone: a split tile's partial, a tile to the copiers beside, a program's end."""
+    """What may be told to this GPU alone: a split tile's partial, a tile to its helpers, a program's end."""
     constants = kernel.constants
     allowed = set()
-    if kernel.kernel != "stream_k_kernel" or constants["ENDS"] == "True":
+    if kernel.kernel not in ("gate_kernel", *SUMS) and constants.get("ENDS", "True") == "True":
         allowed.add("ticket")
     if constants.get("SPLIT") == "True":
         allowed.add("fix-up")
-    if constants.get("EPILOGUE") == "publish_output":
+    if constants.get("ANNOUNCE") in ("announce_output", "announce_rows"):
         allowed.add("local tile")
     return allowed
 
 
+def _expect(request: pytest.FixtureRequest, case: Case, target: str) -> None:
+    """Mark what is known to fail."""
+    inside = {("placement", "inside"), ("algorithm", "two_shot")} <= set(case.changes)
+    if OLD_TRITON and target == "sm_90" and inside and case.dtype != "float32":
+        reason = "Triton 3.6: TritonGPUFuseNestedLoops fails on the end of a tile's loop with FLATTEN"
+        request.node.add_marker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel(case: Case, target: str, compiled: Compile) -> None:
+def test_kernel(case: Case, target: str, compiled: Compile, request: pytest.FixtureRequest) -> None:
     """Compiling checks that shared memory suffices. The rest is read in the assembly."""
+    _expect(request, case, target)
     kernels = compiled(case, target)
     wrong = [f"{kernel.kernel}: {text}" for kernel in kernels for text in _faults(case, kernel)]
     assert not wrong, "\n".join(wrong)
 
 
 def _faults(case: Case, kernel: Assembly) -> list[str]:
-    wrong = rules.unsettled_releases(kernel) + rules.unacquired_polls(kernel)
-    wrong += _wrong_scopes(case, kernel)
+    wrong = rules.unsettled_releases(kernel) + _wrong_scopes(case, kernel)
+    if kernel.kernel not in SUMS:
+        wrong += rules.unacquired_polls(kernel)
     if kernel.kernel == "stream_k_kernel" and case.dtype != "float32":
         matrix = r"\bwgmma\.mma_async" if kernel.nvidia else r"\bv_mfma_f32_"
         if not kernel.count(matrix):
             wrong.append("no matrix instructions")
     allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel != "stream_k_kernel" else 0
+    if case.op == "all_gather_gemm" and kernel.target == "gfx950":
+        allowed = GATHERING_SPILLS
     if case.hot and kernel.spills > allowed:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
-    if kernel.kernel != "stream_k_kernel":
+    if kernel.kernel not in ("stream_k_kernel", *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
             wrong.append("no 16-byte stores")
-        wrong += rules.narrow_accesses(kernel)
+        # A row of sums takes one element of the bias a thread.
+        if kernel.kernel not in SUMS or "bias" not in dict(case.arguments):
+            wrong += rules.narrow_accesses(kernel)
     return wrong
 
 
@@ -69,6 +91,8 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     wrong = []
     if scopes["other"]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
+    if kernel.kernel in SUMS:
+        return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
     if case.op != "gemm" and not scopes["sys"]:
         wrong.append("no release reaches the peers")
     allowed = _gpu_scope_releases(kernel)
@@ -80,16 +104,78 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     return wrong
 
 
-def test_shipped_gemm_keeps_its_pipeline(compiled: Compile) -> None:
+FED = [
+    case
+    for case in CASES
+    if case.hot and case.shape in (LARGE, EVEN) and case.layouts == ("row", "row")
+    if ("split", "stream_k") not in case.changes
+]
+
+
+def _multiplies(kernels: list[Assembly]) -> Assembly:
+    assert kernels[0].kernel == "stream_k_kernel"
+    return kernels[0]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in FED if case.op not in ("all_reduce", "all_scatter")], ids=str
+)
+def test_shipped_gemm_keeps_its_pipeline(
+    case: Case, compiled: Compile, request: pytest.FixtureRequest
+) -> None:
     """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it."""
-    base = next(case for case in CASES if case.op == "gemm" and case.dtype == "bfloat16")
-    assert [kernel.shared for kernel in compiled(base, "sm_90")] == [FULL_PIPELINE_BYTES]
-    beside = (("placement", "beside"), ("algorithm", "two_shot"))
-    fed = [case for case in CASES if case.dtype == "bfloat16" and case.changes == beside]
-    assert fed
-    for case in fed:
-        for kernel in compiled(case, "sm_90"):
-            assert kernel.shared == FULL_PIPELINE_BYTES, (str(case), kernel.shared)
+    _expect(request, case, "sm_90")
+    assert _multiplies(compiled(case, "sm_90")).shared == FULL_PIPELINE_BYTES
+
+
+# An sm_90 multiprocessor: registers (a warp gets whole 256s), bytes of shared memory, of which a program takes some for
+# itself, threads; and how many of them an H200 has.
+REGISTERS, SHARED_BYTES, PROGRAM_BYTES, THREADS, PROCESSORS = 65_536, 233_472, 1_024, 2_048, 132
+BESIDE = [case for case in FED if dict(case.changes).get("placement") == "own_stream" or case in BLOCKS]
+
+
+def _fits(programs: list[Assembly]) -> bool:
+    """Whether all of these can be resident on one multiprocessor at once."""
+    threads = [32 * program.warps for program in programs]
+    registers = sum(n * -(-program.registers // 8) * 8 for n, program in zip(threads, programs, strict=True))
+    shared = sum(program.shared + PROGRAM_BYTES for program in programs)
+    return registers <= REGISTERS and shared <= SHARED_BYTES and sum(threads) <= THREADS
+
+
+# 192 x 256 registers for the GEMM and 144 x 128 for a consumer of 16 rows are 2048 too many; with Triton 3.6 they fit.
+ROUNDED = [case for case in STREAMS if "partial_dtype" in dict(case.changes)]
+TOO_LARGE = pytest.mark.xfail(
+    not OLD_TRITON, reason="16 rows of 16-bit partials: the consumer finds no room", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=TOO_LARGE if case in ROUNDED else (), id=str(case)) for case in BESIDE],
+)
+def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
+    """A helper that found no room would start when the GEMM ends, and overlap with nothing."""
+    gemm, *helpers = compiled(case, "sm_90")
+    assert gemm.programs < PROCESSORS, "no multiprocessor is left for the launches of helpers"
+    for helper in helpers:
+        if case.op == "gemm_all_scatter" and helper.kernel == "consumer_kernel":
+            # They push hardest, and have multiprocessors for themselves.
+            each = -(-helper.programs // (PROCESSORS - gemm.programs))
+            assert _fits([helper] * each), (each, helper.registers, helper.shared)
+        else:
+            each = -(-helper.programs // PROCESSORS)
+            assert _fits([gemm] + [helper] * each), (helper.kernel, each, gemm.registers, helper.registers)
+
+
+def test_what_does_not_fit_is_found() -> None:
+    def program(registers: int, shared: int, warps: int) -> Assembly:
+        return Assembly("sm_90", "hand_written", {}, "", shared, registers, 0, warps)
+
+    gemm = program(168, FULL_PIPELINE_BYTES, 8)
+    assert _fits([gemm] + [program(88, 0, 4)] * 2)
+    assert not _fits([gemm] + [program(89, 0, 4)] * 2)
+    assert not _fits([gemm, program(32, 4096, 4)])
+    assert not _fits([program(16, 0, 32)] * 3)
 
 
 def test_split_cases_are_split(target: str, compiled: Compile) -> None:

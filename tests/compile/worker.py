@@ -38,7 +38,7 @@ def compile_case(case: "Case", target_name: str) -> "list[Assembly]":
 
     def recording(self: Any, args: tuple[Any, ...]) -> Any:
         compiled = real(self, args)
-        found.append(Assembly.of(target_name, self.constants, compiled))
+        found.append(Assembly.of(target_name, self.constants, compiled, self.grid[0]))
         return compiled
 
     launch_module.Launch.compile = recording  # type: ignore[method-assign]
@@ -54,12 +54,11 @@ def compile_case(case: "Case", target_name: str) -> "list[Assembly]":
 
 def _call(case: "Case") -> None:
     """The op of `case` through its public function."""
-    import dataclasses
-
     import torch
 
     import collectives
     import stream_k
+    from stream_k.row_plan import block_rows
     from stream_k.workspace import Workspace
     from tests.compile.planning_heap import PlanningHeap, operand
 
@@ -70,16 +69,36 @@ def _call(case: "Case") -> None:
     if case.op in ("all_reduce", "all_scatter"):
         getattr(collectives, case.op)(heap.empty(M, N, dtype=dtype), group=heap, **arguments)
         return
+    if case.op == "all_gather_gemm":
+        arguments["num_rows"] = M
+        first, last = block_rows(M, heap.rank, case.world_size)
+        M = last - first
     a = operand(M, K, dtype, case.layouts[0])
     b = operand(K, N, dtype, case.layouts[1])
     if arguments.get("bias"):
         arguments["bias"] = torch.empty(N, dtype=dtype)
-    world = 1 if case.op == "gemm" else case.world_size
-    config = stream_k.choose(case.op, M, N, K, dtype, world, heap.device)
-    changes = {k: getattr(torch, v) if k == "partial_dtype" else v for k, v in case.changes}
-    config = dataclasses.replace(config, **changes)
+    config = _config(case, dtype, heap.device)
     if case.op == "gemm":
         # A workspace of its own: plans are kept there, and the next target must make its own.
         stream_k.gemm(a, b, config=config, workspace=Workspace(device=heap.device), **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
+
+
+def _config(case: "Case", dtype: Any, device: Any) -> Any:
+    import dataclasses
+
+    import torch
+
+    import stream_k
+
+    changes = dict(case.changes)
+    partial = changes.pop("partial_dtype", None)
+    world = 1 if case.op == "gemm" else case.world_size
+    partial_dtype = None if partial is None else getattr(torch, str(partial))
+    config = stream_k.choose(case.op, *case.shape, dtype, world, device, partial_dtype)
+    if config.placement == "own_stream" != changes.get("placement", "own_stream"):
+        # Programs and rows were chosen for that placement.
+        names = ("num_programs", "num_comm_programs", "comm_warps", "comm_rows")
+        changes = {**{name: getattr(stream_k.Config, name) for name in names}, **changes}
+    return dataclasses.replace(config, **changes)
