@@ -61,7 +61,10 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
         "format": FORMAT,
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
         "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        "uncommitted": output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines(),
+        # Where the commit is told, what git sees is the tree of another.
+        "uncommitted": []
+        if commit
+        else output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "num_ranks": num_ranks,
         "target": target.describe(),

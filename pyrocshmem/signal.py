@@ -294,6 +294,8 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
 def wait_begun(count, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Wait until `count` programs of this call have begun, hence hold their multiprocessors. False: gave up."""
     one = tl.arange(0, 1)
+    # Of one program the count is a constant, which has no type yet.
+    count = tl.cast(count, tl.int32)
     return wait(context[0] + BEGUN + one, one == 0, count, -1, 0, context, OP, WORLD, "gpu")
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pyrocshmem import (
-    Heap,
-)
+from pyrocshmem import Heap, target
 from tests.ranks import run_ranks, values
 
 MIB = 1 << 20
@@ -44,6 +42,11 @@ def canary(heap):
     assert all(float(heap.peer_view(x, peer)[99]) == peer for peer in range(heap.world_size))
     for tensor in (x, before, after):
         heap.free(tensor)
+
+
+def warm_up(rank):
+    """Start the device: on a GPU that takes seconds, which are not the heap's."""
+    torch.zeros(1, device=target.device(rank))
 
 
 def raised_by(call):

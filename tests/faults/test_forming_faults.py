@@ -34,6 +34,7 @@ from tests.faults.heap_support import (
     healthy,
     mapped_files,
     raised_by,
+    warm_up,
 )
 from tests.ranks import run_ranks, values
 
@@ -138,6 +139,7 @@ def test_case_17_only_the_user_may_open_a_heap_and_only_while_it_forms():
 
 
 def _missing(rank, world_size):
+    warm_up(rank)
     if rank == 2:
         time.sleep(3)
         return None

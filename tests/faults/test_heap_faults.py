@@ -30,6 +30,7 @@ from tests.faults.heap_support import (
     healthy,
     mapped_files,
     raised_by,
+    warm_up,
 )
 from tests.ranks import run_ranks, values
 
@@ -64,8 +65,9 @@ def test_case_1_a_killed_peer_is_named_in_time_and_leaves_nothing():
 
 
 def _raises_first(rank, world_size):
+    warm_up(rank)
     if rank == 1:
-        time.sleep(0.3)
+        time.sleep(1)  # the others are waiting by then
         raise KeyError(f"weights, at {time.time()}")
     error, _ = raised_by(lambda: Heap(MIB))
     return type(error), error.peer, str(error), time.time()
