@@ -126,7 +126,8 @@ def push_partial(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's slot at its consumer, at all of them in a one-shot."""
+    """Epilogue: the partial tile into this rank's slot at its consumer, at all of them in a one-shot, then its flag:
+    at once, since Triton 3.6 can't compile these stores with an announcement behind a condition."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -144,6 +145,7 @@ def push_partial(
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)
         else:
             tl.store(remote(place, tile_owner(tile, num_gemm_programs, WORLD), heap_bases) + offsets, value)
+    announce_partial(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
 
 @triton.jit

@@ -75,16 +75,6 @@ def announce_output(
 
 
 @triton.jit
-def announce_pushed(
-    tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
-):  # fmt: skip
-    """The flags, on all ranks, of a tile that `push_output` has stored."""
-    results, flags, local, squares, bias, stride_n = extra
-    _raise_arrived(tile, told, epoch, flags, context, WORLD)
-
-
-@triton.jit
 def publish_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
@@ -111,7 +101,7 @@ def push_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile to every rank's result. `c` is a pointer to the own block of columns."""
+    """Epilogue: the tile to every rank's result, then its flags. `c` is a pointer to the own block of columns."""
     results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -133,6 +123,7 @@ def push_output(
             tl.store(
                 square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
             )
+    _raise_arrived(tile, 1, epoch, flags, context, WORLD)
 
 
 @triton.jit

@@ -256,7 +256,7 @@ def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: 
         programs = balanced_programs(tiles, processors * 7 // 8)
         comm, warps, rows = 3 * (processors - programs), 8, 32
     elif narrow:
-        comm, warps, rows = processors // 2, 4, 16
+        comm, warps, rows = processors // 2, 4, 8
     else:
         comm, warps, rows = 2 * processors, 4, 4
     return replace(

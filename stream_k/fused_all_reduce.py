@@ -112,7 +112,7 @@ class _Plan(FusedPlan):
                 op,
                 world,
                 epilogue,
-                tiles.announce_partial,
+                None if pushed else tiles.announce_partial,
                 consumer,
                 options,
                 lag=1,

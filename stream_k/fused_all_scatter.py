@@ -78,7 +78,7 @@ class _Plan(FusedPlan):
         options = (*act, 0, int(call.request.squared_partials), *move)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
-        announce = tiles.announce_pushed if inside else tiles.announce_output
+        announce = None if inside else tiles.announce_output
         consumer = {
             "after": None,
             "own_stream": None,

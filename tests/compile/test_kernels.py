@@ -5,7 +5,7 @@ import triton
 
 from tests.compile import assembly as rules
 from tests.compile.assembly import Assembly
-from tests.compile.cases import BLOCKS, CASES, EVEN, LARGE, STREAMS, Case
+from tests.compile.cases import BLOCKS, CASES, EVEN, LARGE, Case
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
@@ -44,19 +44,10 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     return allowed
 
 
-def _expect(request: pytest.FixtureRequest, case: Case, target: str) -> None:
-    """Mark what is known to fail."""
-    inside = {("placement", "inside"), ("algorithm", "two_shot")} <= set(case.changes)
-    if OLD_TRITON and target == "sm_90" and inside and case.dtype != "float32":
-        reason = "Triton 3.6: TritonGPUFuseNestedLoops fails on the end of a tile's loop with FLATTEN"
-        request.node.add_marker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel(case: Case, target: str, compiled: Compile, request: pytest.FixtureRequest) -> None:
+def test_kernel(case: Case, target: str, compiled: Compile) -> None:
     """Compiling checks that shared memory suffices. The rest is read in the assembly."""
-    _expect(request, case, target)
     kernels = compiled(case, target)
     wrong = [f"{kernel.kernel}: {text}" for kernel in kernels for text in _faults(case, kernel)]
     assert not wrong, "\n".join(wrong)
@@ -120,11 +111,8 @@ def _multiplies(kernels: list[Assembly]) -> Assembly:
 @pytest.mark.parametrize(
     "case", [case for case in FED if case.op not in ("all_reduce", "all_scatter")], ids=str
 )
-def test_shipped_gemm_keeps_its_pipeline(
-    case: Case, compiled: Compile, request: pytest.FixtureRequest
-) -> None:
+def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
     """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it."""
-    _expect(request, case, "sm_90")
     assert _multiplies(compiled(case, "sm_90")).shared == FULL_PIPELINE_BYTES
 
 
@@ -142,17 +130,7 @@ def _fits(programs: list[Assembly]) -> bool:
     return registers <= REGISTERS and shared <= SHARED_BYTES and sum(threads) <= THREADS
 
 
-# 192 x 256 registers for the GEMM and 144 x 128 for a consumer of 16 rows are 2048 too many; with Triton 3.6 they fit.
-ROUNDED = [case for case in STREAMS if "partial_dtype" in dict(case.changes)]
-TOO_LARGE = pytest.mark.xfail(
-    not OLD_TRITON, reason="16 rows of 16-bit partials: the consumer finds no room", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=TOO_LARGE if case in ROUNDED else (), id=str(case)) for case in BESIDE],
-)
+@pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
     """A helper that found no room would start when the GEMM ends, and overlap with nothing."""
     gemm, *helpers = compiled(case, "sm_90")

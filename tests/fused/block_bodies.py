@@ -75,7 +75,9 @@ def keep_back_copies(plan: Any) -> None:
     if hasattr(plan, "places"):
         plan.places = [(place, torch.empty_like(flag)) for place, flag in plan.places]
     if hasattr(plan, "copies"):
-        plan.copies = [[(to, source, torch.empty_like(flag)) for to, source, flag in step] for step in plan.copies]
+        plan.copies = [
+            [(to, source, torch.empty_like(flag)) for to, source, flag in step] for step in plan.copies
+        ]
 
 
 def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) -> tuple[str, str, int | None]:
