@@ -65,11 +65,10 @@ class RowsPlan(FusedPlan):
         self.result: torch.Tensor | None = None
         if everywhere and not call.direct:
             self.result = workspace.buffer("results", M * N, call.a.dtype)[: M * N].view(M, N)
-        # What the sums read when they run, since a graph keeps its arguments: the address of the result, the bias.
+        # What the sums read when they run, since a graph keeps its arguments: the bias, and the address of a
+        # result that is not every rank's, of which `results` then has the type only.
         out = call.out if self.result is None else self.result
-        self.results = (
-            out if everywhere else call.a.new_empty(1)
-        )  # of the right type, where the address comes later
+        self.results = out if everywhere else call.a.new_empty(1)
         self.strides, self.aligned = (out.stride(0), out.stride(1)), aligned(out)
         self.where = workspace.buffer("result's place", 1, torch.int64, local=True)[:1]
         bias = call.request.bias

@@ -11,7 +11,8 @@ starts one process for each pass (`--pass`):
 Without `--pass`, pytest runs what it is given on the target that the environment selects.
 
 Within a pass, modules run in the order of their constant `TIER`: 0 cheapest .. 4 slowest, 2 if not set.
-`--max-tier N` leaves out dearer ones. `--tally FILE` writes the counts that `tests/run.sh` adds up.
+`--max-tier N` leaves out dearer ones. `--alone only` and `--alone without` take a pass apart, for the second part to
+run several tests at once. `--tally FILE` writes the counts that `tests/run.sh` adds up.
 A heap file of ours that is left in `/dev/shm` at the end fails the session.
 """
 
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pyrocshmem")
     group.addoption("--pass", dest="test_pass", choices=("cpu", "compile", "gpu"), help="which pass this is")
     group.addoption("--max-tier", type=int, default=TIERS[-1], help="leave out modules with a higher TIER")
+    group.addoption("--alone", choices=("only", "without"), help="the tests that others disturb, or the rest")
     group.addoption("--tally", metavar="FILE", help="write {passed, failed, skipped} as JSON to FILE")
 
 
@@ -118,6 +120,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("num_gpus"):
             item.add_marker("gpu")
         left_out = _tier(item) > max_tier or _left_to_another_pass(item, test_pass, num_gpus)
+        if alone := config.getoption("alone"):
+            left_out |= (item.get_closest_marker("alone") is not None) != (alone == "only")
         (dropped if left_out else kept).append(item)
         if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus):
             item.add_marker(pytest.mark.skip(reason=reason))

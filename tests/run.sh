@@ -29,9 +29,22 @@ tallies=$(mktemp -d)
 trap 'rm -rf "$tallies"' EXIT
 status=0 found=0
 
+workers=$(python -c 'import importlib.util as u, os; print(min(8, os.cpu_count() // 4) if u.find_spec("xdist") else 0)')
+
+# run_apart NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...: a pass, in two parts where there are cores for several tests.
+run_apart() {
+  if [ "$workers" -lt 2 ]; then
+    run_pass "$@"
+  else
+    run_pass "$@" --alone without -n "$workers"
+    run_pass "$@" --alone only
+  fi
+}
+
 # run_pass NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...
 run_pass() {
-  local name=$1 variables=() code
+  local name=$1 variables=() code tally
+  tally=$(mktemp "$tallies/XXXXXX.json")
   shift
   while [ "$1" != -- ]; do
     variables+=("$1")
@@ -41,7 +54,7 @@ run_pass() {
   printf '\n=== pass: %s ===\n' "$name"
   env -u TRITON_INTERPRET -u PYROCSHMEM_BACKEND "${variables[@]}" \
     timeout --foreground --kill-after=20 "$pass_limit_s" \
-    python -m pytest --pass "$name" --tally "$tallies/$name.json" "$@"
+    python -m pytest --pass "$name" --tally "$tally" "$@"
   code=$?
   [ "$code" = 5 ] || found=1
   case $code in
@@ -49,7 +62,7 @@ run_pass() {
     *)
       status=$code
       # A crash leaves no tally: it counts as one failure.
-      [ -s "$tallies/$name.json" ] || echo '{"passed": 0, "failed": 1, "skipped": 0}' >"$tallies/$name.json"
+      [ -s "$tally" ] || echo '{"passed": 0, "failed": 1, "skipped": 0}' >"$tally"
       ;;
   esac
 }
@@ -69,14 +82,14 @@ no_interpreter() {
 if [ "$backend" != gpu ]; then
   reason=$(no_interpreter)
   if [ -z "$reason" ]; then
-    run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@"
+    run_apart cpu PYROCSHMEM_BACKEND=cpu -- "$@"
   else
     printf '\n=== pass: cpu, not run: %s ===\n' "$reason"
   fi
 fi
 [ "$backend" = gpu ] || run_pass compile TRITON_INTERPRET=0 -- "$@"
 if [ "$backend" = gpu ] || { [ "$backend" != cpu ] && gpu_present; }; then
-  run_pass gpu PYROCSHMEM_BACKEND=gpu -- "$@"
+  run_apart gpu PYROCSHMEM_BACKEND=gpu -- "$@"
 else
   printf '\n=== pass: gpu, not run: %s ===\n' "$([ "$backend" = cpu ] && echo PYROCSHMEM_BACKEND=cpu || echo 'no GPU here')"
 fi
@@ -87,7 +100,7 @@ python - "$tallies" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
-counts = [json.loads(path.read_text()) for path in Path(sys.argv[1]).glob("*.json")]
+counts = [json.loads(text) for path in Path(sys.argv[1]).glob("*.json") if (text := path.read_text())]
 print(", ".join(f"{sum(c[name] for c in counts)} {name}" for name in ("passed", "failed", "skipped")))
 PYTHON
 exit "$status"
