@@ -27,7 +27,7 @@ pass_limit_s=2400
 
 tallies=$(mktemp -d)
 trap 'rm -rf "$tallies"' EXIT
-status=0 found=0
+status=0 found=0 parts=0
 
 workers=$(python -c 'import importlib.util as u, os; print(min(8, os.cpu_count() // 4) if u.find_spec("xdist") else 0)')
 
@@ -44,7 +44,7 @@ run_apart() {
 # run_pass NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...
 run_pass() {
   local name=$1 variables=() code tally
-  tally=$(mktemp "$tallies/XXXXXX.json")
+  tally=$tallies/$((++parts)).json
   shift
   while [ "$1" != -- ]; do
     variables+=("$1")
@@ -100,7 +100,7 @@ python - "$tallies" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
-counts = [json.loads(text) for path in Path(sys.argv[1]).glob("*.json") if (text := path.read_text())]
+counts = [json.loads(path.read_text()) for path in Path(sys.argv[1]).glob("*.json")]
 print(", ".join(f"{sum(c[name] for c in counts)} {name}" for name in ("passed", "failed", "skipped")))
 PYTHON
 exit "$status"
