@@ -14,9 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-from stream_k.config import Config, choose
+from stream_k.config import Config
 from stream_k.gemm import gemm
 from stream_k.schedule import Schedule, make_schedule
+from stream_k.tuned import choose
 from stream_k.workspace import Workspace, workspace_for
 
 if TYPE_CHECKING:

@@ -126,12 +126,13 @@ def _run(
 
 def _write_timeline(console: Console, timeline: Any, path: Path, title: str) -> None:
     from reference.report import format_seconds
+    from stream_k import timeline_files
 
     exposed, total, error = (
         format_seconds(us / 1e6) for us in (timeline.exposed_us, timeline.total_us, timeline.clock_error_us)
     )
     console.print(f"exposed communication: {exposed} of {total}, clocks within {error}")
-    for written in timeline.write(path, title):
+    for written in timeline_files.write(timeline, path, title):
         console.print(f"timeline: {written}", soft_wrap=True)
     if timeline.dropped:
         console.print(f"[yellow]{timeline.dropped} stages did not fit[/yellow]")

@@ -10,7 +10,7 @@ Every rank must use the same configuration; the ops check that when they plan a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -101,32 +101,6 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=4096)
-def choose(
-    op: str,
-    M: int,
-    N: int,
-    K: int,
-    dtype: torch.dtype,
-    world_size: int,
-    device: torch.device,
-    partial_dtype: torch.dtype | None = None,
-    placement: str | None = None,
-) -> Config:
-    """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
-
-    world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
-    known, which is the committed table's (`stream_k.tuned`) where that has the like, else the cost model's.
-    Returns a frozen `Config`; change it with `dataclasses.replace`.
-    """
-    from stream_k import tuned  # which makes Configs
-
-    config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
-    if placement is not None:
-        return config
-    return tuned.preferred(config, op, (M, N, K), dtype, world_size, device)
-
-
 def cost_model(
     op: str,
     M: int,
@@ -138,7 +112,7 @@ def cost_model(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
 ) -> Config:
-    """What `choose` gives without a table."""
+    """What `stream_k.choose`, which has the arguments, gives without a table."""
     processors = num_multiprocessors(device)
     if target.interpreted():
         config = _for_cpu(M, N)

@@ -15,13 +15,14 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from stream_k.config import Config, choose, cost_model, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import Config, cost_model, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.consumer import consumer_kernel, gate_kernel
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.launch import Launch
 from stream_k.operands import aligned, check_apart, check_output, check_product, kind
 from stream_k.product import Product, make_product
+from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
 Arguments = tuple[Any, ...]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import status, target, trace
-from stream_k.config import Config, choose
+from stream_k.config import Config
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
 from stream_k.operands import (
@@ -21,6 +21,7 @@ from stream_k.operands import (
     template,
 )
 from stream_k.product import make_product
+from stream_k.tuned import choose
 from stream_k.workspace import Workspace, local_workspace
 
 

@@ -16,10 +16,11 @@ from pyrocshmem.heap import Heap
 from reference.accuracy import Accuracy, check, make_operand
 from reference.problems import Problem, Shape, find_problem
 from reference.timing import time_in_turn
-from stream_k.config import Config, choose
+from stream_k.config import Config
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 from stream_k.timeline import Timeline, record_call
+from stream_k.tuned import choose
 
 # Those that each op has: ops that share out rows move whole blocks of them, the others tiles.
 _BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "own_stream", "inside")

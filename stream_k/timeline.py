@@ -5,7 +5,7 @@
         recorder.restart()                                      # forgets that; lines the ranks up
         stream_k.gemm_all_reduce(a, b, group=heap, out=out)
     recorder.timeline.exposed_us
-    recorder.timeline.write(Path("out.json"))                   # for Perfetto; and out.png
+    timeline_files.write(recorder.timeline, Path("out.json"))    # for Perfetto; and out.png
 
 Calls made inside are calls of their own, whose kernels mark their stages (`pyrocshmem.trace`): planned anew, a
 little slower. Calls made outside run kernels that know nothing of it. Copies of the copy engine have no program:
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,13 +98,6 @@ class Timeline:
         return max(
             (_idle_us([span for span in self.spans if span.rank == rank]) for rank in ranks), default=0.0
         )
-
-    def write(self, path: Path, title: str = "timeline") -> list[Path]:
-        """Write `path` (.json or .json.gz, Chrome's trace format) and beside it a picture, .png; without matplotlib
-        no picture. Returns what was written. ValueError for another suffix."""
-        from stream_k import timeline_files
-
-        return timeline_files.write(self, path, title)
 
 
 def _idle_us(spans: list[Span]) -> float:

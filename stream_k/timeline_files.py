@@ -36,8 +36,9 @@ _FEW = 8
 Lane = tuple[str, int]
 
 
-def write(timeline: Timeline, path: Path, title: str) -> list[Path]:
-    """`Timeline.write`."""
+def write(timeline: Timeline, path: Path, title: str = "timeline") -> list[Path]:
+    """Write `path` (.json or .json.gz, Chrome's trace format) and beside it a picture, .png; without matplotlib no
+    picture. Returns what was written. ValueError for another suffix."""
     check_path(path)
     name = path.name.removesuffix(".gz")
     text = json.dumps(chrome_trace(timeline, title), separators=(",", ":"))

@@ -24,6 +24,7 @@ from stream_k.config import (
     PLACEMENTS,
     Config,
     balanced_programs,
+    cost_model,
     num_multiprocessors,
     with_a_free_multiprocessor,
 )
@@ -136,6 +137,30 @@ class Table:
             for name, items in lists.items()
         ]
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
+) -> Config:
+    """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
+
+    world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
+    known, which is the committed table's where that has the like, else the cost model's.
+    Returns a frozen `Config`; change it with `dataclasses.replace`.
+    """
+    config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    if placement is not None:
+        return config
+    return preferred(config, op, (M, N, K), dtype, world_size, device)
 
 
 def preferred(

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
-from stream_k import config
+from stream_k import config, tuned
 from tests.compile import target_names
 
 
@@ -109,6 +109,5 @@ def pretend(name: str) -> Iterator[Target]:
 
 def _forget() -> None:
     """What the choice of configurations remembers was chosen for one kind of GPU."""
-    for value in vars(config).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
+    for remembered in (config.num_multiprocessors, tuned.choose):
+        remembered.cache_clear()

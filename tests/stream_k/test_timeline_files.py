@@ -49,7 +49,7 @@ def test_overlapping_products_count_once() -> None:
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
-    (path, _) = _made_up().write(tmp_path / "a.json", "an op")
+    (path, _) = timeline_files.write(_made_up(), tmp_path / "a.json", "an op")
     found = json.loads(path.read_text())
     facts = found["otherData"]
     assert facts["exposed_communication_us"] == 17.25
@@ -63,7 +63,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert len(events) == len(_made_up().spans)
     copy = next(event for event in events if event["name"] == COPY)
     assert (copy["ts"], copy["dur"], names[copy["pid"], copy["tid"]]) == (0.0, 9.0, "stream 1")
-    (zipped, _) = _made_up().write(tmp_path / "b.json.gz", "an op")
+    (zipped, _) = timeline_files.write(_made_up(), tmp_path / "b.json.gz", "an op")
     assert json.loads(gzip.decompress(zipped.read_bytes())) == found
     assert (tmp_path / "b.png").exists()
 
@@ -83,7 +83,7 @@ def test_large_traces_stay_below_a_megabyte(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.json or \.json\.gz file, got .*a\.png"):
-        _made_up().write(tmp_path / "a.png")
+        timeline_files.write(_made_up(), tmp_path / "a.png")
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
