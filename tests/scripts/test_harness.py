@@ -81,7 +81,11 @@ def tree(tmp_path: Path) -> Path:
 
 def run(tree: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
     """(exit status, closing line, everything printed) of tests/run.sh, by default without the GPU pass."""
-    environment = {"PYROCSHMEM_NO_VENV": "1", "PYROCSHMEM_BACKEND": "cpu"} | environment
+    environment = {
+        "PYROCSHMEM_NO_VENV": "1",
+        "PYROCSHMEM_BACKEND": "cpu",
+        "PYROCSHMEM_TEST_WORKERS": "1",
+    } | environment
     done = support.bash(tree, 'tests/run.sh -p no:cacheprovider "$@"', *arguments, **environment)
     return done.returncode, done.stdout.splitlines()[-1], done.stdout + done.stderr
 
@@ -94,6 +98,14 @@ def test_all_passes_add_up(tree: Path) -> None:
     )
     assert "needs a GPU, this is the CPU target" in text
     assert "pass: gpu, not run: PYROCSHMEM_BACKEND=cpu" in text
+
+
+def test_several_at_once_and_the_others_alone(tree: Path) -> None:
+    (tree / "tests/b/test_alone.py").write_text("import pytest\n@pytest.mark.alone\ndef test_apart(): pass\n")
+    code, closing, text = run(tree, "-v", "tests/b", PYROCSHMEM_TEST_WORKERS="2")
+    assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped"), text
+    assert "2 workers" in text
+    assert text.index("test_cheap") < text.index("test_apart PASSED"), "with others around it"
 
 
 @pytest.mark.parametrize(

@@ -231,11 +231,12 @@ def test_all_ranks_record_or_none() -> None:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str, int, int, int]]]:
     """What kernels become with tracing off, without marks, and with tracing on; for sm_90."""
-    found = {}
-    for how in ("off", "unmarked", "on"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            cache = str(tmp_path_factory.mktemp(how))
-            found[how] = pool.submit(traced_code.compile_all, how, "sm_90", cache).result()
+    ways = ("off", "unmarked", "on")
+    # A process each, since a kernel is compiled once a process.
+    with ProcessPoolExecutor(len(ways), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        caches = [str(tmp_path_factory.mktemp(how)) for how in ways]
+        parts = pool.map(traced_code.compile_all, ways, ["sm_90"] * len(ways), caches)
+        found = dict(zip(ways, parts, strict=True))
     return found
 
 

@@ -8,9 +8,7 @@ from tests.compile.cases import Case
 
 CASES = (
     Case("gemm", changes=(("split", "none"),), hot=True),
-    Case("gemm", changes=(("split", "stream_k"),), hot=True),
     Case("gemm_all_reduce", hot=True),
-    Case("gemm_all_scatter", hot=True),
     Case("gemm_reduce_scatter", hot=True),
     Case("all_gather_gemm", hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
