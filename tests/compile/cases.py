@@ -107,7 +107,7 @@ STREAMS = [
 # Variations that hardly depend on the dtype.
 _ONCE = [
     # A GEMM of one program: Triton makes the count a constant.
-    Case("gemm_all_reduce", shape=(40, 48, 64), changes=(("placement", "own_stream"),)),
+    Case("gemm_all_reduce", shape=(64, 128, 64), changes=(("placement", "own_stream"), ("comm_warps", 4))),
     Case("gemm", shape=SMALL, hot=True),
     Case("gemm", "float32", shape=SMALL),
     # b as the transposed view that a linear layer's weight is.
