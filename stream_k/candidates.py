@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pyrocshmem import target
-from stream_k.config import Config, cost_model, num_multiprocessors
+from stream_k.config import PLACEMENTS_OF, Config, cost_model, num_multiprocessors
 from stream_k.product import tiles_of_block
-from stream_k.tuned import PLACEMENTS_OF, Shape, Variant, check, num_tiles
+from stream_k.tuned import Shape, Variant, check, num_tiles
 
 Model = Callable[..., Config]
 

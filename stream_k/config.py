@@ -18,6 +18,14 @@ from pyrocshmem import target
 from stream_k.schedule import SPLITS
 
 PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine")
+# Those that each op has; a GEMM alone has no consumer to place.
+PLACEMENTS_OF = {
+    "gemm": PLACEMENTS,
+    "all_gather_gemm": ("copy_engine",),
+    "gemm_reduce_scatter": ("copy_engine",),
+    "gemm_all_reduce": PLACEMENTS,
+    "gemm_all_scatter": ("after", "beside", "own_stream", "inside"),
+}
 ALGORITHMS = ("one_shot", "two_shot")
 
 # Multiprocessors that the CPU target pretends to have: enough for several waves, few enough to follow by eye.

@@ -15,7 +15,7 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from stream_k.config import Config, cost_model, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import PLACEMENTS_OF, Config, cost_model, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.consumer import consumer_kernel, gate_kernel
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
@@ -48,13 +48,12 @@ class FusedOp:
     """What tells one fused op from another.
 
     name: of the public function. sizes: M of the whole product, and (rows, columns) of the result on this rank.
-    placements: those of `Config` that it has. plan: makes the launches for a call that is new. shared: peers may
-    write `out` themselves, which must then lie at the same place of every heap.
+    plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
+    at the same place of every heap.
     """
 
     name: str
     sizes: Callable[[Request, Heap], tuple[int, tuple[int, int]]]
-    placements: tuple[str, ...]
     plan: Callable[[Call], FusedPlan]
     shared: bool
 
@@ -227,9 +226,9 @@ def _make_plan(
         # Squares have fewer placements than the table was made with.
         chooser = cost_model if request.squared_partials else choose
         config = chooser(name, M, N, K, dtype, heap.world_size, heap.device)
-    if config.placement not in op.placements:
+    if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
-            f"Config.placement is {config.placement!r}, {name} has {', '.join(op.placements)}; "
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
     if config.placement in ("own_stream", "copy_engine"):

@@ -140,4 +140,4 @@ class _Plan(FusedPlan):
         self.end(self._step_arguments())
 
 
-_OP = FusedOp("all_gather_gemm", _sizes, ("copy_engine",), _Plan, shared=False)
+_OP = FusedOp("all_gather_gemm", _sizes, _Plan, shared=False)

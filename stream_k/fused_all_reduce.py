@@ -9,7 +9,7 @@ import torch
 
 from collectives import reduce_tiles as tiles
 from pyrocshmem import status
-from stream_k.config import PLACEMENTS, Config
+from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.operands import as_argument, how_to_read
 from stream_k.row_plan import RowsPlan
@@ -59,7 +59,6 @@ def _make_plan(call: Call) -> FusedPlan:
 _OP = FusedOp(
     "gemm_all_reduce",
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1])),
-    PLACEMENTS,
     _make_plan,
     shared=True,
 )

@@ -126,7 +126,6 @@ class _Plan(FusedPlan):
 _OP = FusedOp(
     "gemm_all_scatter",
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
-    ("after", "beside", "own_stream", "inside"),
     _Plan,
     shared=True,
 )

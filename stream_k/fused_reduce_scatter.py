@@ -51,7 +51,6 @@ def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
 _OP = FusedOp(
     "gemm_reduce_scatter",
     _sizes,
-    ("copy_engine",),
     lambda call: RowsPlan(call, everywhere=False),
     shared=False,
 )

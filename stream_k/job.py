@@ -16,27 +16,18 @@ from pyrocshmem.heap import Heap
 from reference.accuracy import Accuracy, check, make_operand
 from reference.problems import Problem, Shape, find_problem
 from reference.timing import time_in_turn
-from stream_k.config import Config
+from stream_k.config import PLACEMENTS_OF, Config
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 from stream_k.timeline import Timeline, record_call
 from stream_k.tuned import choose
-
-# Those that each op has: ops that share out rows move whole blocks of them, the others tiles.
-_BLOCKS, _TILES = ("copy_engine",), ("after", "beside", "own_stream", "inside")
-PLACEMENTS = {
-    "all_gather": _BLOCKS,
-    "all_reduce": (*_TILES, "copy_engine"),
-    "all_scatter": _TILES,
-    "reduce_scatter": _BLOCKS,
-}
 
 
 @dataclass(frozen=True)
 class Job:
     """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
 
-    placement: one of PLACEMENTS, or "auto". partial_dtype: what partial sums travel in;
+    placement: one of the op's in stream_k.config.PLACEMENTS_OF, or "auto". partial_dtype: what partial sums travel in;
     None: fp32. trace: record a timeline of one more call.
     """
 
@@ -64,7 +55,7 @@ class Result:
 def check_job(job: Job) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     problem = find_problem(job.collective)
-    placements = PLACEMENTS[job.collective]
+    placements = PLACEMENTS_OF[problem.op]
     if job.placement not in (*placements, "auto"):
         raise ValueError(
             f"placement of {job.collective} is {job.placement!r}, allowed {', '.join(placements)}, auto"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stream_k.config import (
-    PLACEMENTS,
+    PLACEMENTS_OF,
     Config,
     balanced_programs,
     cost_model,
@@ -30,15 +30,6 @@ from stream_k.config import (
 )
 
 FILE = Path(__file__).with_name("tuned.json")
-
-# Those that each op has; a GEMM alone has no consumer to place.
-PLACEMENTS_OF = {
-    "gemm": PLACEMENTS,
-    "all_gather_gemm": ("copy_engine",),
-    "gemm_reduce_scatter": ("copy_engine",),
-    "gemm_all_reduce": PLACEMENTS,
-    "gemm_all_scatter": ("after", "beside", "own_stream", "inside"),
-}
 
 # Largest distance of an entry in log2 of M, of N, of K.
 _REACH = 1.0

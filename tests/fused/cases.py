@@ -13,7 +13,7 @@ import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import check, make_operand
 from reference.problems import PROBLEMS, Problem
-from stream_k.job import PLACEMENTS
+from stream_k.config import PLACEMENTS_OF
 from stream_k.workspace import Workspace
 from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, laid_out, small_config
 
@@ -52,7 +52,7 @@ class Case:
         return dataclasses.replace(self, config=tuple({**dict(self.config), **changes}.items()))
 
     def small_config(self) -> stream_k.Config:
-        return small_config(**{"placement": PLACEMENTS[self.op][0], **dict(self.config)})
+        return small_config(**{"placement": PLACEMENTS_OF[PROBLEMS[self.op].op][0], **dict(self.config)})
 
     def columns(self, world_size: int) -> int:
         """Of the full product."""

@@ -13,8 +13,7 @@ import stream_k
 from pyrocshmem import Heap
 from pyrocshmem.errors import ShmemError
 from reference.problems import PROBLEMS
-from stream_k.config import PLACEMENTS as ALL_PLACEMENTS
-from stream_k.job import PLACEMENTS
+from stream_k.config import PLACEMENTS, PLACEMENTS_OF
 from stream_k.workspace import Workspace
 from tests.fused import bodies
 from tests.fused.cases import (
@@ -37,7 +36,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 OPS = ("all_gather", "reduce_scatter")
 
 
-WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS[op]]
+WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS_OF[PROBLEMS[op].op]]
 OUTS = ("new", "ordinary", "strided", "symmetric")
 
 every_op = pytest.mark.parametrize("op", OPS)
@@ -109,8 +108,8 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
     with Heap(HEAP_BYTES) as heap:
         found = [
             outcome(lambda p=placement: run_case(case.with_config(placement=p), heap, 1))  # type: ignore[misc]
-            for placement in ALL_PLACEMENTS
-            if placement not in PLACEMENTS[op]
+            for placement in PLACEMENTS
+            if placement not in PLACEMENTS_OF[PROBLEMS[op].op]
         ]
         assert_right([[run_case(case, heap, 2)]])
         return found
@@ -120,7 +119,7 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_placements_that_it_does_not_have(op: str) -> None:
     for found in values(run_ranks(other_placements, 2, op, timeout=TIMEOUT_S)):
-        assert len(found) == len(ALL_PLACEMENTS) - len(PLACEMENTS[op]) > 0
+        assert len(found) == len(PLACEMENTS) - len(PLACEMENTS_OF[PROBLEMS[op].op]) > 0
         assert all(text.startswith("ValueError: Config.placement is ") for text in found), found
 
 
