@@ -4,7 +4,7 @@
     launch.compile(args)          # compiles and loads; nothing runs
     launch(args)                  # repeated; `args` may hold other tensors of the same kind
 
-On the CPU target a launch runs in Triton's interpreter, whose state belongs to the process: one at a time.
+On the CPU target a launch runs in Triton's interpreter, where kernels of several threads take turns.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
-from pyrocshmem import target, trace
-from pyrocshmem.errors import WorkspaceBusy
+from pyrocshmem import target, trace, turns
 
-_interpreter = threading.Lock()
+# Ranks that are threads would compile the same kernel at once, each for its GPU; compilers have options of the process.
+_compiler = threading.Lock()
 
 
 class Launch:
@@ -50,8 +50,9 @@ class Launch:
             return None
         events = recorder.sample if recorder is not None else None
         try:
-            compiled = self.kernel.warmup(*args, events, grid=self.grid, **self.constants, **self.options)
-            self._run = compiled[self.grid]
+            with _compiler:
+                compiled = self.kernel.warmup(*args, events, grid=self.grid, **self.constants, **self.options)
+                self._run = compiled[self.grid]
         except OutOfResources as error:
             unit = "" if error.name == "threads" else "bytes of "
             raise ValueError(
@@ -65,12 +66,5 @@ class Launch:
         if self._run is not None:
             self._run(*args, events, *self._values)
             return
-        if not _interpreter.acquire(blocking=False):
-            raise WorkspaceBusy(
-                "Triton's interpreter runs a kernel of another thread, and one at a time is all it can: "
-                "on the CPU target start ranks as processes (pyrocshmem.spawn, torchrun)"
-            )
-        try:
+        with turns.taken(self.kernel):
             self.kernel[self.grid](*args, events, **self.constants, **self.options)
-        finally:
-            _interpreter.release()

@@ -1,0 +1,127 @@
+"""Ranks that are threads on the CPU target: their kernels take turns in Triton's one interpreter."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem import Heap, PeerTimeout, spawn_threads, turns  # before Triton
+
+import triton  # isort: skip
+import triton.language as tl
+
+import collectives
+import stream_k
+from pyrocshmem import signal
+from stream_k.launch import Launch
+from stream_k.workspace import Workspace
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+POLLS = 20
+# Not `signal.pause`: calling a jit function replaces the interpreter's functions again.
+poll = signal._host_yield
+
+
+@triton.jit
+def numbers_kernel(before, after, counts, polls, events):
+    """What a program is told of itself before and after it has passed its turn on several times."""
+    program = tl.program_id(0)
+    tl.store(before + program, program)
+    for _ in range(polls):
+        poll()
+    tl.store(after + program, tl.program_id(0))
+    tl.store(counts + program, tl.num_programs(0))
+
+
+def run_at_once(*grids: int) -> list[Any]:
+    """The kernel in a thread for each grid, all of them begun before the first ends: numbers that were wrong, or the
+    exception, of each."""
+    wrong: list[Any] = [None] * len(grids)
+    gate = threading.Barrier(len(grids))
+
+    def body(index: int, grid: int) -> None:
+        try:
+            before, after, counts = (torch.full((grid,), -1, dtype=torch.int32) for _ in range(3))
+            args = (before, after, counts, POLLS * (1 + index))
+            launch = Launch(numbers_kernel, grid, {}, 4, 1)
+            launch.compile(args)
+            gate.wait(30)
+            launch(args)
+            expected = torch.arange(grid, dtype=torch.int32)
+            wrong[index] = sum(int((x != expected).sum()) for x in (before, after)) + int(
+                (counts != grid).sum()
+            )
+        except Exception as error:
+            wrong[index] = error
+
+    threads = [threading.Thread(target=body, args=item) for item in enumerate(grids)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return wrong
+
+
+def test_kernels_that_overlap_keep_their_program_numbers() -> None:
+    assert run_at_once(1, 5, 3) == [0, 0, 0]
+
+
+def test_without_its_numbers_a_program_takes_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+
+    def forgetful(seconds: float) -> None:
+        turns._give()
+        time.sleep(seconds)
+        turns._take()
+
+    monkeypatch.setattr(turns, "pass_on", forgetful)
+    assert run_at_once(1, 5, 3) != [0, 0, 0]
+
+
+def test_the_first_to_end_takes_the_interpreter_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of what is replaced around all kernels."""
+
+    class Nothing:
+        def restore(self) -> None:
+            pass
+
+    honest = turns.interpreter._patch_lang
+    outermost = [Nothing()]
+    monkeypatch.setattr(
+        turns.interpreter, "_patch_lang", lambda fn: outermost.pop() if outermost else honest(fn)
+    )
+    assert run_at_once(1, 5, 3) != [0, 0, 0]
+
+
+def test_ordinary_functions_are_back_when_all_have_ended() -> None:
+    ordinary = tl.multiple_of, tl.reduce, tl.arange
+    assert run_at_once(2, 3) == [0, 0]
+    assert (tl.multiple_of, tl.reduce, tl.arange) == ordinary
+
+
+def sums(group: Any, wait_seconds: float) -> tuple[bool, bool]:
+    """A whole-tensor collective of several programs, and a fused op."""
+    with Heap(4 << 20, group) as heap:
+        workspace = Workspace(heap, wait_seconds=wait_seconds)
+        x = heap.full((20000,), float(heap.rank + 1))
+        total = collectives.all_reduce(x, group=heap, workspace=workspace)
+        a, b = torch.full((40, 24), float(1 + heap.rank)), torch.ones(24, 33)
+        product = stream_k.gemm_all_reduce(a, b, group=heap, workspace=workspace)
+        expected = sum(range(1, heap.world_size + 1))
+        return bool((total == expected).all()), bool((product == 24 * expected).all())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ops_of_threads(num_ranks: int) -> None:
+    assert spawn_threads(sums, num_ranks, 60.0, timeout=90) == [(True, True)] * num_ranks
+
+
+def test_a_wait_that_keeps_its_turn_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(turns, "pass_on", time.sleep)
+    with pytest.raises(RuntimeError) as caught:
+        spawn_threads(sums, 2, 0.3, timeout=60)
+    assert isinstance(caught.value.__cause__, PeerTimeout)
