@@ -1,0 +1,47 @@
+"""Tensor-parallel layers on the fused ops.
+
+    from stream_k import nn as parallel
+
+    mlp = parallel.ParallelMLP(4096, 14336, group=mesh, sequence_parallel=True)
+    parallel.load_full_state_dict(mlp, unsharded.state_dict())
+    y = mlp(x)                                       # x, y: [M/R, 4096], a block of rows on each rank
+
+`linear`: the two linear layers and RMSNorm; `mlp`, `attention`; `state`: checkpoints of the unsharded model;
+`parallel_style`: the same for `torch.distributed.tensor.parallel.parallelize_module`; `functional`: whose gradient goes
+where. Losses: where activations are divided by rows, each rank's loss is its rows' part of the whole one.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from stream_k.nn.attention import KVCache, ParallelAttention
+from stream_k.nn.functional import sum_gradient
+from stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from stream_k.nn.mlp import ParallelMLP
+from stream_k.nn.state import full_state_dict, load_full_state_dict, sharded_state_dict
+
+if TYPE_CHECKING:
+    from stream_k.nn.parallel_style import ColwiseParallel, RowwiseParallel
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "KVCache",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RMSNorm",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "full_state_dict",
+    "load_full_state_dict",
+    "sharded_state_dict",
+    "sum_gradient",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # DTensor takes longer to import than all else here: only who asks for the styles pays for it.
+    if name in ("ColwiseParallel", "RowwiseParallel"):
+        from stream_k.nn import parallel_style
+
+        return getattr(parallel_style, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

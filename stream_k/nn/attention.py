@@ -1,0 +1,200 @@
+"""`ParallelAttention`: self-attention, its heads divided over the ranks, around `scaled_dot_product_attention`.
+
+Shapes: B sequences, S tokens each, H heads, G key-value heads (grouped queries, Ainslie et al. 2023), D a head's size,
+R ranks. Rotary embedding: Su et al. 2021, the two halves of a head turned against one another, as in Llama.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from stream_k.nn.parameters import ranks_of
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens so far, of this rank's heads. keys, values: [B, G/R, length, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def update(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [B, G/R, S, D] at `positions` [S], int64, each below `length`."""
+        self.keys.index_copy_(2, positions, k)
+        self.values.index_copy_(2, positions, v)
+
+
+class ParallelAttention(nn.Module):
+    """Causal self-attention; query, key and value projection as one product.
+
+    hidden: features. num_heads: H. num_kv_heads: G, None: H. head_dim: D, None: hidden / H. rope_theta: base of the
+    rotary embedding, None: without. causal: a token sees those before it alone. In the unsharded model's state dict:
+    q_proj, k_proj, v_proj, o_proj. Raises ValueError, naming the layer, where the ranks can't divide the heads of
+    either kind, or G doesn't divide H. Other arguments as of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rope_theta: float | None = None,
+        causal: bool = True,
+        bias: bool = False,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str = "ParallelAttention",
+    ) -> None:
+        super().__init__()
+        if head_dim is None and hidden % num_heads:
+            raise ValueError(
+                f"{name}: hidden is {hidden}, no multiple of num_heads, {num_heads}; give head_dim"
+            )
+        head_dim = hidden // num_heads if head_dim is None else head_dim
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        ranks = ranks_of(group).world_size
+        for what, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if heads < ranks or heads % ranks:
+                raise ValueError(f"{name}: {what} is {heads}, which the {ranks} ranks can't divide")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{name}: num_heads is {num_heads}, no multiple of num_kv_heads, {num_kv_heads}")
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(f"{name}: head_dim is {head_dim}; a rotary embedding needs an even one")
+        self.num_heads, self.num_kv_heads = num_heads // ranks, num_kv_heads // ranks
+        self.head_dim, self.rope_theta, self.causal = head_dim, rope_theta, causal
+        options = {
+            "group": group, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype
+        }  # fmt: skip
+        queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv_proj = ColumnParallelLinear(hidden, sizes, bias, name=f"{name}.qkv_proj", **options)
+        self.o_proj = RowParallelLinear(queries, hidden, bias, name=f"{name}.o_proj", **options)
+
+    @classmethod
+    def from_linears(
+        cls,
+        q_proj: nn.Linear,
+        k_proj: nn.Linear,
+        v_proj: nn.Linear,
+        o_proj: nn.Linear,
+        *,
+        head_dim: int,
+        rope_theta: float | None = None,
+        causal: bool = True,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        name: str = "ParallelAttention",
+    ) -> Self:
+        """Of ordinary layers, which all ranks hold alike."""
+        made = cls(
+            o_proj.out_features,
+            q_proj.out_features // head_dim,
+            k_proj.out_features // head_dim,
+            head_dim,
+            rope_theta=rope_theta,
+            causal=causal,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device="meta",
+            name=name,
+        )
+        made.qkv_proj = made.qkv_proj.adopt({"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj})
+        made.o_proj = made.o_proj.adopt({"": o_proj})
+        return made
+
+    def make_cache(self, batch_size: int, length: int) -> KVCache:
+        """An empty cache for `length` tokens of each of `batch_size` sequences."""
+        weight = self.o_proj.weight
+        shape = (batch_size, self.num_kv_heads, length, self.head_dim)
+        return KVCache(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        batch_size: int | None = None,
+        num_rows: int | None = None,
+        positions: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> Any:
+        """[.., hidden] -> [.., hidden], + residual; with a norm, (norm(y), y).
+
+        x: [B, S, hidden], or [B S, hidden], one sequence below the other: then batch_size is B, None: 1. Where
+        sequence_parallel, this rank's rows of the latter; num_rows: B S, where the ranks don't divide it.
+        positions: [S], int64, on x's device: of the tokens in each sequence; None: 0, 1, ..
+        cache: tokens so far, which these join at `positions`, and which they see.
+        """
+        if self.o_proj.sequence_parallel and x.ndim != 2:
+            raise ValueError(
+                f"{self.o_proj.name}: x has shape {tuple(x.shape)}; this rank's rows of tokens are needed"
+            )
+        shape = x.shape
+        if x.ndim == 3:
+            batch_size = x.shape[0]
+            x, residual = x.flatten(0, 1), None if residual is None else residual.flatten(0, 1)
+        qkv = self.qkv_proj(x, num_rows)
+        batch_size = 1 if batch_size is None else batch_size
+        if qkv.shape[0] % batch_size:
+            raise ValueError(f"{self.o_proj.name}: {qkv.shape[0]} tokens are no {batch_size} equal sequences")
+        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        if self.rope_theta is not None or cache is not None:
+            positions = torch.arange(q.shape[2], device=x.device) if positions is None else positions
+        if self.rope_theta is not None:
+            turn = rotation(positions, self.head_dim, self.rope_theta)
+            q, k = rotate(q, turn), rotate(k, turn)
+        y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
+        rows = y.transpose(1, 2).reshape(qkv.shape[0], -1)
+        found = self.o_proj(rows, residual=residual, norm=norm)
+        if len(shape) == 2:
+            return found
+        return found.view(shape) if norm is None else tuple(each.view(shape) for each in found)
+
+
+def rotation(
+    positions: torch.Tensor | None, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines, sines) of each position's angles, fp32 [S, D/2]."""
+    assert positions is not None
+    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None].float() * theta ** (-steps / head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [.., S, D] with every pair (i, i + D/2) turned by its angle; computed in fp32."""
+    cosines, sines = turn
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(x.dtype)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Attention of q [B, H, S, D] to k, v [B, G, S, D]: [B, H, S, D]."""
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, positions: torch.Tensor | None
+) -> torch.Tensor:
+    """k, v [B, G, S, D] join the cache at `positions`; attention of q [B, H, S, D] to all up to its own position."""
+    assert positions is not None
+    cache.update(positions, k, v)
+    B, H, S, D = q.shape
+    G, length = cache.keys.shape[1:3]
+    seen = torch.arange(length, device=q.device) <= positions[:, None]
+    # The heads that share keys as more queries of them: no kernel for masks knows groups.
+    mask = seen.expand(H // G, S, length).reshape(-1, length)
+    y = scaled_dot_product_attention(q.reshape(B, G, H // G * S, D), cache.keys, cache.values, attn_mask=mask)
+    return y.reshape(B, H, S, D)

@@ -1,0 +1,112 @@
+"""What the layers are made of: products whose gradients cross ranks, and activations as matrices of tokens.
+
+Conjugate operators of tensor parallelism (f and g of Megatron-LM, Shoeybi et al. 2019; their sequence-parallel
+forms, Korthikanti et al. 2022). A tensor that all ranks hold whole has a whole gradient on every rank:
+
+    forward                      backward of its input
+    all_gather_gemm              gemm_reduce_scatter          rows in, columns out
+    gemm_reduce_scatter          all_gather_gemm              columns in, rows out
+    gemm (input replicated)      gemm_all_reduce              replicated in, columns out: `column_product`
+    gemm_all_reduce              gemm                         columns in, replicated out
+    identity                     sum over ranks               parameters used on each rank's rows: `sum_gradient`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import stream_k
+
+
+def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """`x` itself; its gradient is the sum of all ranks' gradients, in fp32, rounded once.
+
+    For a parameter that every rank holds and applies to its own rows: a norm, an embedding, a head. x: any shape;
+    float16, bfloat16 or float32. group: as in the ops.
+    """
+    return _SumGradient.apply(x, group)
+
+
+def column_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any = None
+) -> torch.Tensor:
+    """x @ weight.T + bias, of an `x` that all ranks hold: the gradient of `x` is the sum over ranks.
+
+    x: [M, in], the same on all ranks. weight: [out/R, in], bias: [out/R]: this rank's. Returns [M, out/R]. Raises as
+    `stream_k.gemm`; its backward as `stream_k.gemm_all_reduce`.
+    """
+    return _ColumnProduct.apply(x, weight, bias, group)
+
+
+def row_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: Any = None,
+    scatter: bool = False,
+    residual: torch.Tensor | None = None,
+    norm: torch.nn.Module | None = None,
+) -> Any:
+    """y = sum over ranks of x @ weight.T, + bias + residual; with a `norm`, (norm(y), y).
+
+    x: [M, in/R], weight: [out, in/R]: this rank's. bias: [out], the same on all ranks. scatter: False: y is [M, out]
+    on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape.
+    """
+    op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
+    y = op(x, weight.t(), group=group, bias=bias)
+    if residual is not None:
+        y = y + residual
+    return y if norm is None else (norm(y), y)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        # A sum over ranks of ordinary tensors that torch.compile knows: that of products with 1.
+        total = stream_k.gemm_all_reduce(grad.new_ones(1, 1), grad.reshape(1, -1), group=ctx.group)
+        return total.view(grad.shape), None
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return stream_k.gemm(x, weight.t(), bias=bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        return (
+            stream_k.gemm_all_reduce(grad, weight, group=ctx.group) if wants_x else None,
+            stream_k.gemm(grad.t(), x) if wants_weight else None,
+            grad.sum(0) if wants_bias else None,
+            None,
+        )
+
+
+def to_rows(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
+    """`x` [.., features] as a matrix whose rows go through `dim` slowest, and the sizes before the features, `dim`
+    first. A view where the strides allow it."""
+    moved = x.movedim(dim, 0)
+    return moved.reshape(-1, x.shape[-1]), moved.shape[:-1]
+
+
+def from_rows(rows: torch.Tensor, sizes: torch.Size, dim: int) -> torch.Tensor:
+    """What `to_rows` does, undone, for rows of another number or length: of `sizes` all but the first holds."""
+    if len(sizes) == 1:
+        return rows
+    return rows.view(-1, *sizes[1:], rows.shape[1]).movedim(0, dim)

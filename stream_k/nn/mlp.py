@@ -1,0 +1,73 @@
+"""`ParallelMLP`: gate, up and down projection with SwiGLU (Shazeer 2020), gate and up as one product."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class ParallelMLP(nn.Module):
+    """y = down_proj(silu(gate_proj(x)) * up_proj(x)), the intermediate features divided over the ranks.
+
+    In the unsharded model's state dict: gate_proj, up_proj, down_proj. Raises ValueError, naming the layer, where the
+    ranks can't divide `intermediate`. Other arguments as of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = False,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str = "ParallelMLP",
+    ) -> None:
+        super().__init__()
+        options = {
+            "group": group, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype
+        }  # fmt: skip
+        sizes = {"gate_proj": intermediate, "up_proj": intermediate}
+        self.gate_up_proj = ColumnParallelLinear(hidden, sizes, bias, name=f"{name}.gate_up_proj", **options)
+        self.down_proj = RowParallelLinear(intermediate, hidden, bias, name=f"{name}.down_proj", **options)
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate_proj: nn.Linear,
+        up_proj: nn.Linear,
+        down_proj: nn.Linear,
+        *,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        name: str = "ParallelMLP",
+    ) -> Self:
+        """Of ordinary layers, which all ranks hold alike."""
+        options = {"group": group, "sequence_parallel": sequence_parallel}
+        parts = {"gate_proj": gate_proj, "up_proj": up_proj}
+        made = cls(down_proj.out_features, down_proj.in_features, device="meta", name=name, **options)
+        made.gate_up_proj = made.gate_up_proj.adopt(parts)
+        made.down_proj = made.down_proj.adopt({"": down_proj})
+        return made
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        num_rows: int | None = None,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> Any:
+        """[.., hidden] -> [.., hidden], + residual; with a norm, (norm(y), y).
+
+        x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
+        """
+        gate, up = self.gate_up_proj.split(self.gate_up_proj(x, num_rows))
+        return self.down_proj(silu(gate) * up, residual=residual, norm=norm)

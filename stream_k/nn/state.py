@@ -1,0 +1,120 @@
+"""State dicts of models with parallel layers, in terms of the unsharded model.
+
+    state = full_state_dict(model)                # what the unsharded model's load_state_dict takes, on every rank
+    load_full_state_dict(model, state)            # with any number of ranks
+
+    dcp.save(sharded_state_dict(model), checkpoint_id=folder)       # torch.distributed.checkpoint: no rank holds all
+    dcp.load(sharded_state_dict(model), checkpoint_id=folder)       # in place, with any number of ranks
+
+`model.state_dict()` has the shares of this rank: fine for the same number of ranks, one file a rank. To
+`torch.distributed.checkpoint` these are ordinary tensors, of which it keeps one rank's: give it the sharded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stream_k.nn.parameters import ParallelLinear, Shard
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Keys and shapes of the unsharded model; what is divided as `DTensor`s, views of the parameters.
+
+    Everything else as `model.state_dict()` has it. Raises ValueError, naming the layer, for a layer whose group is no
+    ProcessGroup and no DeviceMesh.
+    """
+    # Only here: its import takes longer than all else of this package.
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    state, found = _parts(model)
+    meshes: dict[Any, Any] = {}
+    for key, (shard, layer) in found.items():
+        kind = (layer.group, shard.local.device.type)
+        if kind not in meshes:
+            meshes[kind] = _mesh(layer, shard.local.device.type)
+        placement = Replicate() if shard.dim is None else ShardPlacement(shard.dim)
+        state[key] = DTensor.from_local(shard.local, meshes[kind], [placement], run_check=False)
+    return state
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the unsharded model, on every rank: the group's ranks call it together. Fresh tensors, but for
+    what is not divided. Raises as `sharded_state_dict`."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in sharded_state_dict(model).items()
+    }
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Take this rank's share of the unsharded model's `state`, whatever number of ranks saved it; from any device.
+
+    Raises ValueError, naming the layers, before anything is changed: keys are missing or unknown, or shapes differ.
+    """
+    rest, found = _parts(model)
+    problems = [f"{key} is missing" for key in (*found, *rest) if key not in state]
+    problems += [f"{key} is unknown" for key in state if key not in found and key not in rest]
+    for key, (shard, layer) in found.items():
+        full = shard.full_shape(layer.world_size)
+        if key in state and tuple(state[key].shape) != full:
+            problems.append(
+                f"{key} has shape {tuple(state[key].shape)}, the whole of it is {full}; shares of a rank are put "
+                "together by stream_k.nn.full_state_dict, on the ranks that have them"
+            )
+    problems += [
+        f"{key} has shape {tuple(state[key].shape)}, {tuple(mine.shape)} is needed"
+        for key, mine in rest.items()
+        if key in state and isinstance(mine, torch.Tensor) and state[key].shape != mine.shape
+    ]
+    if problems:
+        raise ValueError(f"the state dict doesn't fit the model: {'; '.join(problems)}")
+    layers = {layer: prefix for prefix, layer in _layers(model)}
+    for layer, prefix in layers.items():
+        layer.load_shards({shard.key: state[_key(prefix, layer, shard)] for shard in layer.shards()})
+    model.load_state_dict({key: state[key] for key in rest}, strict=False)
+
+
+def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Shard, ParallelLinear]]]:
+    """(what parallel layers don't hold, what they hold): by the unsharded model's keys."""
+    state = dict(model.state_dict())
+    found = {}
+    for prefix, layer in _layers(model):
+        for kind, _ in layer.named_parameters(recurse=False):
+            del state[f"{prefix}{kind}"]
+        found.update({_key(prefix, layer, shard): (shard, layer) for shard in layer.shards()})
+    return state, found
+
+
+def _layers(model: nn.Module) -> list[tuple[str, ParallelLinear]]:
+    return [
+        (f"{path}." if path else "", layer)
+        for path, layer in model.named_modules()
+        if isinstance(layer, ParallelLinear)
+    ]
+
+
+def _key(prefix: str, layer: ParallelLinear, shard: Shard) -> str:
+    """Layers that were joined are the joined one's siblings in the unsharded model."""
+    if shard.key in ("weight", "bias"):
+        return prefix + shard.key
+    return prefix[: prefix.rstrip(".").rfind(".") + 1] + shard.key
+
+
+def _mesh(layer: ParallelLinear, device_type: str) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.group.WORLD if layer.group is None else layer.group
+    if isinstance(group, DeviceMesh):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return DeviceMesh.from_group(group, device_type)
+    raise ValueError(
+        f"{layer.name}: its group is a {type(group).__name__}; state dicts need a ProcessGroup or a DeviceMesh"
+    )
