@@ -87,6 +87,25 @@ class Group:
         name = f"{self.name}/{label}{number}"
         return Group(self._board, self.rank, self.world_size, name, self.global_ranks, self)
 
+    def subgroup(self, ranks: Sequence[int]) -> "Group":
+        """A group of some of this one's ranks, for a new heap of the survivors of a fault: only they make the call.
+
+        What was or will be aborted here doesn't concern it. `ValueError` when `ranks` are not different ranks of this
+        group, or this one isn't among them.
+        """
+        members = sorted(ranks)
+        if len(set(members)) < len(members) or not set(members) <= set(range(self.world_size)):
+            raise ValueError(f"ranks {list(ranks)}, allowed are different ones of 0..{self.world_size - 1}")
+        if self.rank not in members:
+            raise ValueError(
+                f"rank {self.rank} is not one of the ranks {members}; only they may make the group"
+            )
+        label = "of" + "-".join(map(str, members))
+        name = f"{self.name}/{label}.{self._channels[label]}"
+        self._channels[label] += 1
+        global_ranks = [self.global_ranks[member] for member in members]
+        return Group(self._board, members.index(self.rank), len(members), name, global_ranks)
+
     def exchange(self, payload: bytes, what: str, timeout: float | None = None) -> list[bytes]:
         """Give `payload` to every rank and return all ranks' payloads, in rank order.
 
@@ -138,7 +157,8 @@ class Group:
         return self._parent.abort_record() if self._parent is not None else None
 
     def leave(self, message: str) -> None:
-        """Say that this rank makes no more exchanges here; a peer that waits for one raises `PeerAborted`."""
+        """Say that this rank makes no more exchanges here, nor on channels of this group; a peer that waits for one
+        raises `PeerAborted`."""
         self._board.set(self._key(f"left/{self.rank}"), message.encode())
 
     def wait_until_all_left(self, timeout: float) -> bool:
@@ -210,10 +230,14 @@ class Group:
         self._raise_if_aborted()
         for peer, key in enumerate(keys):
             # Looked at in this order: a rank that posts and then leaves has taken part.
-            message = self._read(f"left/{peer}")
+            message = self._farewell_of(peer)
             if message is not None and self._value(key) is None:
                 self._raise_if_aborted()  # a rank that aborts leaves next: its reason tells more
                 raise PeerAborted(self.rank, peer, message.decode())
+
+    def _farewell_of(self, peer: int) -> bytes | None:
+        found = self._read(f"left/{peer}")
+        return self._parent._farewell_of(peer) if found is None and self._parent is not None else found
 
     def _raise_if_aborted(self) -> None:
         if (record := self.abort_record()) is not None:
@@ -239,6 +263,8 @@ def _given_up_for(message: bytes | None) -> list[int] | None:
 
 def _unpack(message: bytes) -> tuple[str, bytes]:
     end = 4 + int.from_bytes(message[:4], "little")
+    if end > len(message):
+        raise ValueError(f"a message of {len(message)} bytes announces a call of {end - 4}")
     return message[4:end].decode(), message[end:]
 
 

@@ -45,7 +45,11 @@ class HeapOutOfMemory(ShmemError):
 
 
 class PeerTimeout(ShmemError):
-    """`rank` waited in `op` for `peer`; `tile`, `expected` and `seen` tell for what, None where unknown."""
+    """`rank` waited in `op` for `peer`; the other facts tell for what, None where unknown.
+
+    Attributes: op, rank, peer; `call`: the number of the call on its workspace; `tile`; `expected` and `seen`: what the
+    flag should have held and held; `waited_s`: seconds; `process`: what has become of the peer's process, in words.
+    """
 
     def __init__(
         self,
@@ -56,20 +60,36 @@ class PeerTimeout(ShmemError):
         expected: int | str | None = None,
         seen: int | str | None = None,
         waited_s: float | None = None,
+        call: int | None = None,
+        process: str = "",
     ) -> None:
-        self.op, self.rank, self.peer, self.tile = op, rank, peer, tile
-        self.expected, self.seen, self.waited_s = expected, seen, waited_s
+        self.op, self.rank, self.peer, self.tile, self.call = op, rank, peer, tile, call
+        self.expected, self.seen, self.waited_s, self.process = expected, seen, waited_s, process
         waited = "" if waited_s is None else f" {waited_s:.2f} s"
         facts = ", ".join(
             f"{name} {value}"
-            for name, value in (("tile", tile), ("expected", expected), ("seen", seen))
+            for name, value in (("call", call), ("tile", tile), ("expected", expected), ("seen", seen))
             if value is not None
         )
+        whom = "a program of its own" if peer == rank else f"rank {peer}"
         super().__init__(
-            f"{op}: rank {rank} waited{waited} in vain for rank {peer}"
+            f"{op}: rank {rank} waited{waited} in vain for {whom}"
             + (f" ({facts})" if facts else "")
-            + f". Look at what rank {peer} was doing: it died, is stopped, is late, or made another call"
+            + f". {self._next()}"
         )
+
+    def _next(self) -> str:
+        """What to look at, and what then makes the ranks work again."""
+        if self.peer == self.rank:
+            return (
+                "Look at this rank's kernels: one ended, or was never launched, before it announced its tile. "
+                "heap.recover() on all ranks makes the heap work again"
+            )
+        if not self.process:
+            return (
+                f"Look at what rank {self.peer} was doing: it died, is stopped, is late, or made another call"
+            )
+        return f"Rank {self.peer}'s {self.process}"
 
 
 class PeerAborted(ShmemError):

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 import finegrained_alloc
+from pyrocshmem import status, target
+from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import Group
 from pyrocshmem.errors import InitTimeout, ShmemError
 
@@ -27,8 +29,36 @@ SYSTEM_WORDS = 4096  # int32 words at the start of every heap: flags and the lik
 SYSTEM_BYTES = 4 * SYSTEM_WORDS
 _NONCE_WORDS = 4  # the last words of the system area
 _FAREWELL_S = 2.0
+CPU_HEAP_BYTES = 64 << 20
+GPU_HEAP_BYTES = 8 << 30
 
 live_memories: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
+
+
+def default_bytes(device: torch.device) -> int:
+    """Bytes of a heap whose size wasn't given, before the ranks agree on the smallest."""
+    text = os.environ.get("PYROCSHMEM_HEAP_BYTES")
+    if text is not None:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"PYROCSHMEM_HEAP_BYTES={text!r}, allowed are whole numbers of 1 or more")
+        return int(text)
+    if device.type == "cpu":
+        return CPU_HEAP_BYTES
+    return min(GPU_HEAP_BYTES, torch.cuda.get_device_properties(device).total_memory // 8)
+
+
+def own_device(device: torch.device | str | int | None) -> torch.device:
+    """The device of this rank, the current one when None. `ValueError` when the target has no such device."""
+    on_cpu = target.backend() == "host"
+    if device is None:
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if given.type != ("cpu" if on_cpu else "cuda"):
+        allowed = "cpu" if on_cpu else f"cuda:0..{target.num_devices() - 1}"
+        raise ValueError(f"device {given}, allowed are {allowed}: {target.describe()}")
+    if on_cpu:
+        return torch.device("cpu")  # tensors never say cpu:0
+    return target.device(torch.cuda.current_device() if given.index is None else given.index)
 
 
 def storage_at(address: int, nbytes: int, device: torch.device, owner: object) -> torch.UntypedStorage:
@@ -59,12 +89,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def refuse_capture(device: torch.device, call: str) -> None:
+    """`RuntimeError` under CUDA graph capture, for what can't be captured."""
+    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"heap.{call} under CUDA graph capture, where it can't be done: call it outside")
+
+
 class SharedMemory:
     """The own memory and the mappings of the peers', released once: on demand, or with the last reference."""
 
     def __init__(self, channel: Group, device: torch.device, backend: str) -> None:
         self.device, self.backend = device, backend
         self.bases: tuple[int, ...] = ()
+        self.processes: tuple[tuple[int, int], ...] = ()  # of each rank, for `status.describe_process`
         self.own: finegrained_alloc.Allocation | None = None
         self._parts: list[Callable[[], None]] = []
         farewell = None if backend == "host" else channel.channel("unmapped")
@@ -110,7 +147,7 @@ def _release(parts: list[Callable[[], None]], farewell: Group | None, device: to
         close()
     if farewell is not None:
         # The driver leaves it undefined to free memory that others have mapped: give them a moment.
-        with contextlib.suppress(RuntimeError, ValueError):  # the store may have gone with its host process
+        with store_may_be_gone():
             farewell.leave("unmapped")
             farewell.wait_until_all_left(_FAREWELL_S)
     free()
@@ -139,7 +176,7 @@ def _form(memory: SharedMemory, channel: Group, nbytes: int, timeout: float) -> 
     offer: dict[str, Any] = {}
     try:
         handle, nonce = memory.allocate(nbytes)
-        offer = {"handle": handle.hex(), "nonce": nonce}
+        offer = {"handle": handle.hex(), "nonce": nonce, "process": status.own_process()}
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         cause = error
         offer = {"problem": f"{type(error).__name__}: {error}"}
@@ -167,5 +204,6 @@ def _form(memory: SharedMemory, channel: Group, nbytes: int, timeout: float) -> 
     if any(problems):
         raise ShmemError(f"{call} did not form: " + "; ".join(text for text in problems if text)) from cause
     memory.bases = tuple(bases)
+    memory.processes = tuple((number, namespace) for number, namespace in (o["process"] for o in offers))
     assert memory.own is not None
     memory.own.seal()

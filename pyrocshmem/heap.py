@@ -5,6 +5,7 @@
     heap.peer_view(x, peer).copy_(y)           # the same tensor in a peer's memory
     heap.barrier()
     heap.free(x)                               # collective
+    heap.recover()                             # collective: after a fault (PeerTimeout, PeerAborted), go on
     heap.close()
 
 Layout: `SYSTEM_WORDS` int32 words for signals (word 0: abort, 64 onwards: barrier flags; see
@@ -30,6 +31,7 @@ from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
     SharedMemory,
+    refuse_capture,
     storage_at,
     synchronize,
     tensor_on,
@@ -122,7 +124,7 @@ class Heap(Lifecycle, TensorFactories):
             facts: dict[str, Any]
             mistake: Exception | None = None
             try:
-                self._refuse_capture("free")
+                refuse_capture(self.device, "free")
                 block = self._block_of(tensor)
                 if self.offset(tensor) != SYSTEM_BYTES + block.offset:
                     raise ValueError("the tensor starts inside its block; free the one that was allocated")
@@ -186,6 +188,31 @@ class Heap(Lifecycle, TensorFactories):
         used = blocks.total - blocks.free_bytes
         return Usage(blocks.total, used, blocks.free_bytes, blocks.largest, blocks.num_allocations)
 
+    def recover(self) -> None:
+        """Make the heap work again after a fault: collective, in the processes in which it broke.
+
+        Kernels of all ranks that still wait end at once. Allocations that all ranks hold stay, with whatever the
+        fault left in them; those that only some hold are given back, and their tensors are as if freed. Calls are
+        compared, planned and counted anew on every workspace. CUDA graphs that were captured before may be replayed.
+
+        Raises `PeerTimeout` when a rank doesn't come within `timeout`, `PeerAborted` when one gave up or has closed the
+        heap (call it again, or form a new heap on `group.subgroup`), `ValueError` after `close`.
+        """
+        facts = {
+            "blocks": [(block.offset, block.nbytes) for block in self._live.values()],
+            "workspace": self.workspace is not None,
+        }
+        self._recover(json.dumps(facts).encode(), self._keep_common)
+
+    def _keep_common(self, holdings: list[bytes]) -> None:
+        held = [json.loads(reply) for reply in holdings]
+        common = set.intersection(*({(offset, nbytes) for offset, nbytes in each["blocks"]} for each in held))
+        for block in list(self._live.values()):
+            if (block.offset, block.nbytes) not in common:
+                self._give_back(block)
+        if not all(each["workspace"] for each in held):
+            self.workspace = None
+
     def close(self) -> None:
         """Leave the heap. Local, and harmless when repeated.
 
@@ -200,7 +227,7 @@ class Heap(Lifecycle, TensorFactories):
         with self._lock:
             self._require_usable()
             try:
-                self._refuse_capture(name)
+                refuse_capture(self.device, name)
                 plan = make_plan()
                 nbytes = plan.dtype.itemsize * torch.Size(plan.shape).numel()
             except Exception as error:

@@ -1,32 +1,46 @@
-"""What a heap is besides memory: ranks that vote, one fault that ends it for all, an end that harms nobody.
+"""What a heap is besides memory: ranks that vote, one fault that stops it for all, an end that harms nobody.
 
 `Heap` inherits `Lifecycle`. Faults travel three ways: a rank that waits in a vote sees the abort in the
 group's store; a kernel that waits sees the abort word of its heap; a host that launched the kernel finds the
-record in `status`. After the first fault a heap is broken: every later call raises it again, `close` is left.
+record in `status`. After the first fault a heap is broken: every later call raises it again, until all ranks have
+called `recover`, or a new heap takes its place.
+
+Recovery. A fault leaves the ranks out of step: one has finished a call that another never launched, one has freed
+what another still holds, a kernel may still wait. Protocol, by all ranks:
+1. set all abort words, so that waits end, and wait for the own device;
+2. vote, on a channel that no earlier abort concerns: from here on no rank launches or writes anything;
+3. keep the allocations that all ranks hold; clear the own abort word, record, call numbers and flags;
+4. vote: from here on any rank may write to any other.
+Ranks that have called `recover` a different number of times find together again: one that is behind hears at once that
+its peers had given up.
 """
 
 import atexit
-import contextlib
 import copy
 import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from pyrocshmem import bootstrap, status, target
+from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import Group, as_group
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
     SharedMemory,
+    default_bytes,
     form,
     live_memories,
+    own_device,
+    refuse_capture,
     storage_at,
     synchronize,
     tensor_on,
@@ -34,42 +48,9 @@ from pyrocshmem.forming import (
 
 ALIGNMENT = 256
 PADDED_RANKS = 8
-CPU_HEAP_BYTES = 64 << 20
-GPU_HEAP_BYTES = 8 << 30
 _MESSAGE_S = 0.3
 
 live_heaps: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
-
-
-def default_bytes(device: torch.device) -> int:
-    """Bytes of a heap whose size wasn't given, before the ranks agree on the smallest."""
-    text = os.environ.get("PYROCSHMEM_HEAP_BYTES")
-    if text is not None:
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"PYROCSHMEM_HEAP_BYTES={text!r}, allowed are whole numbers of 1 or more")
-        return int(text)
-    if device.type == "cpu":
-        return CPU_HEAP_BYTES
-    return min(GPU_HEAP_BYTES, torch.cuda.get_device_properties(device).total_memory // 8)
-
-
-def own_device(device: torch.device | str | int | None) -> torch.device:
-    """The device of this rank, the current one when None. `ValueError` when the target has no such device."""
-    on_cpu = target.backend() == "host"
-    if device is None:
-        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if given.type != ("cpu" if on_cpu else "cuda"):
-        allowed = "cpu" if on_cpu else f"cuda:0..{target.num_devices() - 1}"
-        raise ValueError(f"device {given}, allowed are {allowed}: {target.describe()}")
-    if on_cpu:
-        return torch.device("cpu")  # tensors never say cpu:0
-    return target.device(torch.cuda.current_device() if given.index is None else given.index)
-
-
-def _store_may_be_gone() -> contextlib.suppress:
-    """For last words to the peers: the store ends with its host process, and then nobody listens."""
-    return contextlib.suppress(RuntimeError, ValueError)
 
 
 class Lifecycle:
@@ -90,18 +71,20 @@ class Lifecycle:
         self.group = as_group(group)
         self.rank, self.world_size = self.group.rank, self.group.world_size
         self.timeout, self.debug = timeout, debug
-        self._channel = self.group.channel("heap")
+        self._home = self.group.channel("heap")
+        self._channel = self._home.channel("votes")  # another one after each recovery
         try:
             self.device = own_device(device)
-            self._refuse_capture("__init__")
+            refuse_capture(self.device, "__init__")
             self.nbytes = self._agree_on_size(nbytes)
         except (TypeError, ValueError, RuntimeError) as error:
-            self._channel.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
+            self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
         seconds = bootstrap.init_seconds()
         memory = form(self._channel, SYSTEM_BYTES + self.nbytes, self.device, target.backend(), seconds)
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
+        self._restarts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.bases = memory.bases
         self.base = memory.bases[self.rank]
         # Padded, so that a kernel can read the table as one block of 8 lanes.
@@ -132,20 +115,24 @@ class Lifecycle:
         """
         with self._lock:
             self._require_usable()
-            try:
-                return self._channel.exchange(payload, call, self.timeout)
-            except InitTimeout as error:
-                peer = error.missing[0]
-                fault: ShmemError = PeerTimeout(call, self.rank, peer, waited_s=error.waited_s)
-                if error.reason:  # this rank is the late one: the peer was here, and gave up
-                    fault = PeerAborted(self.rank, peer, self._message_of(peer))
-                self._fail(fault)
-                raise fault from None
-            except CallMismatch:
-                raise
-            except ShmemError as error:
-                self._fail(error)
-                raise
+            return self._exchange(call, payload)
+
+    def _exchange(self, call: str, payload: bytes) -> list[bytes]:
+        try:
+            return self._channel.exchange(payload, call, self.timeout)
+        except InitTimeout as error:
+            peer = error.missing[0]
+            process = self._process_of(peer)
+            fault: ShmemError = PeerTimeout(call, self.rank, peer, waited_s=error.waited_s, process=process)
+            if error.reason:  # this rank is the late one: the peer was here, and gave up
+                fault = PeerAborted(self.rank, peer, self._message_of(peer))
+            self._fail(fault)
+            raise fault from None
+        except CallMismatch:
+            raise
+        except ShmemError as error:
+            self._fail(error)
+            raise
 
     def barrier(self) -> None:
         """Return once everything that any rank launched before has finished. Raises as `vote` and `check`."""
@@ -155,13 +142,13 @@ class Lifecycle:
     def synchronize(self) -> None:
         """Wait for what this rank launched on its device, then `check`."""
         self._require_usable()
-        self._refuse_capture("synchronize")
+        refuse_capture(self.device, "synchronize")
         synchronize(self.device)
         self.check()
 
     @property
     def broken(self) -> bool:
-        """Whether a wait ran out, a peer gave up, or this rank did: the heap can then only be closed."""
+        """Whether a wait ran out, a peer gave up, or this rank did: until `recover`, the heap can only be closed."""
         return self._failure is not None
 
     @property
@@ -176,7 +163,7 @@ class Lifecycle:
         self._require_usable()
         words = self.status.tolist()
         if words[status.Word.CODE] != status.Code.OK:
-            fault = status.to_error(words, self.rank, self._message_of)
+            fault = status.to_error(words, self.rank, self._message_of, self._process_of)
             assert fault is not None
             self._fail(fault)
             raise fault
@@ -188,15 +175,50 @@ class Lifecycle:
     def abort(self, message: str) -> None:
         """Give up: peers that wait for this rank, on the host or in a kernel, raise `PeerAborted`.
 
-        Leaving `with heap:` by an exception does this. The heap can afterwards only be closed.
+        Leaving `with heap:` by an exception does this. The heap can afterwards only be closed, or recovered.
         """
         if self._closed or self.broken or os.getpid() != self._pid:
             return
         self._failure = PeerAborted(self.rank, self.rank, message)
         # The message first: a kernel that sees the abort word ends at once, and its host looks for one.
-        with _store_may_be_gone():
+        with store_may_be_gone():
             self._channel.abort(message)
         self._set_abort_words()
+
+    def on_recovery(self, restart: Callable[[], None]) -> None:
+        """Have `recover` call a method of an object that holds call numbers or flags, while that lives: at a time
+        when no rank launches or writes anything."""
+        self._restarts.append(weakref.WeakMethod(restart))
+
+    def _recover(self, holdings: bytes, keep: Callable[[list[bytes]], None]) -> None:
+        """See `Heap.recover`. keep: is given every rank's `holdings`, at that time."""
+        with self._lock:
+            self._require_own_process()
+            if self._closed:
+                raise ValueError("the heap is closed")
+            refuse_capture(self.device, "recover")
+            self._channel = self._home.channel("votes")
+            try:
+                self._set_abort_words()
+                synchronize(self.device)
+                keep(self._exchange("recover", holdings))
+                self._start_anew()
+                self._exchange("recovered", b"")
+            except BaseException as error:
+                self._failure = None
+                fault = ShmemError(f"the heap could not recover: {type(error).__name__}: {error}")
+                self._fail(error if isinstance(error, ShmemError) else fault)
+                raise
+            self._failure = None
+
+    def _start_anew(self) -> None:
+        self.system[:1] = 0
+        self.status.zero_()
+        restarts = [restart for reference in self._restarts if (restart := reference()) is not None]
+        for restart in restarts:
+            restart()
+        self._restarts = [weakref.WeakMethod(restart) for restart in restarts]
+        synchronize(self.device)
 
     @property
     def closed(self) -> bool:
@@ -209,8 +231,8 @@ class Lifecycle:
             return
         self._closed = True
         live_heaps.discard(self)
-        with _store_may_be_gone():
-            self._channel.leave("it closed the heap")
+        with store_may_be_gone():
+            self._home.leave("it closed the heap")
         self._system = None
         self.workspace = None
         self._abort_places = []
@@ -242,22 +264,23 @@ class Lifecycle:
         replies = self._channel.exchange(str(mine).encode(), "Heap of the default size")
         return max(ALIGNMENT, min(int(reply) for reply in replies) // ALIGNMENT * ALIGNMENT)
 
-    def _require_usable(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise ShmemError(
                 f"the heap formed in process {self._pid} and is used in its fork {os.getpid()}; "
                 "form it after the fork, or start ranks with pyrocshmem.spawn"
             )
+
+    def _require_usable(self) -> None:
+        self._require_own_process()
         if self._failure is not None:
             raise copy.copy(self._failure)
         if self._closed:
             raise ValueError("the heap is closed")
 
-    def _refuse_capture(self, call: str) -> None:
-        if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"heap.{call} under CUDA graph capture, where it can't be done: call it outside"
-            )
+    def _process_of(self, peer: int) -> str:
+        memory = self._memory
+        return status.describe_process(memory.processes[peer]) if memory and peer < self.world_size else ""
 
     def _message_of(self, peer: int) -> str:
         # A kernel that gives up sets the abort words at once; its host says why a moment later.
@@ -279,7 +302,7 @@ class Lifecycle:
         self._failure = fault
         if isinstance(fault, PeerAborted):
             return  # the peers hear it from where this rank heard it; passing it on would hide who began
-        with _store_may_be_gone():
+        with store_may_be_gone():
             self._channel.abort(f"{type(fault).__name__}: {fault}")
 
     def _set_abort_words(self) -> None:

@@ -6,7 +6,9 @@ synchronising. Its words are those of `Word`; CODE is written last, the first re
 """
 
 import enum
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 
@@ -61,13 +63,57 @@ def op_name(number: int) -> str:
     return Op(number).name.lower() if number in Op._value2member_map_ else f"op {number}"
 
 
-def to_error(words: Sequence[int], rank: int, peer_message: Callable[[int], str]) -> ShmemError | None:
+def own_process() -> tuple[int, int]:
+    """(number, namespace of numbers) of this process, for `describe_process` in another one of this machine."""
+    return os.getpid(), _namespace()
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # no /proc
+        return 0
+
+
+def describe_process(process: tuple[int, int]) -> str:
+    """What has become of a peer's process, and what to do about it; "" where this process can't see it."""
+    number, namespace = process
+    if namespace == 0 or namespace != _namespace():
+        return ""
+    try:
+        # The name of the program, in brackets, may itself hold spaces and brackets.
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        state = "gone"
+    if state in ("gone", "Z", "X"):
+        return (
+            f"process {number} has ended: look at its exit status and its log. The others go on with a new heap on "
+            "heap.group.subgroup(the ranks that live)"
+        )
+    if state in ("T", "t"):
+        return (
+            f"process {number} is stopped, by a signal or a debugger: resume it (kill -CONT {number}), then "
+            "heap.recover() on all ranks"
+        )
+    return (
+        f"process {number} is alive: look at where it is (py-spy dump --pid {number}). It is late "
+        "(PYROCSHMEM_WAIT_SECONDS gives it longer) or made another call; then heap.recover() on all ranks"
+    )
+
+
+def to_error(
+    words: Sequence[int],
+    rank: int,
+    peer_message: Callable[[int], str],
+    peer_process: Callable[[int], str] = lambda peer: "",
+) -> ShmemError | None:
     """The fault that a record describes, or None when all is well.
 
     Args:
         words: the record, `NUM_WORDS` integers.
         rank: the rank whose record it is.
         peer_message: gives what a peer said when it gave up.
+        peer_process: gives what has become of a peer's process.
     """
     code = words[Word.CODE]
     if code == Code.OK:
@@ -84,4 +130,6 @@ def to_error(words: Sequence[int], rank: int, peer_message: Callable[[int], str]
         expected=words[Word.EXPECTED],
         seen=words[Word.SEEN],
         waited_s=words[Word.WAITED_US] / 1e6,
+        call=words[Word.EPOCH],
+        process=peer_process(peer),
     )

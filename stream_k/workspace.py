@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import signal, status
+from pyrocshmem import message, signal, status
 from pyrocshmem.errors import WorkspaceBusy
-from pyrocshmem.heap import Heap, heap_for
+from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 
 DEFAULT_WAIT_SECONDS = 10.0
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
+
+_MESSAGES = f"{torch.int32}:messages"
+_FEWEST_MESSAGE_WORDS = 1 << 18
 
 
 class _Side(NamedTuple):
@@ -71,7 +74,8 @@ class Workspace:
         self.plans: dict[Any, Any] = {}
         self.agreed: dict[Any, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._retired: list[torch.Tensor] = []
+        self._retired: list[Any] = []
+        self._lost = False
         self._captured = False
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
@@ -92,6 +96,8 @@ class Workspace:
         self.control[int(signal.BUDGET_US.value)] = int(wait_seconds * 1e6)
         self.context = (self.control, abort, self.status, bases)
         self._agree("workspace")
+        if heap is not None:
+            heap.on_recovery(self._start_anew)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self.heap is not None:
@@ -118,6 +124,28 @@ class Workspace:
             if name.endswith("flags"):
                 buffer.fill_(epoch)
         self._agree("restart")
+
+    def _start_anew(self) -> None:
+        """While a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
+        assert self.heap is not None
+        if self._captured:  # a graph may be replayed still
+            self._retired.extend(self.plans.values())
+        self.plans.clear()
+        self.agreed.clear()
+        first, last = self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes
+        for key, buffer in list(self._buffers.items()):
+            if first <= buffer.data_ptr() < last and not self.heap.is_symmetric(buffer):
+                del self._buffers[key]
+            elif key.endswith("flags"):
+                buffer.zero_()
+        if not self.heap.is_symmetric(self.control):
+            self._lost = True  # a peer never made this workspace
+            return
+        kept = int(signal.RANK.value), int(signal.BUDGET_US.value)
+        values = [(place, int(self.control[place])) for place in kept]
+        self.control.zero_()
+        for place, value in values:
+            self.control[place] = value
 
     def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
         """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose
@@ -150,6 +178,8 @@ class Workspace:
             made = torch.empty(count, dtype=dtype, device=self.device)
         if name.endswith("flags"):
             made.fill_(self.epoch())
+        elif key == _MESSAGES:
+            made.fill_(int(message.SENTINEL.value))
         self._buffers[key] = made
         if on_heap:
             self._agree(name)
@@ -167,6 +197,18 @@ class Workspace:
         """
         buffer = self.buffer(name, 2 * -(-count // _SLOT_STEP) * _SLOT_STEP, dtype)
         return buffer, buffer.numel() // 2
+
+    def messages(self, slot_bytes: int) -> tuple[torch.Tensor, int]:
+        """(the slots that `pyrocshmem.message` rotates, the quads of one): at least `slot_bytes` each."""
+        words = -(-slot_bytes // message.QUAD_BYTES) * 4
+        found = self._buffers.get(_MESSAGES)
+        if found is None or found.numel() < message.NUM_SLOTS * words:
+            # In powers of two: every growth costs the ranks a meeting.
+            words = max(_FEWEST_MESSAGE_WORDS, 1 << (words - 1).bit_length())
+            found = self.buffer("messages", message.NUM_SLOTS * words, torch.int32)
+            # All new slots are empty: nothing to restore.
+            self.control[int(signal.MESSAGE_WORDS.value)] = 0
+        return found, found.numel() // message.NUM_SLOTS // 4
 
     def _release(self, buffer: torch.Tensor | None) -> None:
         if buffer is None:
@@ -187,6 +229,10 @@ class Workspace:
             )
         try:
             self.check()
+            if self._lost:
+                raise ValueError(
+                    "a fault took this workspace away before all ranks had made it; make another one"
+                )
             if self.device.type == "cuda":
                 self._order()
         except BaseException:

@@ -1,0 +1,183 @@
+"""A body: ranks of one op meet one fault after another, and recover from each in the same processes.
+
+Rank 1 is the one that is late, raises, is stopped, is killed. What it finds it hands to the others before it dies.
+"""
+
+import json
+import os
+import signal as signals
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import Heap, ShmemError, signal, target
+from stream_k.workspace import Workspace
+from tests.faults.heap_support import mapped_files
+from tests.fused.cases import HEAP_BYTES, Case, Operands, call, digest, judge, run_case
+from tests.stream_k.products import Frame
+
+WAIT_S, LATE_WAIT_S, VOTE_S = 1.0, 2.0, 30.0
+VICTIM = 1
+
+
+class Meeting:
+    """One rank's heap, workspace and operands of `case`, and the outputs between canaries."""
+
+    def __init__(self, case: Case, group: Any = None) -> None:
+        self.case = case
+        self.heap = Heap(HEAP_BYTES, group, timeout=VOTE_S)
+        self.rank = self.heap.rank
+        self.workspace = Workspace(self.heap, wait_seconds=WAIT_S)
+        self.operands = Operands(case, self.rank, self.heap.world_size, 7)
+        self.frame = Frame(*self.operands.shape, case.dtype)
+        self.guard = self.heap.full((64,), 7, dtype=torch.int32)
+
+    def wait_budget(self, seconds: float) -> None:
+        self.workspace.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
+
+    def op(self) -> torch.Tensor:
+        self.frame.poison()
+        call(self.case, self.heap, self.operands, self.frame.out, self.workspace)
+        self.heap.synchronize()
+        return self.frame.out
+
+    def right(self) -> str:
+        """The result's bits; AssertionError unless it keeps its bound and nothing around it was touched."""
+        out = self.op()
+        judge(self.case, self.operands, out, self.heap.world_size)
+        self.intact()
+        return digest(out)
+
+    def intact(self) -> None:
+        self.frame.check()
+        assert bool((self.guard == 7).all())
+
+    def fault_of(self, body: Callable[[], Any]) -> dict[str, Any]:
+        """What `body` raised and when; and what the calls after it raised, which must not wait."""
+        start = time.monotonic()
+        try:
+            body()
+            error: Exception | None = None
+        except ShmemError as raised:
+            error = raised
+        ended = time.monotonic()
+        again = []
+        for later in (self.op, self.heap.barrier, lambda: self.heap.zeros(3), self.heap.check):
+            try:
+                later()
+                again.append("nothing")
+            except ShmemError as raised:
+                again.append(type(raised).__name__)
+        facts = ("op", "rank", "peer", "tile", "expected", "seen", "call", "waited_s", "process")
+        return {
+            "kind": type(error).__name__,
+            "text": str(error),
+            **{name: getattr(error, name, None) for name in facts},
+            "seconds": ended - start,
+            "ended": ended,
+            "again": again,
+            "again_s": time.monotonic() - ended,
+        }
+
+
+def _before_announcing(deed: Callable[[], None]) -> None:
+    """On the CPU target this rank does `deed` inside its next kernel, before the kernel announces anything."""
+    honest = signal.publish
+
+    def planted(*args: Any, **more: Any) -> None:
+        signal.publish = honest
+        deed()
+        honest(*args, **more)
+
+    signal.publish = planted
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signals.SIGKILL)
+
+
+def _late(meeting: Meeting) -> dict[str, Any]:
+    """Case 3."""
+    meeting.wait_budget(LATE_WAIT_S)
+    undelayed = meeting.right()
+    meeting.heap.barrier()
+    start = time.monotonic()
+    if meeting.rank == VICTIM:
+        time.sleep(0.8 * LATE_WAIT_S)
+    late = meeting.right()
+    meeting.wait_budget(WAIT_S)
+    return {"same": late == undelayed, "seconds": time.monotonic() - start}
+
+
+def _raises(meeting: Meeting) -> dict[str, Any]:
+    """Case 4."""
+    meeting.heap.barrier()
+    if meeting.rank == VICTIM:
+        time.sleep(0.3)  # the others wait in their kernels by then
+        raised = time.monotonic()
+        meeting.heap.abort("KeyError: 'weights'")
+        return {**meeting.fault_of(meeting.heap.check), "raised": raised}
+    return meeting.fault_of(meeting.op)
+
+
+def _stopped(meeting: Meeting, pids: list[int]) -> dict[str, Any]:
+    """Case 2. Rank 0 wakes the one that stopped, once it has given up itself."""
+    meeting.heap.barrier()
+    if meeting.rank == VICTIM:
+        meeting.frame.poison()
+        os.kill(os.getpid(), signals.SIGSTOP)
+        found = meeting.fault_of(meeting.op)
+        # On a GPU the call may have been launched, and its peers' tiles may have been there.
+        found["untouched"] = bool(meeting.frame.out.isnan().all())
+    else:
+        found = meeting.fault_of(meeting.op)
+        if meeting.rank == 0:
+            time.sleep(0.5)  # the others look at what it does, too
+            os.kill(pids[VICTIM], signals.SIGCONT)
+    meeting.intact()
+    return found
+
+
+def faults_in_turn(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+    """By case number, what this rank found, and what rank 1 found; after the kill, what the survivors did."""
+    meeting = Meeting(case)
+    heap = meeting.heap
+    pids = [int(reply) for reply in heap.vote("pids", str(os.getpid()).encode())]
+    found: dict[str, Any] = {"3": _late(meeting)}
+    bits = meeting.right()
+    for name, fault in (("4", lambda: _raises(meeting)), ("2", lambda: _stopped(meeting, pids))):
+        usage = heap.usage()
+        found[name] = fault()
+        assert heap.broken
+        start = time.monotonic()
+        heap.recover()
+        found[name]["recover_s"] = time.monotonic() - start
+        assert heap.usage() == usage
+        found[name]["recovered"] = meeting.right() == bits
+    found["of victim"] = json.loads(heap.vote("found", json.dumps(found).encode())[VICTIM])
+
+    if rank == VICTIM:
+        if target.interpreted():
+            _before_announcing(_die)
+            meeting.op()
+        time.sleep(0.2)
+        _die()
+    found["1"] = meeting.fault_of(meeting.op)
+    meeting.intact()
+    found["files"] = mapped_files()
+    survivors = [peer for peer in range(world_size) if peer != VICTIM]
+    start = time.monotonic()
+    heap.close()
+    # A heap of the survivors, over a group of ours and, where it takes no more than the store, one of torch's.
+    groups = [heap.group.subgroup(survivors)]
+    if len(survivors) > 1:
+        groups.append(dist.new_group(survivors, backend="gloo", use_local_synchronization=True))
+    for group in groups:
+        with Heap(HEAP_BYTES, group) as smaller:
+            error = run_case(case, smaller, 3).error
+            assert not error, error
+    found["went on"] = time.monotonic() - start
+    return found
