@@ -138,6 +138,8 @@ class Workspace:
                 del self._buffers[key]
             elif key.endswith("flags"):
                 buffer.zero_()
+            elif key == _MESSAGES:
+                buffer.fill_(int(message.SENTINEL.value))
         if not self.heap.is_symmetric(self.control):
             self._lost = True  # a peer never made this workspace
             return
