@@ -140,7 +140,7 @@ class ParallelLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others, **options)
 
     def _check_input(self, x: torch.Tensor, features: int) -> None:
-        if x.ndim < 1 or x.shape[-1] != features:
+        if x.ndim < 2 or x.shape[-1] != features:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}, (.., {features}) is needed")
         for what, other in (("the input", x), ("its bias", self.bias)):
             if other is not None and other.device != self.weight.device:

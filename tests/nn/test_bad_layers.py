@@ -1,0 +1,142 @@
+"""What the caller gets wrong: ValueError, before anything is changed, naming the layer. No peers are needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from pyrocshmem.bootstrap import ThreadGroup
+from stream_k import nn as parallel
+from tests.nn import models
+
+TIER = 1
+pytestmark = pytest.mark.cpu
+
+GROUP = ThreadGroup.create(4)[1]
+OPTIONS: dict[str, Any] = {"group": GROUP, "name": "layers.3"}
+
+
+def attention(**changes: Any) -> parallel.ParallelAttention:
+    sizes = {"hidden": 32, "num_heads": 8, "num_kv_heads": 4} | changes
+    return parallel.ParallelAttention(**sizes, **OPTIONS)
+
+
+def mixed_devices() -> None:
+    linear = nn.Linear(8, 8)
+    linear.bias = nn.Parameter(torch.empty(8, device="meta"))
+    parallel.RowParallelLinear.from_linear(linear, **OPTIONS)
+
+
+def other_device() -> None:
+    parallel.ColumnParallelLinear(8, 8, **OPTIONS)(torch.empty(3, 8, device="meta"))
+
+
+def from_linears(**sizes: tuple[int, int]) -> None:
+    given = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)} | sizes
+    parallel.ParallelMLP.from_linears(**{key: nn.Linear(*size) for key, size in given.items()}, **OPTIONS)
+
+
+def uneven(dim: int) -> None:
+    layer = parallel.ColumnParallelLinear(8, 8, sequence_parallel=True, sequence_dim=dim, **OPTIONS)
+    layer(torch.zeros(2, 3, 8), 2 * 9)
+
+
+def three_dimensions() -> None:
+    layer = parallel.ParallelAttention(32, 8, sequence_parallel=True, **OPTIONS)
+    layer(torch.zeros(2, 3, 32))
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "columns": (lambda: parallel.ColumnParallelLinear(8, 10, **OPTIONS), ("out_features is 10", "4 ranks")),
+    "a part's columns": (
+        lambda: parallel.ColumnParallelLinear(8, {"gate": 8, "up": 6}, **OPTIONS),
+        ("up out_features is 6",),
+    ),
+    "rows": (lambda: parallel.RowParallelLinear(3, 8, **OPTIONS), ("in_features is 3", "4 ranks")),
+    "intermediate": (lambda: parallel.ParallelMLP(8, 18, **OPTIONS), ("gate_up_proj", "18")),
+    "heads": (lambda: attention(num_heads=6, head_dim=4, num_kv_heads=2), ("num_heads is 6", "4 ranks")),
+    "key-value heads": (lambda: attention(num_kv_heads=2), ("num_kv_heads is 2", "4 ranks")),
+    "groups": (lambda: attention(num_heads=12, num_kv_heads=8, head_dim=4), ("no multiple",)),
+    "head_dim": (lambda: attention(hidden=30), ("hidden is 30",)),
+    "odd rotation": (lambda: attention(head_dim=3, rope_theta=1e4), ("head_dim is 3",)),
+    "mixed devices": (mixed_devices, ("cpu", "meta")),
+    "another device": (other_device, ("meta", "cpu")),
+    "features": (lambda: parallel.RowParallelLinear(8, 8, **OPTIONS)(torch.zeros(3, 8)), ("(3, 8)", "2")),
+    "a vector": (lambda: parallel.ColumnParallelLinear(8, 8, **OPTIONS)(torch.zeros(8)), ("(8,)", "(.., 8)")),
+    "inputs differ": (lambda: from_linears(up_proj=(12, 16)), ("gate_up_proj", "12")),
+    "parts differ": (lambda: from_linears(up_proj=(8, 32)), ("gate_up_proj", "(32, 8)")),
+    "uneven blocks": (lambda: uneven(1), ("dimension 1 is 9", "matrix of tokens")),
+    "batches of shards": (three_dimensions, ("(2, 3, 32)",)),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    call, parts = MISTAKES[name]
+    with pytest.raises(ValueError, match=r"^layers\.3") as raised:
+        call()
+    assert all(part in str(raised.value) for part in parts), raised.value
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(parallel.ParallelMLP(8, 16, bias=True, group=GROUP), nn.LayerNorm(8))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    ordinary = nn.Sequential(nn.Module(), nn.LayerNorm(8))
+    for name, size in {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}.items():
+        ordinary[0].add_module(name, nn.Linear(*size))
+    return ordinary.state_dict()
+
+
+def test_bad_checkpoints_change_nothing(model: nn.Module) -> None:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    good = whole(model)
+    bad: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+        "missing": ({key: x for key, x in good.items() if key != "0.up_proj.weight"}, "0.up_proj.weight is missing"),
+        "missing norm": ({key: x for key, x in good.items() if key != "1.weight"}, "1.weight is missing"),
+        "unknown": (good | {"0.extra": torch.zeros(1)}, "0.extra is unknown"),
+        "a share": (good | {"0.down_proj.weight": torch.zeros(8, 8)}, r"0.down_proj.weight .*full_state_dict"),
+        "norm": (good | {"1.bias": torch.zeros(9)}, "1.bias has shape"),
+    }  # fmt: skip
+    for state, text in bad.values():
+        with pytest.raises(ValueError, match=text):
+            parallel.load_full_state_dict(model, state)
+    with pytest.raises(ValueError, match=r"0.down_proj.weight .*load_full_state_dict"):
+        model.load_state_dict(before | {"0.down_proj.weight": torch.zeros(8, 8)})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    parallel.load_full_state_dict(model, good)
+    assert torch.equal(model[0].gate_up_proj.weight[4:], good["0.up_proj.weight"][4:8])
+    assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
+
+
+def test_checkpoints_need_a_group_that_torch_knows(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"gate_up_proj: its group is a ThreadGroup"):
+        parallel.full_state_dict(model)
+
+
+def test_equal_seeds_give_the_unsharded_model() -> None:
+    torch.manual_seed(1)
+    ordinary = nn.Linear(12, 8)
+    torch.manual_seed(1)
+    layer = parallel.ColumnParallelLinear(12, 8, group=GROUP)
+    assert torch.equal(layer.weight, ordinary.weight[2:4])
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, ordinary.bias[2:4])
+
+
+def test_layouts_and_modules_that_styles_do_not_take() -> None:
+    for wrong in (
+        lambda: parallel.ColwiseParallel(output_layouts=Replicate()),
+        lambda: parallel.ColwiseParallel(input_layouts=Shard(-1)),
+        lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+        lambda: parallel.RowwiseParallel(output_layouts=Shard(-1)),
+    ):
+        with pytest.raises(ValueError, match="layouts is"):
+            wrong()
+    with pytest.raises(TypeError, match="Block"):
+        parallel.ColwiseParallel()._apply(models.Block(False), None)

@@ -1,0 +1,192 @@
+"""Layers one by one against float64: shapes, checkpoints, decoding, `parallelize_module`. No gradients here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from pyrocshmem import target
+from stream_k import nn as parallel
+from tests.nn import models
+from tests.nn.models import HEAD_DIM, HIDDEN, THETA, Case
+from tests.ranks import run_ranks, values
+
+TIER = 3
+# Of the largest element; float32 through at most six layers.
+TOLERANCE = 1e-5
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest element."""
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    return float((found.cpu().double() - wanted).abs().max() / wanted.abs().max())
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Alike on all ranks, other ones at each call."""
+    return torch.randn(*shape)
+
+
+def block_of(x: torch.Tensor, dim: int, rank: int, world_size: int) -> torch.Tensor:
+    return x.tensor_split(world_size, dim)[rank]
+
+
+def linears(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+    """Both layers on activations of two to four dimensions, divided along the first or the second."""
+    found = {}
+    column, row = nn.Linear(13, 5 * ranks).to(device), nn.Linear(7 * ranks, 11).to(device)
+    for shape, dim, sequence_parallel in (
+        ((3, 5, 13), 0, False),
+        ((2, 3, 5, 13), 0, False),
+        ((9, 13), 0, True),
+        ((2 * ranks, 3, 13), 0, True),
+        ((3, 2 * ranks, 13), 1, True),
+        ((1, 9, 13), 1, True),
+    ):
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": dim}
+        x = random(*shape).to(device)
+        mine = block_of(x, dim, rank, ranks).contiguous() if sequence_parallel else x
+        y = parallel.ColumnParallelLinear.from_linear(column, **options)(mine, x.numel() // 13)
+        exact = x.cpu().double() @ column.weight.cpu().double().t() + column.bias.cpu().double()
+        found[f"column {shape} {options}"] = off(y, exact.chunk(ranks, -1)[rank])
+        x = random(*shape[:-1], 7 * ranks).to(device)
+        residual = random(*shape[:-1], 11).to(device)
+        exact = x.cpu().double() @ row.weight.cpu().double().t() + row.bias.cpu().double() + residual.cpu()
+        if sequence_parallel:
+            residual = block_of(residual, dim, rank, ranks)
+            exact = block_of(exact, dim, rank, ranks)
+        y = parallel.RowParallelLinear.from_linear(row, **options)(
+            x.chunk(ranks, -1)[rank], residual=residual
+        )
+        found[f"row {shape} {options}"] = off(y, exact)
+    return found
+
+
+def decoding(device: torch.device) -> dict[str, float]:
+    """A prompt at once, then token by token, through a cache that is longer than the sequences."""
+    torch.manual_seed(5)
+    ordinary = models.Attention(bias=False)
+    attention = parallel.ParallelAttention.from_linears(
+        *(each.to(device) for each in (ordinary.q_proj, ordinary.k_proj, ordinary.v_proj, ordinary.o_proj)),
+        head_dim=HEAD_DIM,
+        rope_theta=THETA,
+    )
+    x = random(2, 6, HIDDEN)
+    exact = ordinary.cpu().double()(x.double().flatten(0, 1), 2).view(2, 6, HIDDEN)
+    cache = attention.make_cache(2, 9)
+    parts = []
+    for first, last in ((0, 3), (3, 4), (4, 6)):
+        positions = torch.arange(first, last, device=device)
+        parts.append(attention(x[:, first:last].to(device), positions=positions, cache=cache))
+    attention.rope_theta = None
+    wrong = off(attention(x.to(device)), exact)
+    return {"decoding": off(torch.cat(parts, 1), exact), "control without rotation": wrong}
+
+
+class Chain(nn.Module):
+    """What parallelize_module is given: an ordinary model, activations [batch, tokens, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(12), nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+def styles(rank: int, ranks: int, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Plans of our styles alone and beside torch's, sequence-parallel or not; weights are rank 0's."""
+    found: dict[str, Any] = {}
+    for dim in (None, 1):
+        torch.manual_seed(7)
+        exact_model, x = Chain().double(), random(3, 2 * ranks, 12)
+        model = Chain().to(device)
+        model.load_state_dict(exact_model.state_dict())
+        if rank > 0:
+            nn.init.zeros_(model.up.weight)
+        outer = Replicate() if dim is None else Shard(dim)
+        plan: dict[str, Any] = {
+            "up": parallel.ColwiseParallel(input_layouts=outer),
+            "down": parallel.RowwiseParallel(output_layouts=outer, use_local_output=dim is None),
+        }
+        if dim is not None:
+            plan["norm"] = SequenceParallel(sequence_dim=dim)
+        up = model.up
+        parallelize_module(model, mesh, plan)
+        assert model.up is up
+        assert model.up.weight.shape == (20 // ranks, 12)
+        exact = exact_model(x.double()).detach()
+        if dim is None:
+            y = model(x.to(device))
+        else:
+            mine = block_of(x, dim, rank, ranks).to(device)
+            made = model(mine)
+            assert isinstance(made, DTensor)
+            assert made.placements == (outer,)
+            y, exact = made.to_local(), block_of(exact, dim, rank, ranks)
+        found[f"styles {dim}"] = off(y, exact)
+        if dim is None:
+            state = parallel.full_state_dict(model)
+            for key, value in exact_model.state_dict().items():
+                found[f"state {key}"] = off(state[key], value)
+    return found
+
+
+def checkpoints(mesh: DeviceMesh, device: torch.device, folder: Path) -> dict[str, float]:
+    """Saved by these ranks in both ways; what the unsharded model would save comes back."""
+    case = Case(True, True, 1, 4)
+    block = models.unsharded(case)
+    wanted = {key: value.clone() for key, value in block.state_dict().items()}
+    model = models.ParallelBlock(block.to(device), True, mesh)
+    dcp.save(parallel.sharded_state_dict(model), checkpoint_id=folder)
+    full = parallel.full_state_dict(model)
+    assert full.keys() == wanted.keys()
+    assert all(torch.equal(full[key].cpu(), value) for key, value in wanted.items())
+    other = {key: random(*value.shape) for key, value in wanted.items()}
+    parallel.load_full_state_dict(model, other)
+    found = parallel.full_state_dict(model)
+    assert all(torch.equal(found[key].cpu(), value) for key, value in other.items())
+    dcp.load(parallel.sharded_state_dict(model), checkpoint_id=folder)
+    found = parallel.full_state_dict(model)
+    return {
+        f"checkpoint {key}": off(found[key], value.double()) + float(off(other[key], value.double()) == 0)
+        for key, value in wanted.items()
+    }
+
+
+def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    device = target.device(rank)
+    torch.manual_seed(3)
+    mesh = init_device_mesh(device.type, (world_size,))
+    with torch.no_grad():
+        found = linears(rank, world_size, device) | decoding(device)
+        return found | styles(rank, world_size, mesh, device) | checkpoints(mesh, device, folder)
+
+
+@pytest.mark.num_ranks(2)
+def test_every_layer(tmp_path: Path) -> None:
+    for found in values(run_ranks(everything, 2, tmp_path, timeout=100)):
+        control = found.pop("control without rotation")
+        assert control > 0.01
+        bad = {key: value for key, value in found.items() if not value <= TOLERANCE}
+        assert not bad
+        assert len(found) > 30
+    # By another number of ranks: one, without any process group.
+    device = target.device(0)
+    case = Case(True, True, 1, 4)
+    with torch.no_grad():
+        wanted = models.unsharded(case)
+        ordinary = {key: torch.full_like(value, torch.nan) for key, value in wanted.state_dict().items()}
+        dcp.load(ordinary, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(ordinary[key], value) for key, value in wanted.state_dict().items())
+        model = models.ParallelBlock(models.Block(case.bias).to(device), True)
+        parallel.load_full_state_dict(model, ordinary)
+        x = case.inputs(0)[0]
+        exact = wanted.double()(x.double(), 1)
+        assert off(model(x.to(device), 1, case.rows), exact) <= TOLERANCE
