@@ -1,29 +1,34 @@
 """Kernels of several threads in Triton's interpreter, whose state (which program runs, what `triton.language`
 does) belongs to the process: threads take turns, and a kernel that waits for another's passes its turn on.
 
-    with turns.taken(kernel):        # around a launch on the CPU target
+    with turns.taken():              # around a launch on the CPU target
         kernel[grid](...)
     turns.pass_on(seconds)           # inside a kernel, between two polls of a wait
 
 One thread at a time executes programs. Ranks that are threads can't deadlock here: a wait polls, and each poll
 passes the turn on; a thread that is outside of kernels needs none. A kernel that is resumed finds the numbers of
-its program as they were. The interpreter replaces functions of `triton.language` when a kernel starts and puts
-them back when it ends: with kernels that overlap, the first to end would put them back under the others, so they
-are replaced once more around all of them, by the first and for as long as any kernel runs.
+its program as they were.
+
+The interpreter replaces functions of `triton.language` when a kernel starts and again in every call of a jit
+function, which takes half of its time, and puts them back when a kernel ends, under the others that run. Here they
+are replaced once, by the first kernel, for as long as any kernel runs.
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 
 _turn = threading.Lock()
 _owner: int | None = None  # the thread whose turn it is
 _running = 0  # kernels that have begun and not ended
-_replaced: Any = None
+_restore = contextlib.ExitStack()
 
 
 def _take() -> None:
@@ -38,21 +43,47 @@ def _give() -> None:
     _turn.release()
 
 
+class _Nothing:
+    """What a jit function inside a kernel has replaced."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _languages() -> tuple[Any, Any]:
+    """Both modules whose functions are replaced: the interpreter looks for them among a function's globals."""
+    return tl, core
+
+
+def _replace() -> contextlib.ExitStack:
+    """Replace what kernels need; closing the stack puts all back."""
+    stack = contextlib.ExitStack()
+    replace = interpreter._patch_lang
+    stack.callback(replace(_languages).restore)
+    interpreter._patch_lang = lambda fn: _Nothing()
+    stack.callback(setattr, interpreter, "_patch_lang", replace)
+    builder = interpreter.interpreter_builder
+    stack.callback(setattr, builder, "options", builder.options)
+    # It checks every sum of integers, at a quarter of its time, and drops what it finds unless it debugs.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    return stack
+
+
 @contextlib.contextmanager
-def taken(kernel: Any) -> Iterator[None]:
-    """This thread's turn, for one launch of `kernel` (a jit kernel of the interpreter)."""
-    global _running, _replaced
+def taken() -> Iterator[None]:
+    """This thread's turn, for one launch of a kernel in the interpreter."""
+    global _running, _restore
     _take()
     try:
         if _running == 0:
-            _replaced = interpreter._patch_lang(kernel.fn)
+            _restore = _replace()
         _running += 1
         try:
             yield
         finally:
             _running -= 1
             if _running == 0:
-                _replaced.restore()
+                _restore.close()
     finally:
         _give()
 

@@ -66,5 +66,5 @@ class Launch:
         if self._run is not None:
             self._run(*args, events, *self._values)
             return
-        with turns.taken(self.kernel):
+        with turns.taken():
             self.kernel[self.grid](*args, events, **self.constants, **self.options)

@@ -1,5 +1,6 @@
 """Ranks that are threads on the CPU target: their kernels take turns in Triton's one interpreter."""
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -83,23 +84,28 @@ def test_without_its_numbers_a_program_takes_anothers(monkeypatch: pytest.Monkey
 
 def test_the_first_to_end_takes_the_interpreter_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of what is replaced around all kernels."""
-
-    class Nothing:
-        def restore(self) -> None:
-            pass
-
-    honest = turns.interpreter._patch_lang
-    outermost = [Nothing()]
-    monkeypatch.setattr(
-        turns.interpreter, "_patch_lang", lambda fn: outermost.pop() if outermost else honest(fn)
-    )
+    monkeypatch.setattr(turns, "_replace", contextlib.ExitStack)
     assert run_at_once(1, 5, 3) != [0, 0, 0]
 
 
 def test_ordinary_functions_are_back_when_all_have_ended() -> None:
-    ordinary = tl.multiple_of, tl.reduce, tl.arange
+    def now() -> tuple[Any, ...]:
+        builder = turns.interpreter.interpreter_builder
+        return tl.multiple_of, tl.reduce, tl.arange, turns.interpreter._patch_lang, builder.options
+
+    ordinary = now()
     assert run_at_once(2, 3) == [0, 0]
-    assert (tl.multiple_of, tl.reduce, tl.arange) == ordinary
+    assert now() == ordinary
+
+
+def test_the_interpreter_replaces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every call of a jit function, which made kernels take twice the time."""
+    replaced = []
+    honest = turns.interpreter._patch_lang
+    monkeypatch.setattr(turns.interpreter, "_patch_lang", lambda fn: replaced.append(fn) or honest(fn))
+    assert spawn_threads(sums, 1, 60.0) == [(True, True)]
+    assert replaced
+    assert set(replaced) == {turns._languages}
 
 
 def sums(group: Any, wait_seconds: float) -> tuple[bool, bool]:
