@@ -10,5 +10,6 @@ Both are collective: all ranks of the group make the same calls in the same orde
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
 from collectives.all_reduce import all_reduce
 from collectives.all_scatter import all_scatter
+from collectives.rms_norm import rms_norm
 
-__all__ = ["all_reduce", "all_scatter", "target"]
+__all__ = ["all_reduce", "all_scatter", "rms_norm", "target"]

@@ -43,9 +43,10 @@ def run(
     constants: dict[str, Any],
     blocks: int,
     args: tuple[Any, ...],
+    programs: int | None = None,
 ) -> None:
-    """Launch `kernel` with at most `blocks` programs. The first call of a kind is compared between ranks,
-    compiled and loaded by all."""
+    """Launch `kernel` with at most `blocks` programs, and at most `programs` (one a multiprocessor unless given). The
+    first call of a kind is compared between ranks, compiled and loaded by all."""
     heap = workspace.heap
     assert heap is not None
     # A kernel that marks its stages is another one; all ranks record, or none.
@@ -57,7 +58,9 @@ def run(
         new = call not in workspace.agreed
         if new:
             heap.vote(call)
-        launch = Launch(kernel, min(blocks, num_multiprocessors(heap.device)), constants, NUM_WARPS, 1)
+        launch = Launch(
+            kernel, min(blocks, programs or num_multiprocessors(heap.device)), constants, NUM_WARPS, 1
+        )
         launch.compile(args)
         if new:
             heap.vote(f"{call}: ready")
@@ -65,3 +68,11 @@ def run(
         workspace.plans[key] = launch
     with workspace:
         launch(args)
+
+
+def agree(workspace: Workspace, call: str) -> None:
+    """Compare a call that launches nothing between ranks, the first time it is made."""
+    assert workspace.heap is not None
+    if call not in workspace.agreed:
+        workspace.heap.vote(call)
+        workspace.agreed[call] = 0

@@ -161,8 +161,29 @@ def gemm_all_gather(
     gathered = _buffer("gathered", gathered, (ranks, rows, padded), a)
     out = _buffer("out", out, (rows, columns), a)
     torch.matmul(a, b_local, out=block[:, :width])
+    return gather_columns(block, columns, group, out=out, gathered=gathered)
+
+
+def gather_columns(
+    block: torch.Tensor,
+    columns: int,
+    group: Group = None,
+    *,
+    out: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ranks' column blocks side by side: [M, columns] on every rank.
+
+    block: [M, W], W = ceil(columns/R): the columns `shard_range(columns, r, R)` of rank r, padded. gathered: scratch
+    [R, M, W].
+    """
+    ranks = dist.get_world_size(group)
+    rows, padded = block.shape
+    out = _buffer("out", out, (rows, columns), block)
+    gathered = _buffer("gathered", gathered, (ranks, rows, padded), block)
     all_gather(block, group, out=gathered.view(ranks * rows, padded))
-    for peer, (begin, end) in enumerate(shards):
+    for peer in range(ranks):
+        begin, end = shard_range(columns, peer, ranks)
         out[:, begin:end] = gathered[peer, :, : end - begin]
     return out
 

@@ -5,7 +5,7 @@ Usage::
     console = Console()
     print_facts(console, "problem", {"M x N x K": "512 x 512 x 512", "dtype": "float16"})
     print_errors(console, [accuracy_of_rank_0, accuracy_of_rank_1])
-    print_times(console, [Timing("fused", samples), Timing("reference", others)], flops=2 * M * N * K)
+    print_times(console, [Timing("fused", samples), Timing("reference", others)], 2 * M * N * K)
 """
 
 from __future__ import annotations
@@ -70,22 +70,24 @@ def print_errors(console: Console, results: Sequence[Accuracy]) -> None:
     console.print(table)
 
 
-def print_times(console: Console, timings: Sequence[Timing], flops: float) -> None:
-    """Median and fastest time of each provider, and its rate for `flops` operations in all.
+def print_times(
+    console: Console, timings: Sequence[Timing], amount: float, unit: str = "GFLOP/s, all ranks"
+) -> None:
+    """Median and fastest time of each provider, and its rate for `amount` units in all; `unit` is the column's title.
 
     With several providers a last column has the last one's median over this one's: above 1 is faster than it.
     """
     calls, last = len(timings[0].samples), timings[-1]
     table = Table(title=f"time of one call ({calls} samples, slowest rank)", title_justify="left")
     table.add_column("")
-    for header in ("median", "fastest", "GFLOP/s, all ranks"):
+    for header in ("median", "fastest", unit):
         table.add_column(header, justify="right")
     if len(timings) > 1:
         table.add_column(f"speed over {last.name}", justify="right")
     for timing in timings:
         speed = [f"{last.median / timing.median:.3f}"] if len(timings) > 1 else []
         times = (format_seconds(timing.median), format_seconds(min(timing.samples)))
-        table.add_row(timing.name, *times, f"{flops / timing.median / 1e9:.1f}", *speed)
+        table.add_row(timing.name, *times, f"{amount / timing.median / 1e9:.1f}", *speed)
     console.print(table)
 
 

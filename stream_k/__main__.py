@@ -78,9 +78,11 @@ def _run(
         raise ValueError(str(error)) from None
     import torch
 
+    from collectives import job as standalone
+    from collectives.problems import STANDALONE
     from pyrocshmem.launch import spawn
     from reference import report
-    from reference.problems import find_problem
+    from reference.problems import PROBLEMS, find_problem
     from stream_k import timeline_files
     from stream_k.job import Job, check_job, run_rank
 
@@ -91,13 +93,19 @@ def _run(
         raise ValueError(f"{num_ranks} ranks asked for, allowed are 1 to {MAX_RANKS}")
     if on_gpu and num_ranks > present:
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
+    name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
+    calls = iters if iters is not None else 20 if on_gpu else 3
+    if collective in STANDALONE:
+        if options["placement"] != "auto" or partial_dtype is not None or trace_path is not None:
+            raise ValueError(f"{collective} has no GEMM: leave --placement, --partial-dtype and --trace out")
+        return standalone.run(console, collective, num_ranks, shape, name, options["seed"], calls, json_path)
+    if collective not in PROBLEMS:
+        raise ValueError(f"collective is {collective!r}, allowed {', '.join((*PROBLEMS, *STANDALONE))}")
     problem = find_problem(collective)
     sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
-    name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
     wire = (
         getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
     )
-    calls = iters if iters is not None else 20 if on_gpu else 3
     traced = trace_path is not None
     job = Job(
         collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, trace=traced, **options

@@ -1,0 +1,99 @@
+"""One run of a collective on whole tensors, from the command line: `./run.sh -c rms_norm --shape 64,4096`.
+
+`run` starts the ranks, prints what `python -m stream_k` prints for a fused op, and says whether all were right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from collectives.problems import STANDALONE, Setting
+from pyrocshmem import target
+from pyrocshmem.heap import Heap
+from pyrocshmem.launch import spawn
+from reference import report
+from reference.accuracy import Accuracy
+from reference.timing import time_in_turn
+
+# Beside the tensors: messages and flags.
+_HEAP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: a name of STANDALONE, the sizes (M, N) of the whole, and how many calls to time."""
+
+    collective: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    seed: int = 0
+    iters: int = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank found: its output against the bound, and the seconds of each timed call, by provider."""
+
+    accuracy: Accuracy
+    seconds: dict[str, tuple[float, ...]]
+
+
+def run_rank(rank: int, world_size: int, job: Job) -> Result:
+    """Run `job` on this rank of the default process group: check the timed buffer, after timing it."""
+    size = job.shape[0] * job.shape[1] * job.dtype.itemsize
+    with Heap(_HEAP_BYTES + 8 * size) as heap:
+        calls = STANDALONE[job.collective].prepare(Setting(heap, job.shape, job.dtype, job.seed))
+        providers = {"ours": (calls.ours, calls.result), "reference": (calls.reference, calls.expected)}
+        seconds = time_in_turn(providers, job.iters, heap.device)
+        heap.synchronize()
+        return Result(calls.check(), seconds)
+
+
+def run(
+    console: Console,
+    collective: str,
+    num_ranks: int,
+    shape: str | None,
+    dtype: str,
+    seed: int,
+    iters: int,
+    json_path: Path | None,
+) -> bool:
+    """Run a collective of STANDALONE and print everything; whether every rank's result is right. ValueError for
+    sizes that make no sense."""
+    problem = STANDALONE[collective]
+    on_gpu = target.backend() != "host"
+    sizes = _parse(shape) if shape else problem.gpu_shape if on_gpu else problem.cpu_shape
+    if iters < 1:
+        raise ValueError(f"iters is {iters}, allowed 1 or more")
+    facts = {
+        "runs on": target.describe(),
+        "reference": f"{problem.steps} ({'NCCL/RCCL' if on_gpu else 'gloo'})",
+        "sizes": f"M N = {sizes[0]} {sizes[1]}, {dtype}, {num_ranks} ranks, seed {seed}",
+        "per rank": problem.holds,
+        "bound": problem.bound,
+    }
+    report.print_facts(console, f"collectives.{collective}", facts)
+    results = spawn(run_rank, num_ranks, Job(collective, sizes, getattr(torch, dtype), seed, iters))
+    accuracy = [result.accuracy for result in results]
+    timings = [
+        report.Timing(who, report.slowest([result.seconds[who] for result in results]))
+        for who in results[0].seconds
+    ]
+    report.print_errors(console, accuracy)
+    size = sizes[0] * sizes[1] * getattr(torch, dtype).itemsize
+    report.print_times(console, timings, size, "GB/s of the tensor")
+    if json_path is not None:
+        report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
+    return all(found.ok for found in accuracy)
+
+
+def _parse(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--shape of a collective alone must be M,N, two sizes of 1 or more, got {text!r}")
+    return int(parts[0]), int(parts[1])

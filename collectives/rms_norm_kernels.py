@@ -1,0 +1,317 @@
+"""The kernels of `rms_norm`, forward and backward, and their launches.
+
+M rows of H columns, R ranks, N columns a rank. h is what is normalized (x, or x + residual), s = 1 / sqrt(mean of
+h^2 over H + eps) the scale of a row, w the weight, g the gradient of the result h s w.
+
+Forward: every rank sums the squares of its columns, in fp32; the sums of a row travel to all ranks (`row_sums`), and
+all add them in the same order, so all scale a row by the same bits. Then each normalizes its own columns: for itself
+(sharded: only the sums travel), or into its columns of every rank's result (replicated).
+
+    message (rank, row)         the rank's sum of squares of the row; backward: of g w h
+    done[block][rank] >= epoch  replicated: the rank's columns of a block of rows have arrived here
+
+A rank writes into a peer's result only after it has heard of its sums in this call: by then the peer has done with
+what the result held before.
+
+Backward (the derivative of the formula above): with t = sum over H of g w h, times s / H, the gradient of h is
+s (g w - h s t), and that of the weight the sum over rows of g h s, which needs no peer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from collectives import row_sums
+from collectives.row_sums import Blocks
+from collectives.tensors import agree, run
+from pyrocshmem import message, signal, status, trace
+from pyrocshmem.device import others
+from stream_k.workspace import Workspace
+
+_OP = tl.constexpr(int(status.Op.RMS_NORM))
+
+
+@triton.jit
+def _squares(
+    x, residual, updated, block, M, N, x_stride, residual_stride,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares [ROWS] of a block of rows; where ADDS, of x + residual, which is stored."""
+    i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, N, COLUMNS):
+        j = first + tl.arange(0, COLUMNS)[None, :]
+        mask = (i < M) & (j < N)
+        value = tl.load(x + i * x_stride + j, mask=mask, other=0.0).to(tl.float32)
+        if ADDS:
+            value += tl.load(residual + i * residual_stride + j, mask=mask, other=0.0).to(tl.float32)
+            kept = row_sums.rounded(value, updated.dtype.element_ty)
+            tl.store(updated + i * N + j, kept, mask=mask)
+            value = kept.to(tl.float32)
+        total += value * value
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, updated, weight, out, scales, messages, slot_quads, flags, context,
+    M, N, H, column, x_stride, residual_stride, out_stride, eps, events,
+    ADDS: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WORLD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """x [M, N], this rank's columns of H, from `column` on. out: its columns, or (REPLICATED) all of them.
+
+    Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
+    (1/3, 1) and (5/3, 1/3) times the weights.
+    """
+    control, abort, record, heap_bases = context
+    rank = tl.load(control + signal.RANK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    blocks = tl.cdiv(M, ROWS)
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    count, slot = message.begin(messages, slot_quads, context)
+    deadline = message.deadline_ns(context)
+    epoch = count
+    places = (out + column,)
+    if REPLICATED:
+        epoch = signal.begin(context, True, WORLD)
+        places = others(out + column, rank, heap_bases, WORLD) + (out + column,)
+    for ahead in range(program, blocks + programs, programs):
+        if ahead < blocks:
+            trace.mark(events, trace.PUSH, ahead)
+            sums = _squares(x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, ROWS, COLUMNS)
+            row_sums.send(sums, ahead, slot, M, context, ROWS, WORLD, RANKS)
+        block = ahead - programs
+        if block >= 0:
+            trace.mark(events, trace.WAIT, block)
+            sums, came = row_sums.receive(block, slot, M, deadline, count, context, _OP, ROWS, WORLD, RANKS)
+            if came:
+                trace.mark(events, trace.STORE, block)
+                row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
+                scale = tl.math.rsqrt(sums / H + eps)
+                tl.store(scales + row, scale, mask=row < M)
+                for first in range(0, N, COLUMNS):
+                    i, j = row[:, None], first + tl.arange(0, COLUMNS)[None, :]
+                    mask = (i < M) & (j < N)
+                    if ADDS:
+                        value = tl.load(updated + i * N + j, mask=mask, other=0.0)
+                    else:
+                        value = tl.load(x + i * x_stride + j, mask=mask, other=0.0)
+                    w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
+                    value = row_sums.rounded(value.to(tl.float32) * scale[:, None] * w, out.dtype.element_ty)
+                    for k in tl.static_range(WORLD if REPLICATED else 1):
+                        tl.store(places[k] + i * out_stride + j, value, mask=mask)
+                if REPLICATED:
+                    signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
+    message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
+    if REPLICATED:
+        trace.mark(events, trace.WAIT, -1)
+        for block in range(program, blocks, programs):
+            done = signal.word(flags, block, lanes)
+            signal.wait(done, lanes < WORLD, epoch, block, lanes, context, _OP, WORLD)
+        last = signal.end(context, epoch)
+    else:
+        last = signal.is_last(context)
+    if last:
+        message.advance(count, WORLD * M * 4, context)
+    trace.mark(events, trace.END, -1)
+
+
+@triton.jit
+def _products(
+    g, h, weight, block, M, N, g_stride, h_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Sums of g w h [ROWS] of a block of rows."""
+    i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, N, COLUMNS):
+        j = first + tl.arange(0, COLUMNS)[None, :]
+        mask = (i < M) & (j < N)
+        w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
+        product = tl.load(g + i * g_stride + j, mask=mask, other=0.0).to(tl.float32) * w
+        total += product * tl.load(h + i * h_stride + j, mask=mask, other=0.0).to(tl.float32)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    g, more, h, weight, scales, grad, partials, messages, slot_quads, context,
+    M, N, H, g_stride, more_stride, h_stride, events,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """grad [M, N] of h, plus (ADDS) `more`, the gradient that reached h otherwise; and the weight's gradient of each
+    program's rows, partials [programs, N] in fp32.
+
+    Example, R = 2, H = 4, s = 1/3 as in the forward kernel's, g w = (3, 0) and (0, 0): sums 3 and 0, t = 3/12; of
+    column 0 the gradient is (3 - 1/3 * 1/4) / 3.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    blocks = tl.cdiv(M, ROWS)
+    count, slot = message.begin(messages, slot_quads, context)
+    deadline = message.deadline_ns(context)
+    for ahead in range(program, blocks + programs, programs):
+        if ahead < blocks:
+            trace.mark(events, trace.PUSH, ahead)
+            sums = _products(g, h, weight, ahead, M, N, g_stride, h_stride, ROWS, COLUMNS)
+            row_sums.send(sums, ahead, slot, M, context, ROWS, WORLD, RANKS)
+        block = ahead - programs
+        if block >= 0:
+            trace.mark(events, trace.WAIT, block)
+            sums, came = row_sums.receive(block, slot, M, deadline, count, context, _OP, ROWS, WORLD, RANKS)
+            if came:
+                trace.mark(events, trace.STORE, block)
+                row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
+                scale = tl.load(scales + row, mask=row < M, other=0.0)
+                t = (sums * scale / H)[:, None]
+                # The threads that load what the last block left need not be those that stored it.
+                signal.settle()
+                for first in range(0, N, COLUMNS):
+                    lane = first + tl.arange(0, COLUMNS)
+                    i, j = row[:, None], lane[None, :]
+                    mask = (i < M) & (j < N)
+                    w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
+                    gradient = tl.load(g + i * g_stride + j, mask=mask, other=0.0).to(tl.float32)
+                    normal = (
+                        tl.load(h + i * h_stride + j, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+                    )
+                    value = scale[:, None] * (gradient * w - normal * t)
+                    if ADDS:
+                        value += tl.load(more + i * more_stride + j, mask=mask, other=0.0).to(tl.float32)
+                    tl.store(grad + i * N + j, row_sums.rounded(value, grad.dtype.element_ty), mask=mask)
+                    place = partials + tl.cast(program, tl.int64) * N + lane
+                    of_weight = tl.sum(gradient * normal, axis=0)
+                    if block >= programs:
+                        of_weight += tl.load(place, mask=lane < N, other=0.0)
+                    tl.store(place, of_weight, mask=lane < N)
+    message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
+    if signal.is_last(context):
+        message.advance(count, WORLD * M * 4, context)
+    trace.mark(events, trace.END, -1)
+
+
+def columns_of(hidden: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[first, end) column of a rank: `torch.tensor_split` of `hidden` columns."""
+    base, more = divmod(hidden, world_size)
+    first = rank * base + min(rank, more)
+    return first, first + base + (rank < more)
+
+
+def forward(
+    workspace: Workspace,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    hidden: int,
+    replicated: bool,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(result, x + residual, scale [M] of each row in fp32) of arguments that are checked. Without a residual the
+    second is x itself."""
+    heap = workspace.heap
+    assert heap is not None
+    world, device = heap.world_size, heap.device
+    rows = as_rows(x)
+    M, N = rows.shape
+    first = columns_of(hidden, heap.rank, world)[0]
+    shape = (*x.shape[:-1], hidden if replicated else N)
+    # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
+    given = out if out is not None else torch.empty(shape, dtype=out_dtype, device=device)
+    scales = torch.empty(M, dtype=torch.float32, device=device)
+    updated = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=device)
+    words = f"{M} x {hidden}, {x.dtype}, eps {eps:g}, weight {weight.dtype}, residual " + (
+        "none" if residual is None else str(residual.dtype)
+    )
+    call = f"rms_norm({words}, {'replicated' if replicated else 'sharded'} {out_dtype})"
+    if M == 0 or hidden == 0:
+        agree(workspace, call)
+        return given, updated, scales
+    target = given
+    if replicated:
+        if not (heap.is_symmetric(given) and given.is_contiguous()):
+            target = workspace.buffer("results", M * hidden, out_dtype)[: M * hidden]
+        call = f"{call} at offset {heap.offset(target)}"
+    target = as_rows(target.view(shape) if replicated else given)
+    blocks = Blocks.of(M, N, device)
+    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
+    flags = workspace.flags(blocks.count if replicated else 1)
+    added = rows if residual is None else as_rows(residual)
+    constants = {
+        "ADDS": residual is not None,
+        "REPLICATED": replicated,
+        "ROWS": blocks.rows,
+        "COLUMNS": blocks.columns,
+        "WORLD": world,
+        "RANKS": triton.next_power_of_2(world),
+    }
+    tensors = (rows, added, updated, weight, target, scales)
+    strides = (rows.stride(0), added.stride(0), target.stride(0))
+    sizes = (M, N, hidden, first if replicated else 0)
+    key = ("rms_norm", *constants.values(), *sizes, strides, eps, call, tuple(map(_kind, tensors)))
+    args = (*tensors, messages, slot_quads, flags, workspace.context, *sizes, *strides, eps)
+    run(workspace, key, call, rms_norm_kernel, constants, blocks.count, args, blocks.programs)
+    if replicated and target.data_ptr() != given.data_ptr():
+        given.copy_(target.view(shape))
+    return given, updated, scales
+
+
+def backward(
+    workspace: Workspace,
+    g: torch.Tensor,
+    more: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    hidden: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of h in `dtype`, gradient of the weight), from g, that of the result: of the own columns, or of all,
+    as the result was; `more`: that of h itself, as the caller's residual stream brings it back."""
+    heap = workspace.heap
+    assert heap is not None
+    world, device = heap.world_size, heap.device
+    rows = as_rows(h)
+    M, N = rows.shape
+    first = columns_of(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
+    gradient = as_rows(g)[:, first : first + N]
+    blocks = Blocks.of(M, N, device)
+    grad = torch.empty(h.shape, dtype=dtype, device=device)
+    partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
+    call = (
+        f"rms_norm_backward({M} x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})"
+    )
+    if M == 0 or hidden == 0:
+        agree(workspace, call)
+        return grad, torch.zeros_like(weight)
+    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
+    added = gradient if more is None else as_rows(more)
+    constants = {
+        "ADDS": more is not None,
+        "ROWS": blocks.rows,
+        "COLUMNS": blocks.columns,
+        "WORLD": world,
+        "RANKS": triton.next_power_of_2(world),
+    }
+    tensors = (gradient, added, rows, weight, scales, grad, partials)
+    strides = (gradient.stride(0), added.stride(0), rows.stride(0))
+    key = (*constants.values(), M, N, hidden, strides, call, tuple(map(_kind, tensors)))
+    args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
+    run(workspace, key, call, rms_norm_backward_kernel, constants, blocks.count, args, blocks.programs)
+    return grad, partials.sum(0).to(weight.dtype)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., N] as [M, N] with contiguous rows: a view where there is one."""
+    M, N = math.prod(x.shape[:-1]), x.shape[-1]
+    rows = x.reshape(M, N)
+    return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def _kind(x: torch.Tensor) -> tuple[torch.dtype, int]:
+    """What the code for a tensor depends on, next to its strides."""
+    return x.dtype, x.data_ptr() % 16

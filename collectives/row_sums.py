@@ -1,0 +1,106 @@
+"""What kernels on rows that are cut into columns share: one float a row, exchanged between all ranks.
+
+R ranks hold N columns each of M rows. A program does blocks of ROWS rows: it sends its sums of a block, one block
+ahead of the one that it finishes, so that the answers travel meanwhile; polls for those of all ranks; and adds
+them in an order that depends on R alone, so all ranks get the same bits. A sum travels as a message that carries
+its own flag (`pyrocshmem.message`): 16 bytes for each row and rank.
+
+    slot of a rank: [R sources][M rows] quads
+
+A program waits only for programs with its own number, which send before they wait: nothing deadlocks, however few of
+a grid's programs are resident at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pyrocshmem import message, signal, target
+from pyrocshmem.device import remote
+from pyrocshmem.trace import now_ns
+from stream_k.config import num_multiprocessors
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+
+# Elements that a program holds at a time, 16 for each thread of 8 warps; and the most rows in a block.
+_TILE = 4096
+_MAX_ROWS = 16
+# Programs on a multiprocessor: while some wait for peers, others move data.
+_SHARE = 4
+# Words of the slot of the call before that a program empties at a time.
+RESTORED = tl.constexpr(1024)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How M rows of N columns are cut: `rows` x `columns` at a time, in `count` blocks of rows on `programs`."""
+
+    rows: int
+    columns: int
+    count: int
+    programs: int
+
+    @classmethod
+    def of(cls, M: int, N: int, device: torch.device) -> Blocks:
+        """Few rows: one a program. Many: as many as keep all programs busy, at most 16."""
+        share = num_multiprocessors(device) * (1 if target.interpreted() else _SHARE)
+        rows = min(_MAX_ROWS, triton.next_power_of_2(-(-M // share)))
+        columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
+        count = -(-M // rows)
+        return cls(rows, columns, count, min(count, share))
+
+
+def slot_bytes(M: int, world_size: int) -> int:
+    """Bytes of one of the slots of messages for M rows."""
+    return M * world_size * message.QUAD_BYTES
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """fp32 values as DTYPE, to nearest, ties to even."""
+    if _INTERPRETED and tl.bfloat16 == DTYPE:
+        # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # noqa: PLR0124
+    return value.to(DTYPE)
+
+
+@triton.jit
+def send(sums, block, slot, M, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr):
+    """Send this rank's fp32 sums [ROWS] of a block of rows to every rank, itself too. RANKS: WORLD, or the next
+    power of two."""
+    control, abort, record, heap_bases = context
+    ranks = tl.arange(0, RANKS)
+    row = block * ROWS + tl.arange(0, ROWS)[None, :]
+    there = (ranks < WORLD)[:, None] & (row < M)
+    word = message.clean(sums.to(tl.int32, bitcast=True))
+    word = tl.broadcast_to(word[None, :], [RANKS, ROWS])
+    places = remote(slot, tl.minimum(ranks, WORLD - 1), heap_bases)[:, None]
+    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * M + row) * 4
+    message.push(places, (word, word, word, word), there)
+
+
+@triton.jit
+def receive(
+    block, slot, M, deadline, count, context,
+    OP: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """(the sums [ROWS] over all ranks of a block of rows, whether they came). When not, the fault is recorded."""
+    control, abort, record, heap_bases = context
+    ranks = tl.arange(0, RANKS)[:, None]
+    row = block * ROWS + tl.arange(0, ROWS)[None, :]
+    there = (ranks < WORLD) & (row < M)
+    words, late = message.poll(slot + (tl.cast(ranks, tl.int64) * M + row) * 4, there, deadline, context)
+    sums = tl.sum(tl.where(there, words[0].to(tl.float32, bitcast=True), 0.0), axis=0)
+    missing = tl.max(late, axis=1)
+    gave_up = tl.max(missing, axis=0)
+    if gave_up != 0:
+        waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
+        who = tl.argmax(missing, axis=0)
+        signal.report(who, block, count, count - 1, waited, count, context, OP, WORLD)
+    return sums, gave_up == 0
