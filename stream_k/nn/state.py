@@ -43,13 +43,17 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the unsharded model, on every rank: the group's ranks call it together. Fresh tensors, but for
-    what is not divided. Raises as `sharded_state_dict`."""
+    """The state dict of the unsharded model, on every rank: the group's ranks call it together. All its tensors are
+    the caller's. Raises as `sharded_state_dict`."""
     from torch.distributed.tensor import DTensor
 
-    return {
-        key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in sharded_state_dict(model).items()
-    }
+    def whole(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x.clone() if isinstance(x, torch.Tensor) else x
+        full = x.full_tensor()
+        return full.clone() if full.data_ptr() == x.to_local().data_ptr() else full
+
+    return {key: whole(x) for key, x in sharded_state_dict(model).items()}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:

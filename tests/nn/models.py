@@ -147,7 +147,7 @@ def train_unsharded(case: Case, steps: int) -> Trained:
         block.zero_grad()
         loss = (block(x, case.batch) - target).square().mean()
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         assert x.grad is not None
         inputs.append(x.grad)
         with torch.no_grad():
@@ -171,7 +171,7 @@ def train_parallel(rank: int, world_size: int, case: Case, steps: int, device: A
         # Of this rank's rows, all of which make the whole loss; where rows are replicated, the whole one.
         loss = (y.float() - target.float()).square().sum() / (case.rows * HIDDEN)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         assert x.grad is not None
         inputs.append(x.grad.cpu())
         with torch.no_grad():
