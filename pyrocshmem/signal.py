@@ -43,6 +43,8 @@ BUDGET_US = tl.constexpr(2)  # how long a wait may last
 RANK = tl.constexpr(3)
 BEGUN = tl.constexpr(4)  # programs of this call's GEMM that have begun
 CURRENT = tl.constexpr(5)  # number of the call that was entered last: what copy engines raise flags to
+MESSAGES = tl.constexpr(6)  # calls that sent messages so far (`pyrocshmem.message`)
+MESSAGE_WORDS = tl.constexpr(7)  # words that the last of them used of its slot
 ENTERED = tl.constexpr(32)  # per peer: the last call it has entered
 BARRIER = tl.constexpr(40)  # per peer: the last call whose barrier it has reached
 CONTROL_WORDS = 64
@@ -79,7 +81,7 @@ setattr(_host_yield, "__triton_builtin__", True)  # noqa: B010
 
 
 @triton.jit
-def _pause():
+def pause():
     """Between two polls: leave the processor to others."""
     if _INTERPRETED:
         _host_yield()
@@ -169,7 +171,7 @@ def word(flags, index, writer):
 
 
 @triton.jit
-def _poll(words):
+def load_now(words):
     """A relaxed load at system scope of an int32, or of a block of them. It orders nothing; `_acquire` does."""
     if _INTERPRETED:
         value = tl.load(words)
@@ -185,14 +187,15 @@ def _poll(words):
 
 
 @triton.jit
-def _read(flags, mask, epoch, safe):
-    """The flags, and `epoch` where not `mask`; `safe` is an address that can always be read."""
+def peek(words, mask, other, safe):
+    """What int32 `words` hold right now, and `other` where not `mask`; `safe` is an address that can always be
+    read. Relaxed, at system scope."""
     if not _INTERPRETED and target_info.is_hip():
         # As numbers: Triton 3.6 can't choose between pointers into two tensors.
-        value = _poll(tl.where(mask, flags.to(tl.int64), safe.to(tl.int64)))
-        value = tl.where(mask, value, epoch)
+        value = load_now(tl.where(mask, words.to(tl.int64), safe.to(tl.int64)))
+        value = tl.where(mask, value, other)
     else:
-        value = tl.load(flags, mask=mask, other=epoch, volatile=True)
+        value = tl.load(words, mask=mask, other=other, volatile=True)
     return value
 
 
@@ -200,7 +203,7 @@ def _read(flags, mask, epoch, safe):
 def _is_up(flags, mask, epoch, safe):
     """1 where a flag has reached `epoch`. A peer can be ahead by two calls at most; anything else is what an
     old call left."""
-    ahead = _read(flags, mask, epoch, safe) - epoch
+    ahead = peek(flags, mask, epoch, safe) - epoch
     return tl.where((ahead >= 0) & (ahead < _WINDOW), 1, 0)
 
 
@@ -211,35 +214,35 @@ def _pick(values, lane, lanes):
 
 
 @triton.jit
-def _give_up(
-    code, waited_us, flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr
-):
-    """Write the record; when this rank is the first to give up, tell the others."""
+def report(
+    peer, tile, expected, seen, waited_us, call, context, OP: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """Record that a wait of call number `call` ended without what it waited for; when this rank is the first
+    to give up, tell the others. The first record stands: it names the cause, later ones its consequences."""
     control, abort, record, heap_bases = context
-    rank = tl.load(control + RANK)
-    lanes = tl.arange(0, flags.shape[0])
-    seen = _read(flags, mask, epoch, abort)
-    lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
-    aborter = _poll(abort) - 1
-    tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
-    tl.store(record + _WORD_RANK, rank.to(tl.int64))
-    tl.store(record + _WORD_PEER, tl.where(code == _ABORTED, aborter, _pick(peers, lane, lanes)).to(tl.int64))
-    tl.store(record + _WORD_TILE, _pick(tiles, lane, lanes).to(tl.int64))
-    tl.store(record + _WORD_EXPECTED, epoch.to(tl.int64))
-    tl.store(record + _WORD_SEEN, _pick(seen, lane, lanes).to(tl.int64))
-    tl.store(record + _WORD_WAITED_US, waited_us.to(tl.int64))
-    tl.store(record + _WORD_EPOCH, epoch.to(tl.int64))
-    settle()
-    tl.store(record + _WORD_CODE, code.to(tl.int64))
-    if code == _TIMEOUT:
-        # After the record is whole: a program of this rank that sees the word must find it, and leave it as
-        # it is.
-        if WORLD > 1:
-            everyone = tl.arange(0, MAX_WORLD)
-            publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
-        else:
-            settle()
-            raise_flag(abort, 1 + rank)
+    if tl.load(record + _WORD_CODE, volatile=True) == 0:
+        rank = tl.load(control + RANK)
+        aborter = load_now(abort) - 1
+        aborted = aborter >= 0
+        tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
+        tl.store(record + _WORD_RANK, rank.to(tl.int64))
+        tl.store(record + _WORD_PEER, tl.where(aborted, aborter, peer).to(tl.int64))
+        tl.store(record + _WORD_TILE, tl.cast(tile, tl.int64))
+        tl.store(record + _WORD_EXPECTED, tl.cast(expected, tl.int64))
+        tl.store(record + _WORD_SEEN, tl.cast(seen, tl.int64))
+        tl.store(record + _WORD_WAITED_US, waited_us.to(tl.int64))
+        tl.store(record + _WORD_EPOCH, tl.cast(call, tl.int64))
+        settle()
+        tl.store(record + _WORD_CODE, tl.where(aborted, _ABORTED, _TIMEOUT).to(tl.int64))
+        if not aborted:
+            # After the record is whole: a program of this rank that sees the word must find it, and leave it
+            # as it is.
+            if WORLD > 1:
+                everyone = tl.arange(0, MAX_WORLD)
+                publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
+            else:
+                settle()
+                raise_flag(abort, 1 + rank)
 
 
 @triton.jit
@@ -258,17 +261,18 @@ def wait(
         budget = tl.load(control + BUDGET_US)
         start = now_us()
         waited = start - start
-        aborted = _poll(abort)
+        aborted = load_now(abort)
         while (up == 0) & (aborted == 0) & (waited < budget):
-            _pause()
+            pause()
             up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
-            aborted = _poll(abort)
+            aborted = load_now(abort)
             waited = now_us() - start
         if up == 0:
-            # The first record stands: it names the cause, later ones its consequences.
-            if tl.load(record + _WORD_CODE, volatile=True) == 0:
-                code = tl.where(aborted == 0, _TIMEOUT, _ABORTED)
-                _give_up(code, waited, flags, mask, epoch, tiles, peers, context, OP, WORLD)
+            lanes = tl.arange(0, flags.shape[0])
+            lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
+            seen = _pick(peek(flags, mask, epoch, abort), lane, lanes)
+            peer, tile = _pick(peers, lane, lanes), _pick(tiles, lane, lanes)
+            report(peer, tile, epoch, seen, waited, epoch, context, OP, WORLD)
     _acquire(scope)
     return up == 1
 
@@ -312,12 +316,21 @@ def end(context, epoch):
     """Close the call: the last program of the grid to come here writes the number that the next call counts
     from. True in that program."""
     control, abort, record, heap_bases = context
+    last = is_last(context)
+    if last:
+        tl.store(control + BEGUN, 0)
+        tl.store(control + EPOCH, epoch)
+    return last
+
+
+@triton.jit
+def is_last(context):
+    """True in the last program of the grid to come here: what the others did before is visible to it."""
+    control, abort, record, heap_bases = context
     settle()
     last = tl.atomic_add(control + TICKET, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     if last:
         tl.store(control + TICKET, 0)
-        tl.store(control + BEGUN, 0)
-        tl.store(control + EPOCH, epoch)
     return last
 
 

@@ -1,0 +1,226 @@
+"""Messages: data that carry their own flag, for calls whose size is microseconds.
+
+A receiver's slot holds SENTINEL in every 32-bit word until a peer's data overwrite it: what is not SENTINEL has
+arrived, so there is no flag to raise after the data and no second trip to read them. The sentinel is a NaN that
+arithmetic never makes, in float32 and in both halves in bfloat16 and float16; data with just these bits are sent
+as the NaN beside it (`clean`). Integers can't be sent this way.
+
+Three slots rotate. A call pushes into its peers' slot `count % 3`, and puts SENTINEL back into its own slot of the
+call before; the next but one will use that again:
+
+    count, slot = message.begin(messages, slot_quads, context)         # the own slot of this call
+    message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
+    message.restore(messages, slot_quads, count, context, STEP)        # the slot of the call before
+    last = signal.is_last(context)                                     # all have read the count
+    words, late = message.poll(slot + .., mask, deadline, context)
+    if last: message.advance(count, used_words, context)
+
+Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call
+n + 1 only after its call n has put the sentinels back. Hence the one rule for callers: in every call every rank
+hears from every rank, be it 16 bytes. Ranks whose data are late make `poll` give up after the wait budget.
+
+The protocol is NCCL's and FlashInfer's "low latency" idea, as published with NVIDIA's Lamport all-reduce kernels.
+A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four
+int32 blocks.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from pyrocshmem import signal, target
+from pyrocshmem.trace import now_ns
+
+SENTINEL = tl.constexpr(-786445)  # 0xFFF3FFF3
+QUAD_BYTES = 16
+NUM_SLOTS = 3
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+# The count of calls starts again here: a multiple of the number of slots.
+_WRAP = tl.constexpr(3 << 28)
+
+
+@triton.jit
+def begin(messages, slot_quads, context):
+    """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
+    count = tl.load(context[0] + signal.MESSAGES)
+    return count, _slot(messages, slot_quads, count)
+
+
+@triton.jit
+def _slot(messages, slot_quads, count):
+    return messages + tl.cast(count % 3, tl.int64) * slot_quads * 4
+
+
+@triton.jit
+def restore(messages, slot_quads, count, context, STEP: tl.constexpr):
+    """The grid puts SENTINEL back into what the call before used of its slot, STEP words at a time."""
+    used = tl.load(context[0] + signal.MESSAGE_WORDS)
+    slot = _slot(messages, slot_quads, count + 2)
+    empty = tl.full((STEP,), SENTINEL, tl.int32)
+    for step in range(tl.program_id(0), tl.cdiv(used, STEP), tl.num_programs(0)):
+        offsets = step * STEP + tl.arange(0, STEP)
+        tl.store(slot + offsets, empty, mask=offsets < used)
+
+
+@triton.jit
+def advance(count, used_words, context):
+    """Close the call, in the program for which `signal.is_last` was true: all have read the count by then."""
+    tl.store(context[0] + signal.MESSAGES, (count + 1) % _WRAP)
+    tl.store(context[0] + signal.MESSAGE_WORDS, used_words)
+
+
+@triton.jit
+def clean(word):
+    """`word`, or the NaN beside it where it looks like an empty slot."""
+    return tl.where(word == SENTINEL, SENTINEL - 1, word)
+
+
+@triton.jit
+def fetch(pointer, mask):
+    """The quads at `pointer` (a block of int32 pointers to 16 aligned bytes), zeros where not `mask`."""
+    if not _INTERPRETED and not target_info.is_hip():
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $5, 0;
+            mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
+            @p ld.global.v4.u32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=r,=r,=r,=r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        words = (
+            tl.load(pointer, mask=mask, other=0),
+            tl.load(pointer + 1, mask=mask, other=0),
+            tl.load(pointer + 2, mask=mask, other=0),
+            tl.load(pointer + 3, mask=mask, other=0),
+        )
+    return words
+
+
+@triton.jit
+def keep(pointer, words, mask):
+    """Store quads at `pointer`, for kernels that follow."""
+    w0, w1, w2, w3 = words
+    if not _INTERPRETED and not target_info.is_hip():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $6, 0;
+            @p st.global.v4.u32 [$1], {$2, $3, $4, $5};
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r,r,r", [pointer.to(tl.int64), w0, w1, w2, w3, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(pointer, w0, mask=mask)
+        tl.store(pointer + 1, w1, mask=mask)
+        tl.store(pointer + 2, w2, mask=mask)
+        tl.store(pointer + 3, w3, mask=mask)
+
+
+@triton.jit
+def push(pointer, words, mask):
+    """Store quads at `pointer`, in the own heap or a peer's, such that whoever polls there sees them soon."""
+    w0, w1, w2, w3 = words
+    if not _INTERPRETED and not target_info.is_hip():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $6, 0;
+            @p st.relaxed.sys.global.v4.u32 [$1], {$2, $3, $4, $5};
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r,r,r", [pointer.to(tl.int64), w0, w1, w2, w3, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        _push_word(pointer, w0, mask)
+        _push_word(pointer + 1, w1, mask)
+        _push_word(pointer + 2, w2, mask)
+        _push_word(pointer + 3, w3, mask)
+
+
+@triton.jit
+def _push_word(pointer, word, mask):
+    if _INTERPRETED:
+        tl.store(pointer, word, mask=mask)
+    else:
+        # Through the caches: a plain store may stay in the own L2 until the kernel ends.
+        tl.store(pointer, word, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
+def deadline_ns(context):
+    """When a wait that starts now gives up, in nanoseconds of `trace.now_ns`."""
+    return now_ns() + tl.load(context[0] + signal.BUDGET_US).to(tl.int64) * 1000
+
+
+@triton.jit
+def poll(pointer, mask, deadline, context):
+    """Wait for the quads at `pointer` (a block of int32 pointers into the own heap) where `mask`.
+
+    Returns (four blocks of words, late): zeros where not `mask`; late is 1 where the data did not come before
+    `deadline`, or a peer gave up.
+    """
+    control, abort, record, heap_bases = context
+    if not _INTERPRETED and not target_info.is_hip():
+        # Each thread waits for its own words: no barrier between the arrival of the last and its use.
+        w0, w1, w2, w3, late = tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, q;
+            .reg .u32 a, b, c, d, n, m, gone;
+            .reg .u64 now;
+            mov.u32 a, 0; mov.u32 b, 0; mov.u32 c, 0; mov.u32 d, 0;
+            mov.u32 n, 0;
+            mov.u32 gone, 0;
+            setp.eq.u32 p, $6, 0;
+            @p bra DONE;
+            AGAIN:
+            ld.relaxed.sys.global.v4.u32 {a, b, c, d}, [$5];
+            setp.eq.u32 q, a, 0xFFF3FFF3;
+            setp.eq.or.u32 q, b, 0xFFF3FFF3, q;
+            setp.eq.or.u32 q, c, 0xFFF3FFF3, q;
+            setp.eq.or.u32 q, d, 0xFFF3FFF3, q;
+            @!q bra DONE;
+            add.u32 n, n, 1;
+            and.b32 m, n, 255;
+            setp.ne.u32 p, m, 0;
+            @p bra AGAIN;
+            ld.relaxed.sys.global.u32 m, [$8];
+            mov.u64 now, %globaltimer;
+            setp.lt.u64 p, now, $7;
+            setp.eq.and.u32 p, m, 0, p;
+            @p bra AGAIN;
+            mov.u32 gone, 1;
+            DONE:
+            mov.u32 $0, a; mov.u32 $1, b; mov.u32 $2, c; mov.u32 $3, d;
+            mov.u32 $4, gone;
+            }""",
+            "=r,=r,=r,=r,=r,l,r,l,l", [pointer.to(tl.int64), mask.to(tl.int32), deadline, abort.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        waiting = tl.max(_missing(pointer, mask, abort))
+        aborted = signal.load_now(abort)
+        while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
+            signal.pause()
+            waiting = tl.max(_missing(pointer, mask, abort))
+            aborted = signal.load_now(abort)
+        # The loop can't carry the words themselves: they are read once more.
+        late = _missing(pointer, mask, abort)
+        w0, w1 = signal.peek(pointer, mask, 0, abort), signal.peek(pointer + 1, mask, 0, abort)
+        w2, w3 = signal.peek(pointer + 2, mask, 0, abort), signal.peek(pointer + 3, mask, 0, abort)
+    return (w0, w1, w2, w3), late
+
+
+@triton.jit
+def _missing(pointer, mask, abort):
+    """1 where a word has not arrived."""
+    missing = tl.where(signal.peek(pointer, mask, 0, abort) == SENTINEL, 1, 0)
+    for k in tl.static_range(1, 4):
+        missing |= tl.where(signal.peek(pointer + k, mask, 0, abort) == SENTINEL, 1, 0)
+    return missing
