@@ -8,15 +8,21 @@ A rank that fails leaves the others alone, so that each one's fault can be asser
 `timeout` seconds.
 """
 
+import multiprocessing
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from typing import Any
 
-from pyrocshmem import launch
+from pyrocshmem import launch, target
 from pyrocshmem.launch import RankResult
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[RankResult]:
     """Every rank's end, in rank order; see `pyrocshmem.launch.run_ranks`."""
+    if target.interpreted():
+        # The server of all ranks to come; what is loaded there no rank loads again.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
+        forkserver.ensure_running()
     return launch.run_ranks(fn, num_ranks, *args, timeout=timeout)
 
 

@@ -1,5 +1,6 @@
 """A heap for planning alone: one process plays one rank of any number, votes pass, memory is plain and stays unread."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class PlanningHeap(Heap):
         pass
 
     def check(self) -> None:
+        pass
+
+    def on_recovery(self, restart: Callable[[], None]) -> None:
         pass
 
 
