@@ -186,8 +186,7 @@ class Lifecycle:
         self._set_abort_words()
 
     def on_recovery(self, restart: Callable[[], None]) -> None:
-        """Have `recover` call a method of an object that holds call numbers or flags, while that lives: at a time
-        when no rank launches or writes anything."""
+        """Have `recover` call a method of an object that holds call numbers, while no rank writes anything."""
         self._restarts.append(weakref.WeakMethod(restart))
 
     def _recover(self, holdings: bytes, keep: Callable[[list[bytes]], None]) -> None:
@@ -197,6 +196,8 @@ class Lifecycle:
             if self._closed:
                 raise ValueError("the heap is closed")
             refuse_capture(self.device, "recover")
+            with store_may_be_gone():  # for peers that still vote there
+                self._channel.abort("it has begun to recover the heap")
             self._channel = self._home.channel("votes")
             try:
                 self._set_abort_words()
@@ -279,8 +280,8 @@ class Lifecycle:
             raise ValueError("the heap is closed")
 
     def _process_of(self, peer: int) -> str:
-        memory = self._memory
-        return status.describe_process(memory.processes[peer]) if memory and peer < self.world_size else ""
+        known = self._memory.processes[peer : peer + 1] if self._memory else ()
+        return "".join(map(status.describe_process, known))
 
     def _message_of(self, peer: int) -> str:
         # A kernel that gives up sets the abort words at once; its host says why a moment later.

@@ -1,10 +1,12 @@
-"""Faults 5, 6, 9, 16, 18, 19, 20 and 21 at the fused ops: mistakes are refused before any launch, on all ranks, and the
-next call works.
+"""Faults 5, 6, 9, 13, 16, 18, 19, 20 and 21 at the fused ops: mistakes are refused before any launch, on all ranks,
+and the next call works.
 
 A body makes wrong calls one after another on one heap; it returns what each raised, and whether the output kept
 its poison. After every one of them a right call is made and judged.
 """
 
+import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,23 +16,28 @@ import torch
 import stream_k
 from pyrocshmem import CallMismatch, Heap, HeapOutOfMemory
 from pyrocshmem.errors import ShmemError
+from reference.problems import PROBLEMS
+from stream_k.config import PLACEMENTS_OF
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, run_case
 from tests.ranks import run_ranks, values
-from tests.stream_k.products import check_product, device, random, small_config
+from tests.stream_k.products import ON_CPU, check_product, device, random, small_config
 
 TIER = 2
 TIMEOUT_S = 60.0
+PROMPT_S = 5.0  # half the time after which a wait for a peer gives up
 FP32 = torch.float32
 OPS = ("all_reduce", "all_scatter")
 M, N, K = 20, 24, 16
 
 
 def outcome(body: Callable[[], Any]) -> str:
-    """Class and text of what `body` raises, "" if nothing."""
+    """Class and text of what `body` raises, "" if nothing. It must not have waited for anyone."""
+    start = time.monotonic()
     try:
         body()
     except (ShmemError, ValueError, TypeError) as error:
+        assert time.monotonic() - start < PROMPT_S
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -168,28 +175,22 @@ def special_values(rank: int, world_size: int) -> list[str]:
     tiny = torch.finfo(FP32).smallest_normal / 4
     marks = (float("nan"), float("inf"), -float("inf"), -0.0, tiny)
     with Heap(HEAP_BYTES) as heap:
-        for op in OPS:
-            for placement in ("after", "beside", "inside"):
+        for op, problem in PROBLEMS.items():
+            for placement in PLACEMENTS_OF[problem.op]:
                 case = Case(op, M, N, K, FP32, config=(("placement", placement),))
                 operands = Operands(case, rank, world_size, 5)
-                if rank == world_size - 1:
-                    place = operands.a if op == "all_reduce" else operands.b.t()
-                    for row, mark in enumerate(marks):
-                        place[row, 2] = mark
-                out = call(case, heap, operands)
-                # What the last rank put in, all know.
-                whole = Operands(case, rank, world_size, 5)
-                last = Operands(case, world_size - 1, world_size, 5)
+                # Shares are views of the whole, which every rank knows; only the last rank's are marked.
+                a, b = problem.shares(operands.full_a, operands.full_b, world_size - 1, world_size)
+                place = a if problem.a_cut else b.t()
                 for row, mark in enumerate(marks):
-                    if op == "all_reduce":
-                        whole.full_a[row, whole.full_a.shape[1] - last.a.shape[1] + 2] = mark
-                    else:
-                        whole.full_b[2, (world_size - 1) * N + row] = mark
-                expected = whole.full_a @ whole.full_b
+                    place[row, 2] = mark
+                out = call(case, heap, operands)
+                rows, columns = operands.part
+                expected = (operands.full_a @ operands.full_b)[rows, columns]
                 try:
                     assert torch.equal(out.isnan(), expected.isnan())
                     assert torch.equal(out.isinf() * out.sign(), expected.isinf() * expected.sign())
-                    check_product(out, whole.full_a, whole.full_b, baseline=expected)
+                    check_product(out, *operands.factors()[:2], baseline=expected)
                 except AssertionError as error:
                     found.append(f"{case}: {error}")
                 heap.vote("next")
@@ -199,6 +200,48 @@ def special_values(rank: int, world_size: int) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_special_values_on_one_rank() -> None:
     assert values(run_ranks(special_values, 2, timeout=TIMEOUT_S)) == [[], []]
+
+
+# -- fault 13: more programs than fit on the device --
+
+
+def pretend_multiprocessors(patch: pytest.MonkeyPatch, number: int) -> None:
+    """From now on every choice of a grid takes this device for one of `number` multiprocessors."""
+    stream_k.config.num_multiprocessors.cache_clear()
+    patch.setattr(stream_k.config, "CPU_PROGRAMS", number)
+    if not ON_CPU:
+        real = torch.cuda.get_device_properties(device())
+        facts = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
+        fake = types.SimpleNamespace(**{**facts, "multi_processor_count": number})
+        patch.setattr(torch.cuda, "get_device_properties", lambda *which: fake)
+    assert stream_k.config.num_multiprocessors(device()) == number
+
+
+def on_other_devices(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """(what was wrong, what was refused) on devices of 78, 132 and 304 multiprocessors, whatever this one has."""
+    wrong, refused = [], []
+    rows, columns = (60, 50) if ON_CPU else (1500, 1000)
+    with Heap(4 * HEAP_BYTES) as heap:
+        for number in (78, 132, 304):
+            with pytest.MonkeyPatch.context() as patch:
+                pretend_multiprocessors(patch, number)
+                for op in OPS:
+                    for placement in ("after", "beside", "own_stream"):
+                        case = Case(op, rows, columns, K, FP32).with_config(placement=placement)
+                        wrong.append(run_case(case, heap, number).error)
+                too_many = Case("all_reduce", M, N, K, FP32).with_config(
+                    placement="own_stream", num_programs=number
+                )
+                refused.append(outcome(lambda case=too_many: run_case(case, heap, 1)))  # type: ignore[misc]
+    return [error for error in wrong if error], refused
+
+
+@pytest.mark.num_ranks(2)
+def test_more_programs_than_are_resident() -> None:
+    for wrong, refused in values(run_ranks(on_other_devices, 2, timeout=TIMEOUT_S)):
+        assert wrong == []
+        for text, number in zip(refused, (78, 132, 304), strict=True):
+            assert text.startswith(f"ValueError: Config.num_programs is {number} on {number} multiprocessors")
 
 
 # -- fault 19: offsets beyond 2^31 --

@@ -1,0 +1,135 @@
+"""Faults 7, 10, 11 and 27: many calls on one workspace, late at random, across wrap-arounds, in graphs, on two streams.
+
+Sums of small whole numbers, so that a call that took data of another one is off by whole numbers.
+"""
+
+import random as chances
+import time
+
+import pytest
+import torch
+
+import collectives
+from pyrocshmem import Heap, target
+from stream_k.workspace import Workspace
+from tests.fused.cases import HEAP_BYTES, Case, Operands, call, judge
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import Frame
+
+TIER = 3
+ON_CPU = target.interpreted()
+SIZE = 64
+CALLS = 100 if ON_CPU else 5_000
+LONGEST_S = 0.004
+REPLAYS = 50
+
+
+def sums_with_delays(rank: int, world_size: int, starts: list[int], calls: int) -> int:
+    """Wrong calls, of `calls` from each epoch in `starts` on; a rank in four is late, by a random time."""
+    chance = chances.Random(1000 + rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cpu" if ON_CPU else "cuda")
+    with Heap(4 << 20) as heap:
+        workspace = Workspace(heap, wait_seconds=20.0)
+        x, out = heap.empty(SIZE), heap.empty(SIZE)
+        base = torch.arange(SIZE, dtype=torch.float32, device=heap.device)
+        peers = sum(range(world_size))
+
+        def one(number: int, algorithm: str) -> torch.Tensor:
+            x.copy_(base + (number % 997) + 5000 * rank)
+            out.fill_(float("nan"))
+            collectives.all_reduce(x, group=heap, out=out, algorithm=algorithm, workspace=workspace)
+            return (out != world_size * (base + number % 997) + 5000 * peers).any()
+
+        for algorithm in ("one_shot", "two_shot"):  # planned by all together, before anyone is late
+            wrong += one(1, algorithm)
+        for start in starts:
+            workspace.restart(start)
+            for number in range(calls):
+                if chance.random() < 0.25:
+                    time.sleep(chance.uniform(0, LONGEST_S if ON_CPU else LONGEST_S / 20))
+                wrong += one(number, ("one_shot", "two_shot")[number % 2])
+            heap.synchronize()
+            assert workspace.epoch() == (start + calls + 2**31) % 2**32 - 2**31
+        heap.vote("done")
+    return int(wrong)
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.timeout(200)
+def test_cases_7_and_27_many_calls_with_random_delays_across_both_wraps() -> None:
+    starts = [2**31 - CALLS // 2, -(CALLS // 2)]
+    assert values(run_ranks(sums_with_delays, 2, starts, CALLS, timeout=150.0)) == [0, 0]
+
+
+def graphs_of_several_calls(rank: int, world_size: int, ways: list[tuple[str, str]]) -> list[str]:
+    """Graphs of one, two and three calls, replayed with inputs changed in place, eager calls between."""
+    errors = []
+    cases = [Case(op, 97, 72, 136, torch.float16).with_config(placement=place) for op, place in ways]
+    with Heap(HEAP_BYTES) as heap:
+        inputs = [Operands(case, rank, world_size, 0) for case in cases]
+        frames = [Frame(*each.shape, torch.float16) for each in inputs]
+        for number in range(1, len(cases) + 1):
+            chosen = list(zip(cases, inputs, frames, strict=True))[:number]
+            for case, operands, frame in chosen:
+                call(case, heap, operands, frame.out)
+            heap.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for case, operands, frame in chosen:
+                    call(case, heap, operands, frame.out)
+            for replay in range(REPLAYS):
+                fresh = [Operands(case, rank, world_size, 100 * number + replay) for case, _, _ in chosen]
+                for (_, operands, frame), new in zip(chosen, fresh, strict=True):
+                    operands.a.copy_(new.a)
+                    operands.b.copy_(new.b)
+                    frame.poison()
+                graph.replay()
+                heap.synchronize()
+                for (case, _, frame), new in zip(chosen, fresh, strict=True):
+                    try:
+                        judge(case, new, frame.out, world_size)
+                        frame.check()
+                    except AssertionError as error:
+                        errors.append(f"{number} calls, replay {replay}, {case.op}: {error}")
+                if replay % 10 == 0:
+                    case, operands, frame = chosen[-1]
+                    judge(case, fresh[-1], call(case, heap, operands), world_size)
+    return errors
+
+
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+def test_case_10_graphs_of_one_two_and_three_calls() -> None:
+    ways = [("all_reduce", "after"), ("reduce_scatter", "copy_engine"), ("all_gather", "copy_engine")]
+    assert values(run_ranks(graphs_of_several_calls, 2, ways, timeout=110.0)) == [[], []]
+
+
+def on_two_streams(rank: int, world_size: int, placement: str) -> list[str]:
+    """What was wrong; each second call's stream sleeps before it, and the other one's call comes at once."""
+    case = Case("all_reduce", 40, 33, 24, torch.float32).with_config(placement=placement)
+    errors = []
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=20.0)
+        inputs = [Operands(case, rank, world_size, seed) for seed in range(7)]
+        results = [call(case, heap, inputs[0], None, workspace)]
+        heap.synchronize()
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for number, operands in enumerate(inputs[1:]):
+            with torch.cuda.stream(streams[number % 2]):
+                if number % 2 == 0:
+                    torch.cuda._sleep(200_000_000)  # about 100 ms
+                results.append(call(case, heap, operands, None, workspace))
+        heap.synchronize()
+        for number, (operands, out) in enumerate(zip(inputs, results, strict=True)):
+            try:
+                judge(case, operands, out, world_size)
+            except AssertionError as error:
+                errors.append(f"call {number}: {error}")
+    return errors
+
+
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("placement", ["after", "own_stream"])
+def test_case_11_two_streams_on_one_workspace(placement: str) -> None:
+    assert values(run_ranks(on_two_streams, 2, placement, timeout=60.0)) == [[], []]
