@@ -228,8 +228,8 @@ def forward(
         "none" if residual is None else str(residual.dtype)
     )
     call = f"rms_norm({words}, {'replicated' if replicated else 'sharded'} {out_dtype})"
+    agree(workspace, call)
     if M == 0 or hidden == 0:
-        agree(workspace, call)
         return given, updated, scales
     target = given
     if replicated:
@@ -254,7 +254,7 @@ def forward(
     sizes = (M, N, hidden, first if replicated else 0)
     key = ("rms_norm", *constants.values(), *sizes, strides, eps, call, tuple(map(_kind, tensors)))
     args = (*tensors, messages, slot_quads, flags, workspace.context, *sizes, *strides, eps)
-    run(workspace, key, call, rms_norm_kernel, constants, blocks.count, args, blocks.programs)
+    run(workspace, key, f"{call}: plan", rms_norm_kernel, constants, blocks.count, args, blocks.programs)
     if replicated and target.data_ptr() != given.data_ptr():
         given.copy_(target.view(shape))
     return given, updated, scales
@@ -285,8 +285,8 @@ def backward(
     call = (
         f"rms_norm_backward({M} x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})"
     )
+    agree(workspace, call)
     if M == 0 or hidden == 0:
-        agree(workspace, call)
         return grad, torch.zeros_like(weight)
     messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
     added = gradient if more is None else as_rows(more)
@@ -301,7 +301,7 @@ def backward(
     strides = (gradient.stride(0), added.stride(0), rows.stride(0))
     key = (*constants.values(), M, N, hidden, strides, call, tuple(map(_kind, tensors)))
     args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
-    run(workspace, key, call, rms_norm_backward_kernel, constants, blocks.count, args, blocks.programs)
+    run(workspace, key, f"{call}: plan", rms_norm_backward_kernel, constants, blocks.count, args, blocks.programs)
     return grad, partials.sum(0).to(weight.dtype)
 
 

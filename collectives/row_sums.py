@@ -48,7 +48,7 @@ class Blocks:
     def of(cls, M: int, N: int, device: torch.device) -> Blocks:
         """Few rows: one a program. Many: as many as keep all programs busy, at most 16."""
         share = num_multiprocessors(device) * (1 if target.interpreted() else _SHARE)
-        rows = min(_MAX_ROWS, triton.next_power_of_2(-(-M // share)))
+        rows = min(_MAX_ROWS, triton.next_power_of_2(max(1, -(-M // share))))
         columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
         count = -(-M // rows)
         return cls(rows, columns, count, min(count, share))

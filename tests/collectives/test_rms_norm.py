@@ -1,0 +1,412 @@
+"""`collectives.rms_norm` against float64 and PyTorch: every rank's result, its gradients, odd input, late ranks.
+
+On a CPU the ranks are threads, which start at once; `tests/examples/test_rms.py` has processes. Operands are the same
+on all ranks by their seeds, of which each rank takes its columns.
+"""
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import collectives
+from pyrocshmem import (  # before Triton
+    CallMismatch,
+    Heap,
+    RanksFailed,
+    message,
+    signal,
+    spawn_threads,
+    target,
+)
+
+import triton  # isort: skip
+import triton.language as tl
+
+from reference import accuracy
+from reference import rms_norm as reference
+from reference.ops import shard_range
+from stream_k.workspace import Workspace
+from tests.ranks import run_ranks, values
+
+TIER = 2
+TIMEOUT_S = 100.0
+HEAP_BYTES = 16 << 20
+CANARY = -77.0
+EPS = 1e-5
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+# Of x, the weight, the residual, the result.
+MIXES = (
+    (F32, F32, None, F32),
+    (F16, F32, F16, F16),
+    (BF16, BF16, None, BF16),
+    (F16, BF16, F32, BF16),
+    (F32, F16, BF16, F16),
+)
+# Columns that no number of ranks here divides, fewer columns than ranks, more than a program holds at a time.
+SIZES = ((1, 37), (5, 2), (70, 37), (0, 8), (3, 4611))
+# Every mix of types on one size, every size with one mix.
+CASES = [*itertools.product(SIZES[:1], MIXES), *zip(SIZES[1:], MIXES[1:], strict=True)]
+
+
+def on_process(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
+    return body(None, *args)
+
+
+def run(body: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """What `body(group, *args)` returns on every rank."""
+    if target.interpreted():
+        return spawn_threads(body, num_ranks, *args, timeout=TIMEOUT_S)
+    return values(run_ranks(on_process, num_ranks, body, *args, timeout=TIMEOUT_S))
+
+
+@dataclass
+class Rows:
+    """The whole of a call's operands, and what a rank has of them."""
+
+    heap: Heap
+    x: torch.Tensor
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+
+    @classmethod
+    def random(cls, heap: Heap, M: int, H: int, mix: tuple[Any, ...], seed: int) -> "Rows":
+        # Not the generator of the process, which ranks that are threads share.
+        generator = torch.Generator().manual_seed(seed)
+        x, weight, residual = (torch.randn(shape, generator=generator) for shape in ((M, H), (H,), (M, H)))
+        residual = None if mix[2] is None else residual.to(mix[2]).to(heap.device)
+        return cls(heap, x.to(mix[0]).to(heap.device), weight.to(mix[1]).to(heap.device), residual)
+
+    @property
+    def columns(self) -> slice:
+        return slice(*shard_range(self.x.shape[1], self.heap.rank, self.heap.world_size))
+
+    @property
+    def mine(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Copies of x, weight and residual of this rank."""
+        residual = None if self.residual is None else self.residual[:, self.columns].clone()
+        return self.x[:, self.columns].clone(), self.weight[self.columns].clone(), residual
+
+    @property
+    def h(self) -> torch.Tensor:
+        return (
+            self.x
+            if self.residual is None
+            else (self.x.float() + self.residual.float()).to(self.residual.dtype)
+        )
+
+    def call(
+        self, replicated: bool, eps: float = EPS, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight, residual = self.mine
+        found = collectives.rms_norm(
+            x,
+            weight,
+            eps,
+            group=self.heap,
+            residual=residual,
+            replicated=replicated,
+            hidden=self.x.shape[1],
+            **options,
+        )
+        return found if residual is not None else (found, None)
+
+    def in_torch(self, dtype: torch.dtype, eps: float = EPS) -> torch.Tensor:
+        """PyTorch's result of whole rows."""
+        return functional.rms_norm(self.h.float(), self.x.shape[1:], self.weight.float(), eps).to(dtype)
+
+    def wrong(
+        self, out: torch.Tensor, updated: torch.Tensor | None, replicated: bool, eps: float = EPS
+    ) -> str:
+        """What is wrong with a result, or nothing."""
+        columns = slice(None) if replicated else self.columns
+        expected = self.in_torch(out.dtype, eps)[:, columns]
+        found = reference.check(out, self.h, self.weight, eps, expected, columns)
+        if self.residual is not None and not torch.equal(updated, self.h[:, self.columns]):
+            return "x + residual differs"
+        return "" if found.ok else str(found)
+
+
+def forward_everything(group: Any) -> tuple[list[str], list[torch.Tensor]]:
+    """Every size, mix of types and kind of result; what came out wrong, and the replicated results."""
+    wrong, results = [], []
+    with Heap(HEAP_BYTES, group) as heap:
+        for seed, (((M, H), mix), replicated) in enumerate(itertools.product(CASES, (False, True))):
+            rows = Rows.random(heap, M, H, mix, seed)
+            wide = H if replicated else rows.mine[0].shape[1]
+            frame = torch.full((M + 2, wide + 3), CANARY, dtype=mix[3], device=heap.device)
+            ways = [{"out_dtype": mix[3]}, {"out": frame[1:-1, 1:-2].fill_(float("nan"))}]
+            if replicated:
+                ways.append({"out": heap.full((M, H), float("nan"), dtype=mix[3])})
+            for way, options in enumerate(ways if H == 37 and mix[2] is None else ways[:1]):
+                out, updated = rows.call(replicated, **options)
+                heap.synchronize()
+                if out.dtype != mix[3] or (problem := rows.wrong(out, updated, replicated)):
+                    wrong.append(f"{M} x {H} {mix} {replicated} way {way}: {problem}")
+                if replicated:
+                    results.append(out.cpu())
+            frame[1:-1, 1:-2] = CANARY
+            if not (frame == CANARY).all():
+                wrong.append(f"{M} x {H} {mix} {replicated}: outside")
+    return wrong, results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.num_ranks(3)
+def test_forward(world_size: int) -> None:
+    """Right on every rank, and the same bits of what is replicated."""
+    ends = run(forward_everything, world_size)
+    assert [wrong for wrong, _ in ends] == [[]] * world_size
+    assert all(len(results) >= len(CASES) for _, results in ends)
+    for results in zip(*(results for _, results in ends), strict=True):
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def gradients(
+    rows: Rows, g: torch.Tensor, more: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(gradients of h and of the weight in float64, for gradients `g` of the result and `more` of h; the sizes of the
+    terms that they are sums of)."""
+    h, w, g = rows.h.double(), rows.weight.double(), g.double()
+    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + EPS)
+    normal, product = h * scale, g * w
+    of_h = scale * (product - normal * (product * normal).mean(1, keepdim=True))
+    size = scale * (product.abs() + normal.abs() * (product * normal).abs().mean(1, keepdim=True))
+    if more is not None:
+        of_h, size = of_h + more.double(), size + more.double().abs()
+    return [of_h, (g * normal).sum(0)], [size, (g * normal).abs().sum(0)]
+
+
+def backward_everything(group: Any) -> list[str]:
+    """Gradients of every mix and kind of result, broadcast ones and random ones; what came out wrong."""
+    wrong = []
+    with Heap(HEAP_BYTES, group) as heap:
+        for seed, (((M, H), mix), replicated) in enumerate(itertools.product(CASES, (False, True))):
+            rows = Rows.random(heap, M, H, mix, seed)
+            leaves = [leaf.requires_grad_() for leaf in rows.mine if leaf is not None]
+            columns = rows.columns
+            out = collectives.rms_norm(
+                leaves[0], leaves[1], EPS, group=heap, residual=leaves[2] if len(leaves) > 2 else None,
+                replicated=replicated, hidden=H, out_dtype=mix[3],
+            )  # fmt: skip
+            out, updated = out if len(leaves) > 2 else (out, None)
+            generator = torch.Generator().manual_seed(seed + 1)
+            g = torch.ones(M, H) if seed % 2 else torch.randn(M, H, generator=generator)
+            g = g.to(mix[3]).to(heap.device)
+            more = None
+            loss = out.sum() if seed % 2 else (out * (g if replicated else g[:, columns])).sum()
+            if updated is not None and seed % 3:
+                more = torch.randn(M, H, generator=generator).to(mix[2]).to(heap.device)
+                loss = loss + (updated * more[:, columns]).sum()
+            found = torch.autograd.grad(loss, leaves)
+            heap.synchronize()
+            exact, sizes = gradients(rows, g, more)
+            theirs = torch_gradients(rows, g, more)
+            for leaf, which, name in zip(found, (0, 1, 0), ("x", "weight", "residual"), strict=False):
+                expected, size, baseline = (t[which][..., columns] for t in (exact, sizes, theirs))
+                terms = H + 16 + (M if name == "weight" else 0)
+                # Where residual and x are of different types the gradient is rounded to the wider of them first.
+                allowed = accuracy.bound(expected, baseline.to(leaf.dtype), size, terms, leaf.dtype)
+                bad = (leaf.double() - expected).abs() > allowed
+                if leaf.dtype != leaves[("x", "weight", "residual").index(name)].dtype or bad.any():
+                    wrong.append(f"{M} x {H} {mix} {replicated}: {name}, {int(bad.sum())} elements")
+    return wrong
+
+
+def torch_gradients(rows: Rows, g: torch.Tensor, more: torch.Tensor | None) -> list[torch.Tensor]:
+    """PyTorch's gradients in fp32 of h and of the weight."""
+    h, w = rows.h.float().requires_grad_(), rows.weight.float().requires_grad_()
+    loss = (functional.rms_norm(h, h.shape[1:], w, EPS) * g.float()).sum()
+    if more is not None:
+        loss = loss + (h * more.float()).sum()
+    return list(torch.autograd.grad(loss, (h, w)))
+
+
+@pytest.mark.num_ranks(2)
+def test_gradients() -> None:
+    assert run(backward_everything, 2) == [[], []]
+
+
+def odd_rows(group: Any) -> list[str]:
+    """NaN, infinity, zeros and the largest numbers beside ordinary rows, eps 0 and not."""
+    wrong = []
+    with Heap(HEAP_BYTES, group) as heap:
+        for eps, replicated in itertools.product((0.0, EPS), (False, True)):
+            rows = Rows.random(heap, 7, 40, (F32, F32, None, F32), 5)
+            rows.x[1], rows.x[2, 3], rows.x[3, 30], rows.x[4] = 0.0, float("nan"), float("inf"), 1e30
+            rows.x[5] = 1e-30
+            out, _ = rows.call(replicated, eps)
+            heap.synchronize()
+            columns = slice(None) if replicated else rows.columns
+            theirs = functional.rms_norm(rows.x, (40,), rows.weight, eps)[:, columns]
+            close = torch.isclose(out, theirs, rtol=1e-5, atol=0, equal_nan=True)
+            if not close.all():
+                wrong.append(
+                    f"eps {eps}, {replicated}: rows {sorted({int(i) for i in (~close).nonzero()[:, 0]})}"
+                )
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_odd_rows_as_in_torch() -> None:
+    assert run(odd_rows, 2) == [[], []]
+
+
+def layouts(group: Any) -> list[str]:
+    """x with rows apart, turned, misaligned, of three dimensions; out in place of x; more calls than slots."""
+    wrong = []
+    with Heap(HEAP_BYTES, group) as heap:
+        rows = Rows.random(heap, 12, 48, (F16, F32, None, F16), 9)
+        x, weight, _ = rows.mine
+        apart = torch.full((12, 60), CANARY, dtype=F16, device=heap.device)
+        apart[:, 1 : 1 + x.shape[1]] = x
+        views = (apart[:, 1 : 1 + x.shape[1]], x.t().contiguous().t(), x.view(3, 4, -1), x)
+        for view in (*views, *views):
+            out = collectives.rms_norm(view, weight, EPS, group=heap, hidden=48)
+            if out.shape != view.shape or (problem := rows.wrong(out.reshape(12, -1), None, False)):
+                wrong.append(f"{tuple(view.shape)} {view.stride()}: {problem}")
+        if collectives.rms_norm(x, weight, EPS, group=heap, out=x) is not x or rows.wrong(x, None, False):
+            wrong.append("in place")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_layouts() -> None:
+    assert run(layouts, 2) == [[], []]
+
+
+def mistakes(group: Any) -> None:
+    """What the caller gets wrong raises before anything starts; the heap works afterwards."""
+    with Heap(HEAP_BYTES, group) as heap:
+        rows = Rows.random(heap, 4, 8 * heap.world_size, (F32, F32, F32, F32), 1)
+        x, weight, residual = rows.mine
+        norm = collectives.rms_norm
+        with pytest.raises(ValueError, match=r"weight is \(7,\)"):
+            norm(x, weight[:7], EPS, group=heap)
+        with pytest.raises(ValueError, match="8 columns on rank"):
+            norm(x, weight, EPS, group=heap, hidden=8 * heap.world_size + heap.world_size)
+        with pytest.raises(ValueError, match=r"residual is \(3, 8\)"):
+            norm(x, weight, EPS, group=heap, residual=residual[:3])
+        with pytest.raises(TypeError, match=r"weight has dtype torch.int64"):
+            norm(x, weight.long(), EPS, group=heap)
+        with pytest.raises(TypeError, match=r"out_dtype is torch.float64"):
+            norm(x, weight, EPS, group=heap, out_dtype=torch.float64)
+        for eps in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="finite numbers of 0 or more"):
+                norm(x, weight, eps, group=heap)
+        with pytest.raises(ValueError, match=r"out is \(4, 8\)"):
+            norm(x, weight, EPS, group=heap, replicated=True, out=torch.empty_like(x))
+        with pytest.raises(ValueError, match="contiguous rows"):
+            norm(x, weight, EPS, group=heap, out=torch.empty(8, 4, device=heap.device).t())
+        with pytest.raises(ValueError, match="where gradients are recorded"):
+            norm(x.requires_grad_(), weight, EPS, group=heap, out=torch.empty_like(x))
+        x = x.detach()
+        # Ranks that disagree: on the rows, even where one has none, on the columns, on the kind.
+        for mine in (
+            {"x": x[: heap.rank]},
+            {"x": x[heap.rank :]},
+            {"x": x, "replicated": heap.rank == 0},
+            {"x": x, "out_dtype": (F16, F32)[heap.rank]},
+        ):
+            with pytest.raises(CallMismatch, match="rms_norm"):
+                norm(mine.pop("x"), weight, EPS, group=heap, **mine)
+        out = norm(x, weight, EPS, group=heap)
+        assert not Rows(heap, rows.x, rows.weight, None).wrong(out, None, False)
+
+
+@pytest.mark.num_ranks(2)
+def test_mistakes() -> None:
+    run(mistakes, 2)
+
+
+def late_ranks(group: Any, calls: int, wait_seconds: float) -> int:
+    """Calls with data of their own, in turn a rank that is late; how many came out wrong."""
+    wrong = 0
+    with Heap(HEAP_BYTES, group) as heap:
+        workspace = Workspace(heap, wait_seconds=wait_seconds)
+        out = heap.empty(19, 34)
+        for call in range(calls):
+            rows = Rows.random(heap, 19 - call % 2, 34, (F32, F32, None, F32), call)
+            replicated = call % 3 > 0
+            if call % heap.world_size == heap.rank:
+                time.sleep(0.02)
+            into = out[: rows.x.shape[0]].fill_(float("nan")) if replicated else None
+            found, _ = rows.call(replicated, workspace=workspace, out=into)
+            wrong += bool(rows.wrong(found, None, replicated))
+            # Nobody poisons what peers of this call still write.
+            heap.vote("next")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_late_ranks() -> None:
+    assert run(late_ranks, 2, 7, 30.0) == [0, 0]
+
+
+@triton.jit
+def leave_as_it_is(messages, slot_quads, count, context, STEP: tl.constexpr):
+    """`message.restore` as it must not be: sums of three calls ago look like today's."""
+    return
+
+
+@triton.jit
+def seen_at_once(flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """`signal.wait` as it must not be."""
+    return True
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "plant"),
+    [(message, "restore", leave_as_it_is), (signal, "wait", seen_at_once)],
+    ids=["slots", "done"],
+)
+@pytest.mark.cpu
+def test_without_a_guard_late_ranks_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, plant: Any
+) -> None:
+    """The controls of the test above: the plants work in the interpreter, for all threads."""
+    monkeypatch.setattr(module, name, plant)
+    assert sum(run(late_ranks, 2, 7, 30.0)) > 0
+
+
+def missing_rank(group: Any) -> None:
+    with Heap(HEAP_BYTES, group) as heap:
+        workspace = Workspace(heap, wait_seconds=0.5)
+        rows = Rows.random(heap, 3, 16, (F32, F32, None, F32), 0)
+        rows.call(False, workspace=workspace)
+        if heap.rank == 0:
+            rows.call(False, workspace=workspace)
+            heap.synchronize()
+        heap.vote("over")
+
+
+@pytest.mark.cpu
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run(missing_rank, 2)
+    assert "rms_norm" in str(caught.value)
+    assert "rank 1" in str(caught.value.__cause__)
+
+
+def operators(group: Any) -> list[str]:
+    """torch.library's own checks of the operator and its derivative; which of them did not succeed."""
+    named = importlib.import_module("collectives.rms_norm")._name_of
+    failed = []
+    with Heap(HEAP_BYTES, group) as heap:
+        for mix, replicated in ((MIXES[1], False), (MIXES[0], True)):
+            rows = Rows.random(heap, 3, 12, mix, 4)
+            leaves = [None if leaf is None else leaf.requires_grad_() for leaf in rows.mine]
+            arguments = (*leaves, EPS, 12, replicated, mix[3], named(heap))
+            found = torch.library.opcheck(torch.ops.collectives.rms_norm.default, arguments)
+            failed += [name for name, result in found.items() if result != "SUCCESS"]
+    return failed
+
+
+def test_operators() -> None:
+    assert run(operators, 1) == [[]]
