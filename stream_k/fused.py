@@ -40,7 +40,9 @@ class Request(NamedTuple):
     squared_partials: bool
     allow_tf32: bool
     config: Config | None
+    partial_dtype: torch.dtype | None = None
     num_rows: int | None = None
+    save_gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ class FusedOp:
 
     name: of the public function. sizes: M of the whole product, and (rows, columns) of the result on this rank.
     plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
-    at the same place of every heap.
+    at the same place of every heap. own_columns: each rank has columns of its own, as many as it likes, even none.
     """
 
     name: str
     sizes: Callable[[Request, Heap], tuple[int, tuple[int, int]]]
     plan: Callable[[Call], FusedPlan]
     shared: bool
+    own_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,14 @@ class FusedPlan:
         elif len(self.launches) == 2:
             self.launches[1](arguments[2])
 
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """What the call returns beside its result, where asked for: a new tensor. a: the caller's operand."""
+        return self.squares.view(-1, a.shape[0]).t().clone()
+
 
 def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make a call of an op on the heap of `group`: returns out, or (out, squares) where they are asked for."""
+    """Make a call of an op on the heap of `group`: returns out, or (out, squares) or (out, gathered) where they are
+    asked for."""
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
     offset = symmetric_offset(heap, out) if op.shared else None
@@ -165,7 +173,11 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
         plan.run(a, b, bias, out)
     if plan.result is not None:
         out.copy_(plan.result)
-    return (out, plan.squares.view(-1, a.shape[0]).t().clone()) if request.squared_partials else out
+    return (out, plan.second(request.a)) if _has_second(request) else out
+
+
+def _has_second(request: Request) -> bool:
+    return request.squared_partials or request.save_gathered
 
 
 def _recorded() -> bool:
@@ -188,22 +200,29 @@ def _without_plan(
 ) -> Any:
     """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
     for any other. `shape`: of the result."""
-    a, b, out, bias, activation, squared_partials, allow_tf32, config, _ = request
+    a, b, out, bias, activation, squared_partials, allow_tf32, config = request[:8]
+    has_second = _has_second(request)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    if num_rows == 0 or shape[1] == 0:
+    if num_rows == 0 or (shape[1] == 0 and not op.own_columns):
         empty = out if out is not None else a.new_empty(shape)
-        return (empty, torch.zeros(a.shape[0], 0, device=a.device)) if squared_partials else empty
+        second = (
+            a.new_empty(a.shape) if request.save_gathered else torch.zeros(a.shape[0], 0, device=a.device)
+        )
+        return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
-        return gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
+        product = gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
+        return (product, a.clone()) if has_second else product
     if target.interpreted() and a.dtype == torch.bfloat16:
         # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
         wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
         found = fused_gemm(op, wide, heap, workspace)
-        value, squares = found if squared_partials else (found, None)
+        value, second = found if has_second else (found, None)
         value = value.bfloat16() if out is None else out.copy_(value)
-        return (value, squares) if squared_partials else value
+        if second is not None and request.save_gathered:
+            second = second.bfloat16()
+        return (value, second) if has_second else value
     return None
 
 
@@ -225,7 +244,10 @@ def _make_plan(
     if config is None:
         # Squares have fewer placements than the table was made with.
         chooser = cost_model if request.squared_partials else choose
-        config = chooser(name, M, N, K, dtype, heap.world_size, heap.device)
+        # A rank without columns multiplies nothing: any configuration will do.
+        config = chooser(name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
+    elif request.partial_dtype is not None:
+        raise ValueError(f"partial_dtype is {request.partial_dtype} beside a config, which says that itself")
     if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
@@ -235,17 +257,19 @@ def _make_plan(
         config = with_a_free_multiprocessor(config, heap.device)
     if request.squared_partials and config.placement == "copy_engine":
         raise ValueError("Config.placement is 'copy_engine', which has no squared partials; use another")
+    # What each rank multiplies by columns of its own is its own affair, its configuration too.
+    shown, share, tiling = (f"{M} x {K}", 0, "") if op.own_columns else (f"{M} x {N}", K, f", {config}")
     text = (
-        f"{name}({M} x {N} {dtype}, bias={bias is not None}, activation={request.activation}, "
+        f"{name}({shown} {dtype}, bias={bias is not None}, activation={request.activation}, "
         f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, "
-        f"recorded={_recorded()}, {config})"
+        f"recorded={_recorded()}{tiling})"
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
     # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
-    agreement = (text, K)
+    agreement = (text, share)
     new = agreement not in workspace.agreed
     if new:
-        workspace.agreed[agreement] = max(int(size) for size in heap.vote(text, str(K).encode()))
+        workspace.agreed[agreement] = max(int(size) for size in heap.vote(text, str(share).encode()))
     a, b = with_inner_size(request.a, request.b)
     example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
     longest_k = max(1, workspace.agreed[agreement])

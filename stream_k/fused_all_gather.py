@@ -17,6 +17,8 @@ from stream_k.config import Config
 from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
 from stream_k.kernel import POINTER
+from stream_k.launch import Launch
+from stream_k.library import Options, differentiable, dispatched
 from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.row_plan import block_rows, step_launch
 from stream_k.workspace import Workspace
@@ -35,25 +37,40 @@ def all_gather_gemm(
     activation: str = "none",
     allow_tf32: bool = False,
     config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
+    save_gathered: bool = True,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """activation(all ranks' rows of a, one block below the other, @ b + bias): the same bits on every run.
 
-    a: [M/R, K]: this rank's rows, b: [K, N/R]: its columns; float16, bfloat16 or float32; any strides, though rows
-    that aren't contiguous cost a copy. bias: [N/R], its columns'.
+    a: [M/R, K]: this rank's rows, b: [K, N/R]: its columns, as many as it likes, even none; float16, bfloat16 or
+    float32; any strides, though rows that aren't contiguous cost a copy. bias: [N/R], its columns'.
     num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; blocks are then those of
     `torch.tensor_split`.
     out: [M, N/R], any strides. None: a new tensor.
-    group, config, workspace: as in `gemm_all_reduce`.
+    group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
+    travel in; None: fp32. save_gathered: keep all ranks' rows of a, [M, K], for b's gradient; False: gather them once
+    more for it.
 
     Returns out. `a` has been read when the call is done on the caller's stream. Nothing waits for the device: a
     fault of a peer shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
+    if dispatched(a, b, bias):
+        options = Options(activation, allow_tf32, partial_dtype, num_rows, save_gathered)
+        return differentiable(
+            "all_gather_gemm", a, b, bias, options, group, workspace, out=out, config=config
+        )
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, num_rows=num_rows)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
+    a = request.a
     if isinstance(a, torch.Tensor) and a.ndim == 2 and (a.stride(1) != 1 or a.stride(0) != a.shape[1]):
         # Copies need whole rows, one behind the other.
-        a = a.contiguous().as_strided(a.shape, (a.shape[1], 1))
-    request = Request(a, b, out, bias, activation, False, allow_tf32, config, num_rows)
+        request = request._replace(a=a.contiguous().as_strided(a.shape, (a.shape[1], 1)))
     return fused_gemm(_OP, request, group, workspace)
 
 
@@ -73,35 +90,45 @@ class _Plan(FusedPlan):
     def __init__(self, call: Call) -> None:
         # Split tiles come first, when only the own rows are there.
         call = replace(call, config=replace(call.config, split="none"))
-        config, heap, workspace = call.config, call.heap, call.workspace
+        heap, workspace = call.heap, call.workspace
         world = heap.world_size
         self.workspace, self.rank, self.world = workspace, heap.rank, world
         self.result = None
-        # A rank without rows multiplies others in their stead and stores nothing of it: no descriptor has 0 rows.
-        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
-        if self.stand_in is not None:
-            call = replace(call, a=self.stand_in)
-        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
-        M, K = product.M, product.K
+        M, K = call.num_rows, call.a.shape[1]
         self.flags = workspace.flags(1)
         self.rows = workspace.buffer("gathered", M * K, call.a.dtype)[: M * K].view(M, K)
-        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
-        first, last = block_rows(M, heap.rank, world)
+        self.block = first, last = block_rows(M, heap.rank, world)
         own, flag = self.rows[first:last], self.flags[heap.rank : heap.rank + 1]
         self.places = [
             (heap.peer_view(own, peer), heap.peer_view(flag, peer))
             for peer in ((heap.rank - turn) % world for turn in range(1, world))
         ]
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        op = int(status.Op.ALL_GATHER_GEMM)
+        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
+        self.gemm: Launch | None = None
+        self.senders = ((1 << world) - 1) ^ (1 << heap.rank)
+        if call.b.shape[1] > 0:
+            self.senders = 0  # the GEMM waits for the peers' rows
+            self._plan_gemm(call)
+
+    def _plan_gemm(self, call: Call) -> None:
+        config, world = call.config, self.world
+        # A rank without rows multiplies others in their stead and stores nothing of it: no descriptor has 0 rows.
+        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
+        if self.stand_in is not None:
+            call = replace(call, a=self.stand_in)
+        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        M = product.M
+        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
         self.c_how = how_to_write(call.out) if M % (world * config.block_m) == 0 else POINTER
         self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
         self.strides = (call.out.stride(0), call.out.stride(1))
-        self.fix_up = product.fix_up(workspace)
+        self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         options = call.epilogue_options(self.c_how)
         self.gemm = product.launch(op, world, store_output, None, None, options, -1, False, gathers=True)
-        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -115,11 +142,12 @@ class _Plan(FusedPlan):
             product.strides,
         )  # fmt: skip
 
-    def _step_arguments(self) -> tuple[Any, ...]:
-        return (self.flags, self.flags, 0, 0, 0, 0, 0, 0, self.workspace.context)
+    def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
+        return (self.flags, self.flags, 0, 0, 0, 0, 0, senders, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+        if self.gemm is not None:
+            self.gemm.compile(self._gemm_arguments(a, b, bias, out))
         for launch in (self.enter, self.end):
             launch.compile(self._step_arguments())
 
@@ -127,17 +155,25 @@ class _Plan(FusedPlan):
         workspace = self.workspace
         workspace.fork(_COPIES)
         at_once = workspace.device.type == "cpu"
-        if not at_once:  # what runs at once would wait for copies that come after it
+        if (
+            self.gemm is not None and not at_once
+        ):  # what runs at once would wait for copies that come after it
             self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
             for place, flag in self.places:
                 trace.copy(place, a)
                 flag.copy_(self.epoch)
-        if at_once:
+        if self.gemm is not None and at_once:
             self.gemm(self._gemm_arguments(a, b, bias, out))
         workspace.join(_COPIES)
-        self.end(self._step_arguments())
+        self.end(self._step_arguments(self.senders))
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks."""
+        first, last = self.block
+        K = a.shape[1]
+        return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
 
 
-_OP = FusedOp("all_gather_gemm", _sizes, _Plan, shared=False)
+_OP = FusedOp("all_gather_gemm", _sizes, _Plan, shared=False, own_columns=True)

@@ -11,6 +11,7 @@ from collectives import reduce_tiles as tiles
 from pyrocshmem import status
 from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
+from stream_k.library import Options, differentiable, dispatched
 from stream_k.operands import as_argument, how_to_read
 from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
@@ -27,6 +28,7 @@ def gemm_all_reduce(
     squared_partials: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
 ) -> Any:
     """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every
@@ -41,14 +43,25 @@ def gemm_all_reduce(
     while a later call writes it. bias: [N], added once, to the sum.
     squared_partials: also return fp32 [M, tiles_n], per tile the sum over its columns of the squares of each
     row of the result, before rounding.
-    config: as `stream_k.choose` makes it; `partial_dtype` halves the traffic at the price of one rounding a
-    rank. workspace: see `Workspace`.
+    config: as `stream_k.choose` makes it. partial_dtype: what partial sums travel in where no config says so; None:
+    fp32. 16 bits halve the traffic at the price of one rounding a rank. workspace: see `Workspace`.
+    Has a gradient (`stream_k.autograd`, which says whose) and is traced by torch.compile, then without out, config and
+    squared_partials: ValueError.
 
     Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
+    if dispatched(a, b, bias):
+        options = Options(activation, allow_tf32, partial_dtype)
+        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
+        return differentiable("gemm_all_reduce", a, b, bias, options, group, workspace, **unsupported)
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
     return fused_gemm(_OP, request, group, workspace)
 
 

@@ -12,6 +12,7 @@ from pyrocshmem import status
 from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.kernel import POINTER
+from stream_k.library import Options, differentiable, dispatched
 from stream_k.operands import filled, how_to_write, template
 from stream_k.workspace import Workspace
 
@@ -27,6 +28,7 @@ def gemm_all_scatter(
     squared_partials: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
 ) -> Any:
     """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and
@@ -39,13 +41,23 @@ def gemm_all_scatter(
     while a later call writes it.
     squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of
     each row, before rounding.
-    group, config, workspace: as in `gemm_all_reduce`.
+    group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
+    travel in; None: fp32.
 
     Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
+    if dispatched(a, b, bias):
+        options = Options(activation, allow_tf32, partial_dtype)
+        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
+        return differentiable("gemm_all_scatter", a, b, bias, options, group, workspace, **unsupported)
     request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
     return fused_gemm(_OP, request, group, workspace)
 
 

@@ -10,6 +10,7 @@ import torch
 from pyrocshmem.heap import Heap
 from stream_k.config import Config
 from stream_k.fused import FusedOp, Request, fused_gemm
+from stream_k.library import Options, differentiable, dispatched
 from stream_k.row_plan import RowsPlan, block_rows
 from stream_k.workspace import Workspace
 
@@ -24,6 +25,7 @@ def gemm_reduce_scatter(
     activation: str = "none",
     allow_tf32: bool = False,
     config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """This rank's rows of activation(sum over ranks of a @ b + bias), the same bits on every run.
@@ -32,13 +34,22 @@ def gemm_reduce_scatter(
     same on all ranks, shares of K may differ.
     out: the rows of block `rank` of `torch.tensor_split(result, R)`: M/R of them, or one more on the first M % R
     ranks. None: a new tensor; any strides. bias: [N], added once, to the sum.
-    group, config, workspace: as in `gemm_all_reduce`.
+    group, config, partial_dtype, workspace, gradients: as in `gemm_all_reduce`.
 
     Returns out. Nothing waits for the device: a fault of a peer shows at the next call, or at
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    request = Request(a, b, out, bias, activation, False, allow_tf32, config)
+    if dispatched(a, b, bias):
+        options = Options(activation, allow_tf32, partial_dtype)
+        unsupported = {"out": out, "config": config}
+        return differentiable("gemm_reduce_scatter", a, b, bias, options, group, workspace, **unsupported)
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
     return fused_gemm(_OP, request, group, workspace)
 
 

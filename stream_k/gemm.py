@@ -10,6 +10,7 @@ from pyrocshmem import status, target, trace
 from stream_k.config import Config
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
+from stream_k.library import Options, differentiable, dispatched
 from stream_k.operands import (
     check_apart,
     check_device,
@@ -45,9 +46,27 @@ def gemm(
     workspace: of the same device; None: the device's own, on which calls run one after another where tiles
     are split.
 
+    Has a gradient (`stream_k.autograd`) and is traced by torch.compile, then without out and config: ValueError.
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
     when the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
+    if dispatched(a, b, bias):
+        options = Options(activation, allow_tf32)
+        return differentiable("gemm", a, b, bias, options, workspace=workspace, out=out, config=config)
+    return run(a, b, bias, activation, out, allow_tf32, config, workspace)
+
+
+def run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace | None,
+) -> torch.Tensor:
+    """Make the call, whatever becomes of its gradient."""
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     recorded = trace.recorder() is not None
@@ -65,16 +84,8 @@ def gemm(
         if target.interpreted() and a.dtype == torch.bfloat16:
             # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
             wide_bias = None if bias is None else bias.float()
-            return out.copy_(
-                gemm(
-                    a.float(),
-                    b.float(),
-                    bias=wide_bias,
-                    activation=activation,
-                    config=config,
-                    workspace=workspace,
-                )
-            )
+            wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
+            return out.copy_(run(*wide))
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
         plan = _Plan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan

@@ -1,0 +1,190 @@
+"""Gradients of the ops: each one's backward is made of its duals, which are ops of this package as well.
+
+Shape letters: M N K of the whole product, R ranks; C = A B + bias, dC the gradient of C, ' a transpose.
+
+    op                    A's gradient                          B's gradient                bias' gradient
+    gemm                  gemm(dC, B')                          gemm(A', dC)                sum of dC's rows
+    all_gather_gemm       gemm_reduce_scatter(dC, B')           gemm(gathered A', dC)       sum of dC's rows
+    gemm_reduce_scatter   all_gather_gemm(dC, B')               gemm(A', gathered dC)       sum of all ranks' rows
+    gemm_all_reduce       gemm(dC, B')                          gemm(A', dC)                sum of dC's rows
+    gemm_all_scatter      gemm_all_reduce(own dC columns, B')   gemm(A', own dC columns)    sum of those' rows
+
+**Replicated tensors have replicated gradients.** Where every rank has a tensor whole (the result of
+`gemm_all_reduce` and of `gemm_all_scatter`, A of the latter, the bias of ops that sum over ranks), every rank has its
+whole gradient too, the same one on all of them: that of the loss of the model as one, not a part of it, and not the sum
+over ranks of what each computes. So the loss of a replicated result is computed on every rank alike, and
+is neither divided by R nor summed over ranks afterwards. Where ranks hold blocks (rows, columns, shares of K), each has
+the gradient of its block. Nothing checks that the ranks' gradients of a replicated result are equal.
+
+A is kept for B's gradient, B for A's, where these are wanted. `all_gather_gemm` keeps the gathered A, or gathers it
+once more, as its caller says. On a GPU B's gradient is computed on a stream of its own, beside the op that
+communicates. Gradients of 16-bit tensors are rounded to them; bias gradients are summed in fp32.
+An activation has PyTorch's own gradient: `stream_k.library.differentiable` takes it out of the op.
+Ops that communicate can be differentiated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+ops: Any = torch.ops.stream_k
+_Gradients = tuple[torch.Tensor | None, ...]
+
+_sides: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def ranks(name: str) -> tuple[int, int]:
+    """(rank, number of ranks) of a group, from its name in the schemas: see `stream_k.library.name_of`."""
+    rank, world_size, _ = name.split("/", 2)
+    return int(rank), int(world_size)
+
+
+def _keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+    """What every backward wants: its factors, where they are needed, and the dtype of the bias."""
+    if activation != "none":
+        raise ValueError(
+            f"the op has no gradient with activation {activation!r}: apply the activation to its result, as "
+            "stream_k's functions do where a gradient is needed"
+        )
+    for_a, for_b, for_bias = ctx.needs
+    ctx.save_for_backward(a if for_b else None, b if for_a else None)
+    ctx.bias_dtype = bias.dtype if bias is not None and for_bias else None
+
+
+def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    if ctx.bias_dtype is None:
+        return None
+    return grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+
+
+def _overlapped(
+    name: str,
+    communicating: Callable[[], torch.Tensor],
+    local: Callable[[], torch.Tensor],
+    grad: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(communicating(), local()), the second on a stream of its own where there are streams and peers."""
+    # A traced tensor is of a derived class: there the compiler orders things.
+    if grad.device.type != "cuda" or type(grad) is not torch.Tensor or ranks(name)[1] == 1:
+        return communicating(), local()
+    if grad.device not in _sides:
+        _sides[grad.device] = torch.cuda.Stream(grad.device)
+    here, side = torch.cuda.current_stream(grad.device), _sides[grad.device]
+    # Either stream waits for all that the other held, so memory that one frees is safe in the other's hands.
+    side.wait_stream(here)
+    first = communicating()
+    with torch.cuda.stream(side):
+        second = local()
+    here.wait_stream(side)
+    return first, second
+
+
+def keep_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """`setup_context` of `gemm`."""
+    a, b, bias, activation, ctx.allow_tf32, ctx.workspace = inputs
+    ctx.needs = ctx.needs_input_grad[:3]
+    _keep(ctx, a, b, bias, activation)
+
+
+def gemm(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    """Backward of `gemm`: plain products."""
+    a, b = ctx.saved_tensors
+    more = (None, "none", ctx.allow_tf32, ctx.workspace)
+    grad_a = ops.gemm(grad, b.t(), *more) if b is not None else None
+    grad_b = ops.gemm(a.t(), grad, *more) if a is not None else None
+    return grad_a, grad_b, _bias_gradient(ctx, grad), None, None, None
+
+
+def keep_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """`setup_context` of `gemm_reduce_scatter`, `gemm_all_reduce` and `gemm_all_scatter`, whose schemas are alike."""
+    a, b, ctx.group, bias, activation, ctx.allow_tf32, ctx.partial_dtype = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[3])
+    ctx.num_rows = a.shape[0]
+    _keep(ctx, a, b, bias, activation)
+
+
+@once_differentiable
+def gemm_all_reduce(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
+    a, b = ctx.saved_tensors
+    grad_a = ops.gemm(grad, b.t(), None, "none", ctx.allow_tf32, "") if b is not None else None
+    grad_b = ops.gemm(a.t(), grad, None, "none", ctx.allow_tf32, "") if a is not None else None
+    return grad_a, grad_b, None, _bias_gradient(ctx, grad), None, None, None
+
+
+@once_differentiable
+def gemm_reduce_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    """Backward of `gemm_reduce_scatter`: one all-gather of the gradient's rows serves A's, B's and the bias'."""
+    a, b = ctx.saved_tensors
+    gathers = a is not None or ctx.bias_dtype is not None
+    # Where A has no gradient the rows are gathered alone: by no columns.
+    columns = b.t() if b is not None else grad.new_empty(grad.shape[1], 0)
+    grad_a, gathered = ops.all_gather_gemm(
+        grad, columns, ctx.group, ctx.num_rows, None, "none", ctx.allow_tf32, None, gathers
+    )
+    grad_b = ops.gemm(a.t(), gathered, None, "none", ctx.allow_tf32, "") if a is not None else None
+    return grad_a if b is not None else None, grad_b, None, _bias_gradient(ctx, gathered), None, None, None
+
+
+@once_differentiable
+def gemm_all_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    """Backward of `gemm_all_scatter`: this rank's columns of the gradient are its own, A's is a sum over ranks."""
+    a, b = ctx.saved_tensors
+    rank, world_size = ranks(ctx.group)
+    width = grad.shape[1] // world_size
+    columns = grad[:, rank * width : (rank + 1) * width]
+
+    def for_a() -> torch.Tensor:
+        more = (None, "none", ctx.allow_tf32, ctx.partial_dtype)
+        return ops.gemm_all_reduce(columns, b.t(), ctx.group, *more)
+
+    def for_b() -> torch.Tensor:
+        return ops.gemm(a.t(), columns, None, "none", ctx.allow_tf32, "")
+
+    grad_a, grad_b = _gradients(ctx, for_a, for_b, grad)
+    return grad_a, grad_b, None, _bias_gradient(ctx, columns), None, None, None
+
+
+def keep_all_gather_gemm(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """`setup_context` of `all_gather_gemm`: keeps the gathered A in the place of A where the call made it."""
+    a, b, ctx.group, ctx.num_rows, bias, activation, ctx.allow_tf32, ctx.partial_dtype, ctx.saved = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[4])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    _keep(ctx, output[1] if ctx.saved else a, b, bias, activation)
+
+
+@once_differentiable
+def all_gather_gemm(ctx: Any, grad: torch.Tensor, _: Any) -> _Gradients:
+    """Backward of `all_gather_gemm`."""
+    a, b = ctx.saved_tensors
+    if a is not None and not ctx.saved:
+        none = a.new_empty(a.shape[1], 0)
+        more = (ctx.num_rows, None, "none", ctx.allow_tf32, None, True)
+        _, a = ops.all_gather_gemm(a, none, ctx.group, *more)
+
+    def for_a() -> torch.Tensor:
+        more = (None, "none", ctx.allow_tf32, ctx.partial_dtype)
+        return ops.gemm_reduce_scatter(grad, b.t(), ctx.group, *more)
+
+    def for_b() -> torch.Tensor:
+        return ops.gemm(a.t(), grad, None, "none", ctx.allow_tf32, "")
+
+    grad_a, grad_b = _gradients(ctx, for_a, for_b, grad)
+    return grad_a, grad_b, None, None, _bias_gradient(ctx, grad), None, None, None, None
+
+
+def _gradients(
+    ctx: Any, for_a: Callable[[], torch.Tensor], for_b: Callable[[], torch.Tensor], grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A's gradient, which communicates, and B's, as far as they are needed."""
+    wants_a, wants_b, _ = ctx.needs
+    if wants_a and wants_b:
+        return _overlapped(ctx.group, for_a, for_b, grad)
+    return for_a() if wants_a else None, for_b() if wants_b else None
