@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 from finegrained_alloc.library import BACKENDS, CStats, backend_number, c_number, check, load
 
@@ -26,8 +27,17 @@ class Stats:
     total_mappings: int
 
 
+class _OfThisProcess:
+    """What it names is an address: in another process, or twice, it would be somebody else's memory."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled or copied: send `export()`, and open it there"
+        )
+
+
 @dataclass(frozen=True)
-class Allocation:
+class Allocation(_OfThisProcess):
     """Memory of this process, made by ``alloc``. A context manager that frees.
 
     ``ptr``: address of the first byte. ``nbytes``: as asked for. ``backend``, ``device``: where it lives.
@@ -71,7 +81,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class Mapping(_OfThisProcess):
     """A peer's memory in this process, made by ``open_handle``. A context manager that closes."""
 
     ptr: int

@@ -264,7 +264,9 @@ def _given_up_for(message: bytes | None) -> list[int] | None:
 def _unpack(message: bytes) -> tuple[str, bytes]:
     end = 4 + int.from_bytes(message[:4], "little")
     if end > len(message):
-        raise ValueError(f"a message of {len(message)} bytes announces a call of {end - 4}")
+        raise ShmemError(
+            f"a peer's message of {len(message)} bytes announces a call of {end - 4}: it is damaged"
+        )
     return message[4:end].decode(), message[end:]
 
 

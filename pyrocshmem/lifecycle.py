@@ -11,8 +11,7 @@ what another still holds, a kernel may still wait. Protocol, by all ranks:
 2. vote, on a channel that no earlier abort concerns: from here on no rank launches or writes anything;
 3. keep the allocations that all ranks hold; clear the own abort word, record, call numbers and flags;
 4. vote: from here on any rank may write to any other.
-Ranks that have called `recover` a different number of times find together again: one that is behind hears at once that
-its peers had given up.
+Who has called `recover` less often than its peers hears at once that they gave up, so that ranks find together again.
 """
 
 import atexit
@@ -24,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -107,6 +106,9 @@ class Lifecycle:
         state = "closed" if self._closed else "broken" if self.broken else f"{self.nbytes} bytes"
         return f"Heap(rank {self.rank} of {self.world_size}, {self.device}, {state})"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a heap is memory of this process and its peers: it can't be pickled or copied")
+
     def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
         """Give `payload` to all ranks and return all of theirs, in rank order. Doesn't wait for devices.
 
@@ -187,7 +189,9 @@ class Lifecycle:
 
     def on_recovery(self, restart: Callable[[], None]) -> None:
         """Have `recover` call a method of an object that holds call numbers, while no rank writes anything."""
-        self._restarts.append(weakref.WeakMethod(restart))
+        self._restarts = [each for each in self._restarts if each() is not None] + [
+            weakref.WeakMethod(restart)
+        ]
 
     def _recover(self, holdings: bytes, keep: Callable[[list[bytes]], None]) -> None:
         """See `Heap.recover`. keep: is given every rank's `holdings`, at that time."""
@@ -215,10 +219,9 @@ class Lifecycle:
     def _start_anew(self) -> None:
         self.system[:1] = 0
         self.status.zero_()
-        restarts = [restart for reference in self._restarts if (restart := reference()) is not None]
-        for restart in restarts:
-            restart()
-        self._restarts = [weakref.WeakMethod(restart) for restart in restarts]
+        for reference in self._restarts:
+            if (restart := reference()) is not None:
+                restart()
         synchronize(self.device)
 
     @property
