@@ -223,6 +223,12 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
         return [run_case(case, heap, seed) for seed, case in enumerate(cases)]
 
 
+def repeat(rank: int, world_size: int, cases: list[Case], calls: int) -> list[Verdict]:
+    """A body: two sets of data in turn, `calls` times, with the cases interleaved on one workspace."""
+    with Heap(HEAP_BYTES) as heap:
+        return [run_case(case, heap, number % 2) for number in range(calls) for case in cases]
+
+
 def assert_right(verdicts_of_ranks: list[list[Verdict]]) -> None:
     """Every call right on every rank; where every rank has the whole result, it is the same, bit by bit."""
     errors = [
@@ -235,3 +241,14 @@ def assert_right(verdicts_of_ranks: list[list[Verdict]]) -> None:
     for number, verdict in enumerate(verdicts_of_ranks[0]):
         bits = {verdicts[number].digest for verdicts in verdicts_of_ranks}
         assert verdict.case.problem.out_cut or len(bits) == 1, f"{verdict.case}: the ranks' results differ"
+
+
+def assert_same_bits(verdicts: list[Verdict], num_cases: int) -> None:
+    """What `repeat` returned for a rank: each set of data has given one result, and the two sets different ones."""
+    wrong = []
+    for number in range(num_cases):
+        bits = [verdict.digest for verdict in verdicts[number::num_cases]]
+        found = len(set(bits[::2])), len(set(bits[1::2])), len(set(bits))
+        if found != (1, 1, 2):
+            wrong.append(f"{verdicts[number].case}: {found} results of the even calls, the odd ones, and all")
+    assert not wrong, "\n".join(wrong)
