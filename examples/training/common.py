@@ -26,10 +26,13 @@ from pyrocshmem import target
 from pyrocshmem.launch import from_torchrun
 
 # Of the losses of the split and of the whole model, in nats, at every step: both sum in fp32, in different orders.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 
 # The file that holds the number of the newest checkpoint's step.
 NEWEST = "newest"
+
+# What AdamW keeps of a parameter, each of its shape.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Parameters, or what a rank holds of them, by the names that they have in the whole model.
 StateOf = Callable[[nn.Module], Mapping[str, Any]]
@@ -110,7 +113,7 @@ def train(
             this rank holds a shard.
 
     Raises:
-        ValueError: a checkpoint to resume from is missing, or past the last step of this run.
+        ValueError: a checkpoint to resume from is missing, of another model, or past the last step of this run.
     """
     optimizer, device, losses = make_optimizer(model, settings), rank_device(), list[float]()
     last_rank = dist.get_world_size() - 1
@@ -142,8 +145,8 @@ def train(
 def state(model: nn.Module, optimizer: torch.optim.Optimizer, state_of: StateOf) -> dict[str, Any]:
     """Weights and AdamW's moments under the names of the whole model; they share memory with what is trained."""
     parts = {f"weight.{name}": tensor for name, tensor in state_of(model).items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        # A moment has its parameter's shape: in its place it is named, and cut, in the same way.
+    for moment in MOMENTS:
+        # In its parameter's place a moment is named, and cut, as that is.
         weights = [(parameter, parameter.data) for parameter in model.parameters()]
         for parameter, _ in weights:
             parameter.data = optimizer.state[parameter][moment]
@@ -182,7 +185,13 @@ def load(
     get_optimizer_state_dict(model, optimizer)  # makes the moments, which AdamW has only after a step
     losses = torch.empty(step, dtype=torch.float64)
     parts = state(model, optimizer, state_of) | {"losses": losses}
-    checkpoint.load(parts, checkpoint_id=settings.out / f"step-{step}")
+    try:
+        checkpoint.load(parts, checkpoint_id=settings.out / f"step-{step}")
+    except checkpoint.CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise ValueError(
+            f"the checkpoint in {settings.out.resolve()} does not fit this model: {first}"
+        ) from error
     for moments in optimizer.state.values():
         moments["step"].fill_(step)
     return losses.tolist()

@@ -159,7 +159,11 @@ class Part(nn.Module):
 
         Hidden states, [batch, length, width], come out; logits, [batch, length, VOCABULARY], of the last layer's part.
         """
-        x = x if self.embedding is None else self.embedding(x)
+        x = self.run_layers(x if self.embedding is None else self.embedding(x))
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        """Hidden states to hidden states."""
         for layer in self.layers.values():
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        return x
