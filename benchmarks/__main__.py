@@ -13,8 +13,10 @@ import typer
 from rich.console import Console
 
 from benchmarks.records import NO_MULTICAST, ROOT, read_all, write_csv
-from benchmarks.shapes import OPS, SETS
+from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
 
+# Commands that time more than one.
+_SEVERAL = {"all": tuple(OPS), "layers": tuple(LAYERS)}
 RESULTS = ROOT / "benchmarks" / "results"
 
 app = typer.Typer(
@@ -30,7 +32,10 @@ def _command(op: str) -> Callable[..., None]:
     def command(
         shapes: Annotated[
             str | None,
-            typer.Option(help=f"{', '.join(SETS)}, M,N,K of a rank's product, bytes, or FILE.toml."),
+            typer.Option(
+                help=f"{', '.join(SETS)}, M,N,K of a rank's product, bytes, or FILE.toml. Layers: "
+                f"{', '.join(MODELS)}, tiny."
+            ),
         ] = None,
         dtype: Annotated[
             str | None, typer.Option(help="bfloat16, float16, float32. Default: by set; on a CPU float16.")
@@ -88,7 +93,7 @@ def _run(
         raise ValueError(str(error)) from None
     ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
-    cases = run.plan(list(OPS) if op == "all" else [op], shapes, dtype, ranks, wanted)
+    cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
     with tempfile.TemporaryDirectory() as folder:
         path = json_file if json_file is not None else Path(folder) / "records.jsonl"
         file = run.run(cases, wanted, iters, ranks, path, commit)
@@ -137,8 +142,8 @@ def summary(
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
 
 
-for _name in (*OPS, "all"):
-    _what = "every op at its own sets of shapes" if _name == "all" else _name
+for _name in (*OPS, *_SEVERAL):
+    _what = {"all": "every op at its own sets of shapes", "layers": "a transformer layer"}.get(_name, _name)
     app.command(_name, help=f"Time {_what} beside its peers.")(_command(_name))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks import check, providers
 from benchmarks.operands import Operands
 from benchmarks.providers import Run, Unavailable
-from benchmarks.shapes import LINK_BYTES_PER_S, OPS, Case
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case
 from reference.timing import host_seconds
 
 GRAPH_CALLS = 20
@@ -121,21 +121,23 @@ def measure_cases(
             yield from ((case, merged([part])) for case, part in zip(batch, parts, strict=False))
 
 
-class _Table:
-    """The providers of a case: those that are ready, and why the others are not."""
+class Table:
+    """The providers of a case: those that are ready, and why the others are not. Collective.
 
-    def __init__(self, operands: Operands, names: tuple[str, ...] | None) -> None:
-        self.operands = operands
+    makers: by name, what makes a provider's run and calls it once. ranks: that run the case together.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Run]], timing: str, ranks: int) -> None:
+        self.ranks = ranks
         self.runs: dict[str, Run] = {}
         self.calls: dict[str, Callable[[], object]] = {}
         self.skipped: dict[str, str] = {}
         self.failed: dict[str, str] = {}
-        for name in providers.providers_of(operands.case.op):
-            if names is None or name in names:
-                self._try(name, self.runs, partial(_ready, name, operands))
+        for name, make in makers.items():
+            self._try(name, self.runs, make)
         # When all have been called once: a workspace that one of them grew is planned anew by the others.
         for name, run in list(self.runs.items()):
-            self._try(name, self.calls, partial(_call_of, run, operands.case))
+            self._try(name, self.calls, partial(_call_of, run, timing))
             if name not in self.calls:
                 _close(self.runs.pop(name))
 
@@ -151,8 +153,8 @@ class _Table:
             # A variant may refuse what it is not made for, before it launches anything; the default may not.
             fault = name.startswith("ours") and not (isinstance(error, ValueError) and name != "ours")
         found: list[Any] = [(reason, fault)]
-        if self.operands.ranks > 1:
-            found = [None] * self.operands.ranks
+        if self.ranks > 1:
+            found = [None] * self.ranks
             dist.all_gather_object(found, (reason, fault))
         reasons = [reason for reason, _ in found if reason]
         if not reasons:
@@ -163,12 +165,11 @@ class _Table:
         (self.failed if any(fault for _, fault in found) else self.skipped)[name] = reasons[0]
 
     def close(self) -> None:
-        """Graphs first: they refer to what the runs and the operands hold."""
+        """Graphs first: they refer to what the runs hold, and these to the operands."""
         self.calls.clear()
         for run in self.runs.values():
             _close(run)
         self.runs.clear()
-        self.operands.close()
 
 
 def _measure(
@@ -176,7 +177,12 @@ def _measure(
 ) -> dict[str, Any]:
     """This rank's part of the record of a case."""
     operands = Operands(case, heap, meter.device)
-    table = _Table(operands, names)
+    makers = {
+        name: partial(_ready, name, operands)
+        for name in providers.providers_of(case.op)
+        if names is None or name in names
+    }
+    table = Table(makers, case.timing, operands.ranks)
     runs = table.runs
     begin = time.time()
     seconds = meter.in_turn(table.calls, runs, iters)
@@ -193,19 +199,34 @@ def _measure(
     host = {}
     if meter.on_gpu and "ours" in runs:
         host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
-    calls_each = GRAPH_CALLS if case.timing == "graph" else 1
     configs = {name: _plain(run.config) for name, run in runs.items() if run.config is not None}
     table.close()
+    operands.close()
+    return part_of(case, meter.device, table, seconds, host, errors, configs, (begin, end))
+
+
+def part_of(
+    case: Case,
+    device: torch.device,
+    table: Table,
+    seconds: dict[str, list[float]],
+    host_us: dict[str, float],
+    errors: dict[str, Any],
+    configs: dict[str, Any],
+    span: tuple[float, float],
+) -> dict[str, Any]:
+    """A rank's part of a record, from what was measured. seconds: samples, of GRAPH_CALLS calls where timed so."""
+    calls_each = GRAPH_CALLS if case.timing == "graph" else 1
     return {
         **dataclasses.asdict(case),
-        "device": _device_name(meter.device),
+        "device": _device_name(device),
         "us": {name: [1e6 * s / calls_each for s in spent] for name, spent in seconds.items()},
-        "host_us": host,
+        "host_us": host_us,
         "error": errors,
         "skipped": table.skipped,
         "failed": table.failed,
         "config": configs,
-        "span": (begin, end),
+        "span": span,
     }
 
 
@@ -217,9 +238,9 @@ def _ready(name: str, operands: Operands) -> Run:
     return run
 
 
-def _call_of(run: Run, case: Case) -> Callable[[], object]:
+def _call_of(run: Run, timing: str) -> Callable[[], object]:
     """What a sample calls: one call, or the replay of a graph of GRAPH_CALLS of them."""
-    if case.timing != "graph":
+    if timing != "graph":
         run.call()
         return run.call
     stream = torch.cuda.Stream()
@@ -277,7 +298,9 @@ def broken(case: Case, device: str, reason: str) -> dict[str, Any]:
 
 def _derived(record: dict[str, Any]) -> dict[str, Any]:
     """Floor, efficiency and bandwidths, from the medians. None where nothing can be said: floors are of GPUs."""
-    op, ranks = OPS[record["op"]], record["ranks"]
+    op, ranks = TIMED[record["op"]], record["ranks"]
+    if op.kind == "layer":
+        return {"link_bytes": None, "floor_us": None, "efficiency": {}}
     M, N, K = record["M"], record["N"], record["K"]
     median = {name: _median(samples) for name, samples in record["us"].items()}
     itemsize = getattr(torch, record["dtype"]).itemsize

@@ -17,10 +17,10 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks import stats
+from benchmarks import layers, stats
 from benchmarks.providers import ALL_PROVIDERS
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, OPS
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED
 from benchmarks.stats import Group
 
 mpl.use("Agg")
@@ -37,8 +37,9 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "benchmarks",
 }
 # A provider looks the same in every plot.
-_COLOURS = {name: mpl.colormaps["tab20"](i % 20) for i, name in enumerate(ALL_PROVIDERS)}
-_MARKERS = {name: "osD^vPX*<>hp8d"[i % 14] for i, name in enumerate(ALL_PROVIDERS)}
+_NAMES = dict.fromkeys((*ALL_PROVIDERS, *layers.ALL_PROVIDERS))
+_COLOURS = {name: mpl.colormaps["tab20"](i % 20) for i, name in enumerate(_NAMES)}
+_MARKERS = {name: "osD^vPX*<>hp8d"[i % 14] for i, name in enumerate(_NAMES)}
 
 
 def draw(files: Iterable[File], folder: Path) -> list[Path]:
@@ -52,7 +53,7 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
         for op in whole:
             name = f"{op.op}-{op.dtype}-{op.ranks}{'-cpu' if op.device == 'cpu' else ''}".replace("_", "-")
             paths += _save(_panels(op, op.providers, _time, "us"), folder / f"{name}-time")
-            if OPS[op.op].kind == "collective":
+            if TIMED[op.op].kind == "collective":
                 paths += _save(
                     _panels(op, op.providers, _bandwidth, "bus GB/s"), folder / f"{name}-bandwidth"
                 )
@@ -110,7 +111,7 @@ def _panels(
     label: str,
 ) -> Any:
     """`value` of each provider against M, a panel for each (N, K); of a collective against the bytes sent."""
-    collective = OPS[group.op].kind == "collective"
+    collective = TIMED[group.op].kind == "collective"
     panels: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for case in group.cases:
         panels.setdefault((0, 0) if collective else (case["N"], case["K"]), []).append(case)
@@ -150,7 +151,7 @@ def _flops(case: dict[str, Any]) -> float:
 
 def _roofline_cases(group: Group) -> list[dict[str, Any]]:
     """Those that send anything, on GPUs."""
-    fused = OPS[group.op].kind in ("row", "column")
+    fused = TIMED[group.op].kind in ("row", "column")
     return [case for case in group.cases if fused and case["link_bytes"] and case["floor_us"]]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import providers, records
+from benchmarks import layers, providers, records
 from benchmarks.measure import broken, measure_cases
-from benchmarks.shapes import OPS, Case, cases_of
+from benchmarks.shapes import LAYERS, TIMED, Case, cases_of
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
 from pyrocshmem.launch import RanksFailed, spawn
@@ -37,19 +37,23 @@ def plan(
         here = f", this machine has {target.num_devices()} GPUs" if on_gpu else ""
         raise ValueError(f"{ranks} ranks asked for, allowed are 1 or more{here}")
     if names is not None:
-        known = {name for op in ops for name in providers.providers_of(op)}
+        known = {name for op in ops for name in _providers_of(op)}
         if unknown := sorted(set(names) - known):
             raise ValueError(f"no such providers: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     found = []
     for op in ops:
-        sets = (shapes,) if shapes is not None else OPS[op].sets if on_gpu else ("tiny",)
+        sets = (shapes,) if shapes is not None else TIMED[op].sets if on_gpu else ("tiny",)
         if len(ops) > 1:  # a set asked for is measured for the ops that have it
-            sets = tuple(name for name in sets if name == "tiny" or name in OPS[op].sets)
+            sets = tuple(name for name in sets if name == "tiny" or name in TIMED[op].sets)
         for name in sets:
             # The corpus is the Stream-K paper's, in fp16; Triton's interpreter has no bf16.
             default = "float16" if name == "stream-k-corpus" or not on_gpu else "bfloat16"
             found += cases_of(op, name, ranks, dtype or default, on_gpu)
     return found
+
+
+def _providers_of(op: str) -> tuple[str, ...]:
+    return layers.ALL_PROVIDERS if op in LAYERS else providers.providers_of(op)
 
 
 def run(
@@ -113,10 +117,11 @@ def _rank_main(
         for op in dict.fromkeys(case.op for case in cases):
             todo = [case for case in sets if case.op == op]
             # One heap an op: what its graphs and workspaces keep is given back with it.
-            alone = OPS[op].kind == "gemm"
+            alone = TIMED[op].kind == "gemm"
             size = _CPU_HEAP_BYTES if device.type == "cpu" else _GPU_HEAP_BYTES
             with contextlib.nullcontext() if alone else Heap(size) as heap:
-                for case, record in measure_cases(todo, names, iters, heap, device):
+                measure = layers.measure_cases if op in LAYERS else measure_cases
+                for case, record in measure(todo, names, iters, heap, device):
                     if rank == 0:
                         record |= clocks.during(*record.pop("span"))
                         for name in sets[case]:

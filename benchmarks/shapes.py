@@ -3,7 +3,8 @@
     cases = cases_of("gemm_all_reduce", "llama3", ranks=4, dtype="bfloat16", on_gpu=True)
 
 M, N, K are always those of one rank's product: all_gather_gemm and gemm_all_scatter M, N/R, K, the ops that sum
-over ranks M, N, K/R. A standalone collective has K = 0 and M x N elements on each rank.
+over ranks M, N, K/R. A standalone collective has K = 0 and M x N elements on each rank. Of a whole layer
+(`benchmarks.layers`) M is tokens, N the hidden and K the intermediate size.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SWEEP_ROWS = tuple(256 << i for i in range(8))
 NO_TILE = (4091, 1801, 4104)
 CORPUS_SHAPES, CORPUS_LOW, CORPUS_HIGH, CORPUS_SEED = 500, 128, 8192, 20260
 TINY = ((64, 48, 32), (33, 17, 40))
+# Tokens at a time: of one sequence, or (decode) of so many sequences with this many tokens behind them.
+LAYER_ROWS = {"all": (2048, 8192), "decode": (1, 16, 64)}
+TINY_ROWS = {"all": (8,), "decode": (3,)}
 SIZES = tuple(1 << i for i in range(10, 30))
 TINY_SIZES = (1 << 10, 5 << 10)
 
@@ -40,8 +44,27 @@ _ROUGH_FLOPS = 7e14
 
 
 @dataclass(frozen=True)
+class LayerSize:
+    """A transformer layer. context: tokens that a cache has room for, all but the last of them seen before."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+
+
+LAYER_SIZES = {
+    "llama3-8b": LayerSize(4096, 14336, 32, 8, 128, 1024),
+    "llama3-70b": LayerSize(8192, 28672, 64, 8, 128, 1024),
+    "tiny": LayerSize(32, 48, 4, 2, 8, 16),
+}
+
+
+@dataclass(frozen=True)
 class Op:
-    """An op. kind: "gemm", "row" (sums over ranks), "column", or "collective" (no product).
+    """An op. kind: "gemm", "row" (sums over ranks), "column", "collective" (no product), or "layer" (many of them).
 
     gathers: which operand or result a rank receives whole: "a", "c" or nothing. sets: its default shape sets.
     """
@@ -76,6 +99,9 @@ OPS = {
         Op("all_scatter", "collective", ("sizes",)),
     )
 }
+MODELS = ("llama3-8b", "llama3-70b")
+LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
+TIMED = OPS | LAYERS
 SETS = ("llama3", "decode", "sweep", "stream-k-corpus", "sizes", "tiny")
 
 
@@ -99,7 +125,9 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
 
     Raises ValueError for shapes that don't exist for the op, OSError for a file that can't be read.
     """
-    kind = OPS[op].kind
+    kind = TIMED[op].kind
+    if kind == "layer":
+        return _layer_cases(op, shapes, ranks, dtype, on_gpu)
     name = "custom" if shapes not in SETS else shapes
     found: Sequence[tuple[int, ...]]
     if shapes.endswith(".toml"):
@@ -118,6 +146,16 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
         timing = "graph" if on_gpu and (small or name == "decode") else "eager"
         made.append(Case(op, name, M, N, K, dtype, ranks if kind != "gemm" else 1, timing))
     return made
+
+
+def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> list[Case]:
+    if name not in LAYER_SIZES:
+        raise ValueError(f"{op} has no shapes {name!r}, allowed are {', '.join(LAYER_SIZES)}")
+    size, decode = LAYER_SIZES[name], op == "layer_decode"
+    rows = TINY_ROWS if name == "tiny" else LAYER_ROWS
+    timing = "graph" if decode and on_gpu else "eager"
+    sizes = (size.hidden, size.intermediate)
+    return [Case(op, name, M, *sizes, dtype, ranks, timing) for M in rows["decode" if decode else "all"]]
 
 
 def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:

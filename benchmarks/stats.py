@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import File, median
-from benchmarks.shapes import OPS
+from benchmarks.shapes import LAYERS, TIMED
 
 # Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
 NOT_PEERS = ("ours_gemm", "unfused_stacked")
@@ -45,7 +45,7 @@ def groups(files: Iterable[File]) -> list[Group]:
         for case in file.cases:
             key = (case["op"], case["device"], case["ranks"], case["dtype"], case["shapes"])
             found.setdefault(key, {})[(case["M"], case["N"], case["K"])] = case
-    order = list(OPS)
+    order = list(TIMED)
     made = [Group(*key, tuple(cases.values())) for key, cases in found.items()]
     return sorted(made, key=lambda group: (order.index(group.op), group.device))
 
@@ -87,7 +87,7 @@ def spread(case: dict[str, Any], provider: str) -> tuple[float, float] | None:
 
 def baseline(op: str) -> str:
     """What an op is first compared with."""
-    return "blas" if op == "gemm" else "unfused"
+    return "blas" if op == "gemm" else "torch_tp" if op in LAYERS else "unfused"
 
 
 def peers(group: Group) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import stats
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, OPS
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED
 from benchmarks.stats import Group
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
@@ -21,11 +21,12 @@ _HEAD = f"""# Results
 
 Made by `python -m benchmarks report` from the records named; don't edit. All cases are shown, losing ones in bold.
 
-M x N x K is one rank's product. A cell is the median in microseconds and, in brackets, how many times as fast
-`ours` is. A sample is the slowest rank's; providers take turns on the same tensors. Timing `graph`: a replayed CUDA
-graph of 20 calls, a 20th of it; `eager`: one call between device events. L2 is flushed before either. `spread`: 10th
-and 90th percentile of the ratio of neighbouring samples. `floor` is the larger of the product alone (the faster of
-the BLAS and our GEMM) and the op's bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
+M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
+microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on
+the same tensors. Timing `graph`: a replayed CUDA graph of 20 calls, a 20th of it; `eager`: one call between device
+events. L2 is flushed before either. `spread`: 10th and 90th percentile of the ratio of neighbouring samples. `floor` is
+the larger of the product alone (the faster of the BLAS and our GEMM) and the op's bytes over
+{LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
 
 `ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
 library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
@@ -33,7 +34,8 @@ two_shot): where that is not the default; a third of the samples. `ours_whole_ti
 `blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo); of a standalone collective the library's.
 `unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
 symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast
-is off for all.
+is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism, `torch_tp_async`: compiled, with its asynchronous
+one; peak: what a step holds beyond weights and inputs, ours with what it keeps on the heap.
 """
 
 
@@ -59,7 +61,7 @@ def ratio(value: float | None, peer: bool) -> str:
 
 def shape(case: dict[str, Any]) -> str:
     """Of a product; of a collective, the bytes of its result."""
-    if OPS[case["op"]].kind != "collective":
+    if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
     nbytes = case["M"] * case["N"] * (4 if case["dtype"] == "float32" else 2)
     nbytes *= case["ranks"] if case["op"] == "all_scatter" else 1
@@ -85,10 +87,12 @@ def cell(case: dict[str, Any], provider: str, peers: Sequence[str]) -> str:
 def case_table(group: Group, cases: Sequence[dict[str, Any]]) -> str:
     """A row a case, a column a provider, and the geometric mean and worst case of the group."""
     peers, base = stats.peers(group), stats.baseline(group.op)
-    fused = OPS[group.op].kind in ("row", "column")
-    bandwidth = OPS[group.op].kind == "collective"
+    fused = TIMED[group.op].kind in ("row", "column")
+    bandwidth = TIMED[group.op].kind == "collective"
     header = ["size" if bandwidth else "M x N x K", "timing", *group.providers, f"spread over {base}"]
     header += ["floor", "efficiency"] * fused + ["bus GB/s"] * bandwidth
+    memory = any(case.get("peak_mib") for case in cases)
+    header += ["peak MiB"] * memory
     rows = []
     for case in cases:
         between = stats.spread(case, base)
@@ -98,11 +102,16 @@ def case_table(group: Group, cases: Sequence[dict[str, Any]]) -> str:
             row += [number(case["floor_us"]), number(case["efficiency"].get("ours"), 2)]
         if bandwidth:
             row.append(number(case["bus_gb_per_s"].get("ours")))
+        if memory:
+            peaks = case.get("peak_mib") or {}
+            row.append(
+                ", ".join(f"{name} {number(peaks[name])}" for name in group.providers if name in peaks)
+            )
         rows.append(row)
-    empty = [""] * (1 + bandwidth)
+    empty = [""] * (1 + bandwidth + memory)
     means = {name: stats.speedups(group, name) for name in group.providers if name != "ours"}
     efficiency = number(stats.geometric_mean(stats.efficiencies(group)), 2) if fused else ""
-    tail = ["", efficiency] if fused else empty[:bandwidth]
+    tail = ["", efficiency] if fused else empty[: bandwidth + memory]
     for title, value in (("**geometric mean**", stats.geometric_mean), ("**worst**", min)):
         found = [ratio(value(means[p]), p in peers) if means.get(p) else "" for p in group.providers]
         end = tail if value is stats.geometric_mean else [""] * len(tail)

@@ -1,0 +1,83 @@
+"""The benchmark of layers, tiny: its records, what is made of them, and that a wrong result is seen."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import layers, plots, records, run, tables
+from benchmarks.layers import Problem, Step
+from benchmarks.shapes import LAYERS, cases_of
+from pyrocshmem import Heap, target
+from tests.ranks import run_ranks, values
+
+TIER = 3
+PROVIDERS = ("ours", "ours_16bit", "torch_tp")
+
+
+def measured(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Records of every kind of step, and rows found wrong of results that were spoilt."""
+    device = target.device(rank)
+    dtype = "float16" if device.type == "cpu" else "bfloat16"
+    cases = [case for op in LAYERS for case in cases_of(op, "tiny", world_size, dtype, device.type == "cuda")]
+    with Heap(32 << 20) as heap:
+        found = [record for _, record in layers.measure_cases(cases, None, 2, heap, device)]
+        problem = Problem(cases[0], heap, device)
+        step = Step(problem.step(problem.layer, 1), None)
+        step.call()
+        right = problem.rows(step.results[0])
+        bad = {}
+        for what, spoil in {
+            "nothing": lambda x: x,
+            "a row": lambda x: x.index_fill(0, torch.tensor([1], device=device), 1.0),
+            "an element": lambda x: x.index_put((torch.tensor(2), torch.tensor(3)), x.new_tensor(torch.nan)),
+            "a tenth": lambda x: 1.1 * x,
+        }.items():
+            step.results = (spoil(right),)
+            bad[what] = problem.error_of(step)["num_bad"]
+        return found, bad
+
+
+@pytest.mark.num_ranks(2)
+def test_layers(tmp_path: Path) -> None:
+    for found, bad in values(run_ranks(measured, 2, timeout=100)):
+        assert bad == {"nothing": 0, "a row": 1, "an element": 1, "a tenth": 4}
+        assert [record["op"] for record in found] == list(LAYERS)
+        assert run.problems(found) == []
+        for record in found:
+            assert set(PROVIDERS) <= record["us"].keys(), record["skipped"]
+            assert all(len(samples) == 2 and min(samples) > 0 for samples in record["us"].values())
+            assert all(0 < error["worst_ratio"] <= 1 for error in record["error"].values())
+            assert (record["peak_mib"].keys() == record["us"].keys()) != target.interpreted()
+            if target.interpreted():
+                assert record["skipped"]["torch_tp_async"] == "needs GPUs"
+        # Of forward and training, rows are divided; the gradient of the input counts as well.
+        rows = [record["error"]["ours"]["num_elements"] for record in found]
+        assert rows == [8, 16, 2 * 3]
+    path = tmp_path / "layers.jsonl"
+    records.start(path, records.environment(2, "0" * 40))
+    for record in found:
+        records.append(path, record | {"clock_mhz": None, "power_w": None, "peak_mib": {"ours": 12.5}})
+    file = records.read(path)
+    assert file is not None
+    text = tables.document([file])
+    for op in LAYERS:
+        assert f"### {op}, tiny" in text
+    assert "spread over torch_tp" in text
+    assert "| ours 12.5 |" in text
+    drawn = {path.name for path in plots.draw([file], tmp_path)}
+    on = "-cpu" if target.interpreted() else ""
+    assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.png" for op in LAYERS} <= drawn
+    assert "speedup.png" in drawn
+
+
+def test_shapes_of_layers() -> None:
+    for op in LAYERS:
+        large = cases_of(op, "llama3-70b", 4, "bfloat16", True)
+        assert [case.M for case in large] == ([1, 16, 64] if op == "layer_decode" else [2048, 8192])
+        assert {(case.N, case.K, case.timing) for case in large} == {
+            (8192, 28672, "graph" if op == "layer_decode" else "eager")
+        }
+        with pytest.raises(ValueError, match=r"'llama3'.*llama3-8b"):
+            cases_of(op, "llama3", 4, "bfloat16", True)
