@@ -51,6 +51,8 @@ class ParallelAttention(nn.Module):
         bias: bool = False,
         group: Any = None,
         sequence_parallel: bool = False,
+        partial_dtype: torch.dtype | None = None,
+        save_gathered: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str = "ParallelAttention",
@@ -72,12 +74,15 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"{name}: head_dim is {head_dim}; a rotary embedding needs an even one")
         self.num_heads, self.num_kv_heads = num_heads // ranks, num_kv_heads // ranks
         self.head_dim, self.rope_theta, self.causal = head_dim, rope_theta, causal
-        options = {
-            "group": group, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype
+        options: dict[str, Any] = {
+            "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
+            "device": device, "dtype": dtype,
         }  # fmt: skip
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = ColumnParallelLinear(hidden, sizes, bias, name=f"{name}.qkv_proj", **options)
+        self.qkv_proj = ColumnParallelLinear(
+            hidden, sizes, bias, save_gathered=save_gathered, name=f"{name}.qkv_proj", **options
+        )
         self.o_proj = RowParallelLinear(queries, hidden, bias, name=f"{name}.o_proj", **options)
 
     @classmethod
@@ -93,6 +98,8 @@ class ParallelAttention(nn.Module):
         causal: bool = True,
         group: Any = None,
         sequence_parallel: bool = False,
+        partial_dtype: torch.dtype | None = None,
+        save_gathered: bool = True,
         name: str = "ParallelAttention",
     ) -> Self:
         """Of ordinary layers, which all ranks hold alike."""
@@ -105,6 +112,8 @@ class ParallelAttention(nn.Module):
             causal=causal,
             group=group,
             sequence_parallel=sequence_parallel,
+            partial_dtype=partial_dtype,
+            save_gathered=save_gathered,
             device="meta",
             name=name,
         )

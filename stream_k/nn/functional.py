@@ -30,14 +30,19 @@ def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def column_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Any = None,
+    partial_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, of an `x` that all ranks hold: the gradient of `x` is the sum over ranks.
 
-    x: [M, in], the same on all ranks. weight: [out/R, in], bias: [out/R]: this rank's. Returns [M, out/R]. Raises as
-    `stream_k.gemm`; its backward as `stream_k.gemm_all_reduce`.
+    x: [M, in], the same on all ranks. weight: [out/R, in], bias: [out/R]: this rank's. partial_dtype: what that sum's
+    parts travel in; None: fp32. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
+    `stream_k.gemm_all_reduce`.
     """
-    return _ColumnProduct.apply(x, weight, bias, group)
+    return _ColumnProduct.apply(x, weight, bias, group, partial_dtype)
 
 
 def row_product(
@@ -46,6 +51,7 @@ def row_product(
     bias: torch.Tensor | None,
     *,
     group: Any = None,
+    partial_dtype: torch.dtype | None = None,
     scatter: bool = False,
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
@@ -53,10 +59,11 @@ def row_product(
     """y = sum over ranks of x @ weight.T, + bias + residual; with a `norm`, (norm(y), y).
 
     x: [M, in/R], weight: [out, in/R]: this rank's. bias: [out], the same on all ranks. scatter: False: y is [M, out]
-    on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape.
+    on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
+    ops.
     """
     op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
-    y = op(x, weight.t(), group=group, bias=bias)
+    y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
     if residual is not None:
         y = y + residual
     return y if norm is None else (norm(y), y)
@@ -79,10 +86,15 @@ class _SumGradient(torch.autograd.Function):
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: Any,
+        partial_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.options = {"group": group, "partial_dtype": partial_dtype}
         return stream_k.gemm(x, weight.t(), bias=bias)
 
     @staticmethod
@@ -91,9 +103,10 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         return (
-            stream_k.gemm_all_reduce(grad, weight, group=ctx.group) if wants_x else None,
+            stream_k.gemm_all_reduce(grad, weight, **ctx.options) if wants_x else None,
             stream_k.gemm(grad.t(), x) if wants_weight else None,
             grad.sum(0) if wants_bias else None,
+            None,
             None,
         )
 

@@ -26,7 +26,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     out_features: a number, or a number for each of several layers with the same input, by their names in the unsharded
     model ({"gate_proj": 14336, "up_proj": 14336}): then one product computes them, each divided by itself.
-    weight: [out/R, in]; bias: [out/R].
+    weight: [out/R, in]; bias: [out/R]. save_gathered: where sequence_parallel, keep all ranks' rows for the weight's
+    gradient; False: gather them once more. Others: `ParallelLinear`.
 
     Raises ValueError, naming the layer, for features that the ranks can't divide.
     """
@@ -40,6 +41,8 @@ class ColumnParallelLinear(ParallelLinear):
         group: Any = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
+        partial_dtype: torch.dtype | None = None,
+        save_gathered: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -51,8 +54,10 @@ class ColumnParallelLinear(ParallelLinear):
             group=group,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
+            partial_dtype=partial_dtype,
             name=name,
         )
+        self.save_gathered = save_gathered
         self.parts = {part: self.share_of(f"{part} out_features".strip(), n) for part, n in parts.items()}
         local = sum(self.parts.values())
         self.local_bias = local
@@ -62,8 +67,8 @@ class ColumnParallelLinear(ParallelLinear):
     def from_linear(cls, linear: nn.Linear | Mapping[str, nn.Linear], **options: Any) -> Self:
         """The layer that computes what `linear` does, or several by their names, which all ranks hold alike.
 
-        Its dtype, device and bias are theirs; options: group, sequence_parallel, sequence_dim, name. Raises ValueError
-        for layers that differ in these or in their input.
+        Its dtype, device and bias are theirs; options: as of the class but for these. Raises ValueError for layers that
+        differ in these or in their input.
         """
         parts = {"": linear} if isinstance(linear, nn.Linear) else dict(linear)
         sizes: Any = {part: each.out_features for part, each in parts.items()}
@@ -90,12 +95,20 @@ class ColumnParallelLinear(ParallelLinear):
         self._check_input(x, self.in_features)
         if not self.sequence_parallel:
             rows, sizes = to_rows(x, 0)
-            return from_rows(column_product(rows, self.weight, self.bias, self.group), sizes, 0)
+            return from_rows(
+                column_product(rows, self.weight, self.bias, self.group, self.partial_dtype), sizes, 0
+            )
         rows, sizes = to_rows(x, self.sequence_dim)
         if num_rows is not None:
             self._check_blocks(num_rows, sizes)
         y = stream_k.all_gather_gemm(
-            rows, self.weight.t(), num_rows=num_rows, group=self.group, bias=self.bias
+            rows,
+            self.weight.t(),
+            num_rows=num_rows,
+            group=self.group,
+            bias=self.bias,
+            partial_dtype=self.partial_dtype,
+            save_gathered=self.save_gathered,
         )
         return from_rows(y, sizes, self.sequence_dim)
 
@@ -104,7 +117,7 @@ class RowParallelLinear(ParallelLinear):
     """y = x @ W.T + b, the input's features divided over the ranks; the sum over ranks is part of the product.
 
     weight: [out, in/R]; bias: [out], the same on all ranks, added once. Raises ValueError, naming the layer, for
-    features that the ranks can't divide.
+    features that the ranks can't divide. Others: `ParallelLinear`.
     """
 
     def __init__(
@@ -116,6 +129,7 @@ class RowParallelLinear(ParallelLinear):
         group: Any = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
+        partial_dtype: torch.dtype | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -126,6 +140,7 @@ class RowParallelLinear(ParallelLinear):
             group=group,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
+            partial_dtype=partial_dtype,
             name=name,
         )
         local = self.share_of("in_features", in_features)
@@ -163,7 +178,8 @@ class RowParallelLinear(ParallelLinear):
             self._check_blocks(rows.shape[0], sizes)
         flat = None if residual is None else to_rows(residual, dim)[0]
         options: dict[str, Any] = {"scatter": self.sequence_parallel, "residual": flat, "norm": norm}
-        found = row_product(rows, self.weight, self.bias, group=self.group, **options)
+        options |= {"group": self.group, "partial_dtype": self.partial_dtype}
+        found = row_product(rows, self.weight, self.bias, **options)
         if norm is None:
             return from_rows(found, sizes, dim)
         return tuple(from_rows(each, sizes, dim) for each in found)

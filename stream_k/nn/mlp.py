@@ -26,16 +26,21 @@ class ParallelMLP(nn.Module):
         bias: bool = False,
         group: Any = None,
         sequence_parallel: bool = False,
+        partial_dtype: torch.dtype | None = None,
+        save_gathered: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str = "ParallelMLP",
     ) -> None:
         super().__init__()
-        options = {
-            "group": group, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype
+        options: dict[str, Any] = {
+            "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
+            "device": device, "dtype": dtype,
         }  # fmt: skip
         sizes = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = ColumnParallelLinear(hidden, sizes, bias, name=f"{name}.gate_up_proj", **options)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, sizes, bias, save_gathered=save_gathered, name=f"{name}.gate_up_proj", **options
+        )
         self.down_proj = RowParallelLinear(intermediate, hidden, bias, name=f"{name}.down_proj", **options)
 
     @classmethod
@@ -47,10 +52,15 @@ class ParallelMLP(nn.Module):
         *,
         group: Any = None,
         sequence_parallel: bool = False,
+        partial_dtype: torch.dtype | None = None,
+        save_gathered: bool = True,
         name: str = "ParallelMLP",
     ) -> Self:
         """Of ordinary layers, which all ranks hold alike."""
-        options = {"group": group, "sequence_parallel": sequence_parallel}
+        options: dict[str, Any] = {
+            "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
+            "save_gathered": save_gathered,
+        }  # fmt: skip
         parts = {"gate_proj": gate_proj, "up_proj": up_proj}
         made = cls(down_proj.out_features, down_proj.in_features, device="meta", name=name, **options)
         made.gate_up_proj = made.gate_up_proj.adopt(parts)

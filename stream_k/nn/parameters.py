@@ -35,7 +35,8 @@ class ParallelLinear(nn.Module):
     """What both kinds of layer share. weight: Parameter; bias: Parameter or None; of this rank.
 
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. sequence_dim: dimension of the
-    activations that is divided where sequence_parallel. name: for messages; None: the class's.
+    activations that is divided where sequence_parallel. partial_dtype: what partial sums travel in, in both directions;
+    None: fp32; a 16-bit type halves the traffic, for one rounding a rank. name: for messages; None: the class's.
     """
 
     weight: nn.Parameter
@@ -49,11 +50,13 @@ class ParallelLinear(nn.Module):
         group: Any,
         sequence_parallel: bool,
         sequence_dim: int,
+        partial_dtype: torch.dtype | None,
         name: str | None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.group, self.sequence_parallel, self.sequence_dim = group, sequence_parallel, sequence_dim
+        self.partial_dtype = partial_dtype
         ranks = ranks_of(group)
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.name = name or type(self).__name__

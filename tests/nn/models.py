@@ -18,13 +18,15 @@ RATE = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """batch sequences of tokens each; the ranks need not divide their product."""
+    """batch sequences of tokens each; the ranks need not divide their product. frugal: partial sums travel in 16 bits,
+    gathered rows are gathered once more."""
 
     sequence_parallel: bool
     bias: bool
     batch: int
     tokens: int
     dtype: torch.dtype = torch.float32
+    frugal: bool = False
 
     @property
     def rows(self) -> int:
@@ -108,9 +110,12 @@ class Block(nn.Module):
 class ParallelBlock(nn.Module):
     """The same of parallel layers, made from the ordinary ones."""
 
-    def __init__(self, block: Block, sequence_parallel: bool, group: Any = None) -> None:
+    def __init__(
+        self, block: Block, sequence_parallel: bool, group: Any = None, frugal: bool = False
+    ) -> None:
         super().__init__()
-        options = {"group": group, "sequence_parallel": sequence_parallel}
+        options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
+        sums = {"partial_dtype": torch.bfloat16, "save_gathered": False} if frugal else {}
         weight = block.norm1.weight
         place = {"device": weight.device, "dtype": weight.dtype}
         attn, mlp = block.attn, block.mlp
@@ -119,9 +124,18 @@ class ParallelBlock(nn.Module):
         self.norm1.load_state_dict(block.norm1.state_dict())
         self.norm2.load_state_dict(block.norm2.state_dict())
         self.attn = parallel.ParallelAttention.from_linears(
-            attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, head_dim=HEAD_DIM, rope_theta=THETA, **options
+            attn.q_proj,
+            attn.k_proj,
+            attn.v_proj,
+            attn.o_proj,
+            head_dim=HEAD_DIM,
+            rope_theta=THETA,
+            **options,
+            **sums,
         )
-        self.mlp = parallel.ParallelMLP.from_linears(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
+        self.mlp = parallel.ParallelMLP.from_linears(
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options, **sums
+        )
 
     def forward(self, x: torch.Tensor, batch: int, num_rows: int) -> torch.Tensor:
         h, x = self.attn(self.norm1(x), batch_size=batch, num_rows=num_rows, residual=x, norm=self.norm2)
@@ -159,7 +173,7 @@ def train_unsharded(case: Case, steps: int) -> Trained:
 
 def train_parallel(rank: int, world_size: int, case: Case, steps: int, device: Any) -> Trained:
     """The same of the parallel block on this rank; the losses and the inputs' gradients of all rows."""
-    model = ParallelBlock(unsharded(case).to(device), case.sequence_parallel)
+    model = ParallelBlock(unsharded(case).to(device), case.sequence_parallel, None, case.frugal)
     losses, inputs = [], []
     for step in range(steps):
         x, target = case.inputs(step, device)
@@ -192,6 +206,6 @@ def without(what: str) -> None:
         linear.sum_gradient = lambda x, group: x
     else:
         assert what == "column_product"
-        linear.column_product = lambda x, weight, bias, group: functional.stream_k.gemm(
+        linear.column_product = lambda x, weight, bias, *more: functional.stream_k.gemm(
             x, weight.t(), bias=bias
         )
