@@ -48,7 +48,6 @@ from pyrocshmem.forming import (
 ALIGNMENT = 256
 PADDED_RANKS = 8
 _MESSAGE_S = 0.3
-
 live_heaps: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 
@@ -327,16 +326,14 @@ def close_all() -> None:
 
 
 def release_all() -> None:
-    """Close every heap of this process and give all memory back: at its end, when no tensor is read any
-    more."""
+    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
     close_all()
     for memory in list(live_memories):
         memory.release()
 
 
 def abort_all(message: str, group: Group | None = None) -> None:
-    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an
-    exception."""
+    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an exception."""
     for heap in list(live_heaps):
         if group is None or heap.group is group:
             heap.abort(message)

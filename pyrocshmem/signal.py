@@ -235,8 +235,7 @@ def report(
         settle()
         tl.store(record + _WORD_CODE, tl.where(aborted, _ABORTED, _TIMEOUT).to(tl.int64))
         if not aborted:
-            # After the record is whole: a program of this rank that sees the word must find it, and leave it
-            # as it is.
+            # After the record is whole: a program of this rank that sees the word must find it.
             if WORLD > 1:
                 everyone = tl.arange(0, MAX_WORLD)
                 publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
@@ -247,13 +246,14 @@ def report(
 
 @triton.jit
 def wait(
-    flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr, scope: tl.constexpr = _SYSTEM
+    flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr, scope: tl.constexpr = _SYSTEM,
+    call=None,
 ):  # fmt: skip
     """Wait until all of `flags` (a block of addresses in the own memory, where `mask`) have reached `epoch`.
 
     True: what they announce is there to be read. False: gave up; do not read it. `OP` (a `status.Op`),
     `tiles` and `peers` (a block each, or one number for all lanes) only name, in the record, what was waited
-    for.
+    for; `call` does where `epoch` is not the number of the call.
     """
     control, abort, record, heap_bases = context
     up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
@@ -272,7 +272,7 @@ def wait(
             lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
             seen = _pick(peek(flags, mask, epoch, abort), lane, lanes)
             peer, tile = _pick(peers, lane, lanes), _pick(tiles, lane, lanes)
-            report(peer, tile, epoch, seen, waited, epoch, context, OP, WORLD)
+            report(peer, tile, epoch, seen, waited, epoch if call is None else call, context, OP, WORLD)
     _acquire(scope)
     return up == 1
 
@@ -295,10 +295,10 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
 @triton.jit
 def wait_begun(count, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Wait until `count` programs of this call have begun, hence hold their multiprocessors. False: gave up."""
-    one = tl.arange(0, 1)
+    control, one = context[0], tl.arange(0, 1)
     # Of one program the count is a constant, which has no type yet.
-    count = tl.cast(count, tl.int32)
-    return wait(context[0] + BEGUN + one, one == 0, count, -1, 0, context, OP, WORLD, "gpu")
+    count, rank, call = tl.cast(count, tl.int32), tl.load(control + RANK), tl.load(control + EPOCH) + 1
+    return wait(control + BEGUN + one, one == 0, count, -1, rank, context, OP, WORLD, "gpu", call)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pyrocshmem import Heap, PeerAborted, PeerTimeout, ShmemError, status, target
+from pyrocshmem import Heap, PeerAborted, PeerTimeout, ShmemError, signal, status, target
+from stream_k.consumer import gate_kernel
 from stream_k.workspace import Workspace
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
@@ -159,3 +160,18 @@ def test_the_first_record_stands() -> None:
         workspace.check()
     assert second.value.tile == 11
     assert out.tolist() == [2, UNTOUCHED]
+
+
+def test_a_gate_names_the_call_and_its_own_rank() -> None:
+    """It counts programs of the own GEMM, so what it expects is no call's number."""
+    workspace = Workspace(device=target.device(), wait_seconds=0.05)
+    workspace.control[int(signal.EPOCH.value)] = 41
+    problem = (0, 0, 0, 0, 0, 0, 3)
+    gate_kernel[(1,)](workspace.context, problem, None, OP=int(status.Op.GEMM_ALL_REDUCE), WORLD=1)
+    if workspace.device.type == "cuda":
+        torch.cuda.synchronize(workspace.device)
+    with pytest.raises(PeerTimeout, match="in vain for a program of its own") as raised:
+        workspace.check()
+    facts = raised.value
+    assert (facts.op, facts.rank, facts.peer, facts.tile) == ("gemm_all_reduce", 0, 0, None)
+    assert (facts.call, facts.expected, facts.seen) == (42, 3, 0)
