@@ -17,12 +17,16 @@ from pyrocshmem import launch, target
 from pyrocshmem.launch import RankResult
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[RankResult]:
-    """Every rank's end, in rank order; see `pyrocshmem.launch.run_ranks`."""
+def load_server() -> None:
+    """On the CPU target: the server of all ranks to come loads what each of them would load again."""
     if target.interpreted():
-        # The server of all ranks to come; what is loaded there no rank loads again.
         multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[RankResult]:
+    """Every rank's end, in rank order; see `pyrocshmem.launch.run_ranks`."""
+    load_server()
     return launch.run_ranks(fn, num_ranks, *args, timeout=timeout)
 
 
