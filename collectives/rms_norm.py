@@ -11,15 +11,16 @@ h = x + residual, rounded to the residual's dtype; result = h * weight / sqrt(me
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
 
 import torch
+from torch._library.effects import EffectType
 
 from collectives.rms_norm_kernels import as_rows, backward, columns_of, forward
 from collectives.tensors import DTYPES
-from pyrocshmem.heap import Heap
-from stream_k.workspace import Workspace, find_workspace, workspace_for
+from stream_k.autograd import ranks
+from stream_k.library import dispatched, find, name_of
+from stream_k.workspace import Workspace, find_workspace
 
 
 def rms_norm(
@@ -44,48 +45,51 @@ def rms_norm(
     goes, [..., N] or (replicated) [..., hidden] with contiguous rows; replicated, symmetric and contiguous: peers
     write it directly. out_dtype: of the result, that of `out` or of x unless given.
 
-    Differentiable in x, weight and residual, where neither `out` nor `workspace` is given; the gradient of a
-    replicated result is the same on all ranks. Returns the result, with a residual also the sum, in the residual's
+    Differentiable in x, weight and residual, where `out` is not given; the gradient of a replicated result is the
+    same on all ranks. Returns the result, with a residual also the sum, in the residual's
     dtype, of which the norm was taken. Rows of zeros with eps 0 are NaN, and a NaN stays in its row, as in
     `torch.nn.functional.rms_norm` (https://arxiv.org/abs/1910.07467).
 
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    heap, shared = find_workspace(group, workspace)
-    hidden = heap.world_size * _width(x) if hidden is None else hidden
+    dispatches = dispatched(x, weight, residual)
+    if dispatches:
+        name = name_of(group, workspace)
+        rank, world_size = ranks(name)
+    else:
+        heap, workspace = find_workspace(group, workspace)
+        rank, world_size = heap.rank, heap.world_size
+    hidden = world_size * _width(x) if hidden is None else hidden
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else x.dtype
-    _check(heap, x, weight, eps, residual, hidden, out, out_dtype, replicated)
-    operands = (x, weight, residual)
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ):
-        if out is not None or workspace is not None:
+    tensors = {"x": x, "weight": weight, "residual": residual, "out": out}
+    columns = columns_of(hidden, rank, world_size)
+    _check(tensors, eps, hidden, (rank, *columns), out_dtype, replicated)
+    if dispatches:
+        if out is not None:
             raise ValueError(
-                "out and workspace can't be given where gradients are recorded or the call is compiled: "
-                "leave them out, or make the call under torch.no_grad()"
+                "rms_norm takes no out where a gradient is needed or torch.compile traces it; leave it out, or call "
+                "it eagerly under torch.no_grad()"
             )
-        result, updated, _ = _rms_norm(*operands, eps, hidden, replicated, out_dtype, _name_of(heap))
+        op = torch.ops.collectives.rms_norm
+        result, updated, _ = op(x, weight, residual, eps, hidden, replicated, out_dtype, name)
     else:
-        result, updated, _ = forward(shared, *operands, eps, hidden, replicated, out_dtype, out)
+        assert workspace is not None
+        if x.device != heap.device:
+            raise ValueError(
+                f"x is on {x.device}, the group's heap on {heap.device}; both must be one device"
+            )
+        result, updated, _ = forward(workspace, x, weight, residual, eps, hidden, replicated, out_dtype, out)
     return result if residual is None else (result, updated)
 
 
-# By what the operators' schemas call a heap.
-_heaps: weakref.WeakValueDictionary[str, Heap] = weakref.WeakValueDictionary()
+def _workspace(name: str) -> Workspace:
+    """What an operator's group stands for: see `stream_k.library.name_of`."""
+    return find_workspace(*find(name))[1]
 
 
-def _name_of(heap: Heap) -> str:
-    """A name for `heap` in this process."""
-    # Ranks that are threads have groups of one name.
-    name = f"{heap.group.name}/{heap.rank}@{heap.base:x}"
-    _heaps[name] = heap
-    return name
-
-
-@torch.library.custom_op("collectives::rms_norm", mutates_args=())
-def _rms_norm(
+def _run(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None,
@@ -93,16 +97,16 @@ def _rms_norm(
     hidden: int,
     replicated: bool,
     out_dtype: torch.dtype,
-    heap: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(result, x + residual, or nothing without a residual, scales [M])."""
-    workspace = workspace_for(_heaps[heap])
-    result, updated, scales = forward(workspace, x, weight, residual, eps, hidden, replicated, out_dtype)
+    result, updated, scales = forward(
+        _workspace(group), x, weight, residual, eps, hidden, replicated, out_dtype
+    )
     return result, x.new_empty(0) if residual is None else updated, scales
 
 
-@_rms_norm.register_fake
-def _(
+def _shapes(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None,
@@ -110,7 +114,7 @@ def _(
     hidden: int,
     replicated: bool,
     out_dtype: torch.dtype,
-    heap: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], hidden if replicated else x.shape[-1])
     updated = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
@@ -118,8 +122,7 @@ def _(
     return x.new_empty(shape, dtype=out_dtype), updated, scales
 
 
-@torch.library.custom_op("collectives::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
+def _run_backward(
     g: torch.Tensor,
     more: torch.Tensor | None,
     h: torch.Tensor,
@@ -127,14 +130,13 @@ def _rms_norm_backward(
     scales: torch.Tensor,
     hidden: int,
     dtype: torch.dtype,
-    heap: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of h, of the weight)."""
-    return backward(workspace_for(_heaps[heap]), g, more, h, weight, scales, hidden, dtype)
+    return backward(_workspace(group), g, more, h, weight, scales, hidden, dtype)
 
 
-@_rms_norm_backward.register_fake
-def _(
+def _backward_shapes(
     g: torch.Tensor,
     more: torch.Tensor | None,
     h: torch.Tensor,
@@ -142,13 +144,13 @@ def _(
     scales: torch.Tensor,
     hidden: int,
     dtype: torch.dtype,
-    heap: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return h.new_empty(h.shape, dtype=dtype), torch.empty_like(weight)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, residual, _, ctx.hidden, _, _, ctx.heap = inputs
+    x, weight, residual, _, ctx.hidden, _, _, ctx.group = inputs
     _, updated, scales = output
     ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
     ctx.save_for_backward(x if residual is None else updated, weight, scales)
@@ -167,7 +169,9 @@ def _differentiate(
         # Of the sum alone: nothing of the norm comes back, on any rank.
         return _cast(more, x_dtype), None, _cast(more, residual_dtype), *(None,) * 5
     dtype = x_dtype if residual_dtype is None else torch.promote_types(x_dtype, residual_dtype)
-    grad, of_weight = _rms_norm_backward(g, more, h, weight, scales, ctx.hidden, dtype, ctx.heap)
+    grad, of_weight = torch.ops.collectives.rms_norm_backward(
+        g, more, h, weight, scales, ctx.hidden, dtype, ctx.group
+    )
     return _cast(grad, x_dtype), of_weight, _cast(grad, residual_dtype), *(None,) * 5
 
 
@@ -175,7 +179,31 @@ def _cast(x: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | N
     return None if x is None or dtype is None else x.to(dtype)
 
 
-_rms_norm.register_autograd(_differentiate, setup_context=_remember)
+_SCHEMAS = {
+    "rms_norm": (
+        "(Tensor x, Tensor weight, Tensor? residual, float eps, SymInt hidden, bool replicated, ScalarType out_dtype, "
+        "str group) -> (Tensor, Tensor, Tensor)"
+    ),
+    "rms_norm_backward": (
+        "(Tensor g, Tensor? more, Tensor h, Tensor weight, Tensor scales, SymInt hidden, ScalarType dtype, "
+        "str group) -> (Tensor, Tensor)"
+    ),
+}
+
+
+def _register() -> None:
+    functions = {"rms_norm": (_run, _shapes), "rms_norm_backward": (_run_backward, _backward_shapes)}
+    for name, (run, shapes) in functions.items():
+        op = f"collectives::{name}"
+        torch.library.define(op, _SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(op, "default", run)
+        torch.library.register_fake(op, shapes)
+        # A graph keeps each call, and their order: ranks whose graphs differ would wait for one another's.
+        torch.library._register_effectful_op(op, EffectType.ORDERED)
+    torch.library.register_autograd("collectives::rms_norm", _differentiate, setup_context=_remember)
+
+
+_register()
 
 
 def _width(x: torch.Tensor) -> int:
@@ -187,44 +215,45 @@ def _width(x: torch.Tensor) -> int:
 
 
 def _check(
-    heap: Heap,
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    tensors: dict[str, torch.Tensor | None],
     eps: float,
-    residual: torch.Tensor | None,
     hidden: int,
-    out: torch.Tensor | None,
+    place: tuple[int, int, int],
     out_dtype: torch.dtype,
     replicated: bool,
 ) -> None:
-    first, end = columns_of(hidden, heap.rank, heap.world_size)
+    """Raise TypeError or ValueError for what does not fit. place: the rank, its first column, the one past its last."""
+    x, weight, out = tensors["x"], tensors["weight"], tensors["out"]
+    assert x is not None
+    rank, first, end = place
     if x.shape[-1] != end - first:
         raise ValueError(
-            f"x has {x.shape[-1]} columns on rank {heap.rank}, {end - first} of hidden = {hidden} are needed; "
+            f"x has {x.shape[-1]} columns on rank {rank}, {end - first} of hidden = {hidden} are needed; "
             "where ranks hold different numbers, give hidden, and the columns that torch.tensor_split gives each"
         )
-    wanted = {"x": tuple(x.shape), "weight": (x.shape[-1],), "residual": tuple(x.shape)}
-    wanted["out"] = (*x.shape[:-1], hidden) if replicated else tuple(x.shape)
-    for name, tensor in (("x", x), ("weight", weight), ("residual", residual), ("out", out)):
+    wanted = dict.fromkeys(tensors, tuple(x.shape)) | {"weight": (x.shape[-1],)}
+    if replicated:
+        wanted["out"] = (*x.shape[:-1], hidden)
+    for name, tensor in tensors.items():
         if tensor is None and name in ("residual", "out"):
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, a torch.Tensor is needed")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}, allowed are {', '.join(map(str, DTYPES))}")
-        if tuple(tensor.shape) != wanted[name] or tensor.device != heap.device:
+        if tuple(tensor.shape) != wanted[name] or tensor.device != x.device:
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)} on {tensor.device}, {wanted[name]} on {heap.device} is needed"
+                f"{name} is {tuple(tensor.shape)} on {tensor.device}, {wanted[name]} on {x.device} is needed"
             )
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
         raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+    assert weight is not None
     if not weight.is_contiguous():
         raise ValueError(f"weight has strides {weight.stride()}; contiguous is needed")
-    if out is not None:
-        if as_rows(out).data_ptr() != out.data_ptr():
-            raise ValueError(
-                f"out has shape {tuple(out.shape)} and strides {out.stride()}; contiguous rows are needed"
-            )
+    if out is not None and as_rows(out).data_ptr() != out.data_ptr():
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}; contiguous rows are needed"
+        )

@@ -106,7 +106,7 @@ def _label(thing: Any) -> str:
     return _names[thing]
 
 
-def _find(name: str) -> tuple[Any, Workspace | None]:
+def find(name: str) -> tuple[Any, Workspace | None]:
     """(group, workspace) that a name stands for. ValueError when there is none any more."""
     label = name.split("/", 2)[-1]
     if label.startswith(_PROCESS_GROUP):
@@ -163,7 +163,7 @@ def _run_gemm(
 ) -> torch.Tensor:
     from stream_k.gemm import run
 
-    own = _find(workspace)[1] if workspace else None
+    own = find(workspace)[1] if workspace else None
     return run(a, b, bias, activation, None, allow_tf32, None, own)
 
 
@@ -196,7 +196,7 @@ def _run_fused(name: str) -> Any:
             num_rows,
             save,
         )
-        found = importlib.import_module(module_of(name)).run(request, *_find(group))
+        found = importlib.import_module(module_of(name)).run(request, *find(group))
         return (found, a.new_empty(0, a.shape[1])) if gathers and not save else found
 
     return run
