@@ -1,52 +1,28 @@
-"""What this machine offers: `python -m pyrocshmem` prints devices, links, the heap backend and why, and versions.
+"""What this machine offers, and what is wrong with it.
 
-Exits 0 on a machine with no GPU: ranks then run on the CPU.
+    python -m pyrocshmem            devices, links, the heap backend and why, versions
+    python -m pyrocshmem doctor     checks peers, links, IPC, /dev/shm, limits and clocks; ranks exchange data for 5 s
+
+Exits 0 on a machine with no GPU: ranks then run on the CPU. The doctor exits 1 when ranks could not work here.
 """
 
 import platform
-import re
 import shutil
-import subprocess
 from importlib import metadata
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import finegrained_alloc
 from pyrocshmem import target
+from pyrocshmem.doctor import FAULT, NOTE, OK, default_ranks, examine, gib, links
 
 # A ROCm build of torch brings its Triton under a name of its own.
 _PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton-rocm"), "numpy": ("numpy",)}
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def parse_links(topology: str) -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> kind of link, out of what `nvidia-smi topo -m` prints."""
-    links = {}
-    for line in _ESCAPES.sub("", topology).splitlines():
-        words = line.split()
-        if words and (match := re.fullmatch(r"GPU(\d+)", words[0])):
-            for column, word in enumerate(words[1:]):
-                if not re.fullmatch(r"X|NV\d+|SYS|NODE|PHB|PXB|PIX", word):
-                    break
-                links[int(match[1]), column] = word
-    return links
-
-
-def _links() -> dict[tuple[int, int], str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    try:
-        done = subprocess.run(
-            [program, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return parse_links(done.stdout)
 
 
 def _version(distribution: str) -> str | None:
@@ -54,10 +30,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def devices_table() -> Table | None:
@@ -71,7 +43,7 @@ def devices_table() -> Table | None:
         architecture = (
             getattr(about, "gcnArchName", "") if torch.version.hip else f"sm_{about.major}{about.minor}"
         )
-        memory = _gib(about.total_memory)
+        memory = gib(about.total_memory)
         table.add_row(str(index), about.name, architecture, memory, str(about.multi_processor_count))
     return table
 
@@ -81,13 +53,13 @@ def peers_table() -> Table | None:
     count = torch.cuda.device_count()
     if count < 2:
         return None
-    links = _links()
+    kinds = links()
     table = Table("GPU", *map(str, range(count)), title="peer access and links")
     for row in range(count):
         cells = []
         for column in range(count):
             reach = row == column or torch.cuda.can_device_access_peer(row, column)
-            cells.append("-" if row == column else links.get((row, column), "yes") if reach else "no")
+            cells.append("-" if row == column else kinds.get((row, column), "yes") if reach else "no")
         table.add_row(str(row), *cells)
     return table
 
@@ -117,18 +89,51 @@ def versions_table() -> Table:
     return table
 
 
-def main(
-    plain: Annotated[bool, typer.Option("--plain", help="No colours, 120 columns: for logs.")] = False,
-) -> None:
+Plain = Annotated[bool, typer.Option("--plain", help="No colours, 120 columns: for logs.")]
+app = typer.Typer(add_completion=False)
+
+
+def _console(plain: bool) -> Console:
+    return Console(no_color=True, width=120) if plain else Console()
+
+
+@app.callback(invoke_without_command=True)
+def main(context: typer.Context, plain: Plain = False) -> None:
     """Print what this machine offers."""
-    console = Console(no_color=True, width=120) if plain else Console()
+    if context.invoked_subcommand is not None:
+        return
+    console = _console(plain)
     console.print(f"[bold]Ranks run on:[/] {target.describe()}")
     for table in (devices_table(), peers_table(), heap_table(), versions_table()):
         if table is not None:
             console.print(table)
     shm = shutil.disk_usage("/dev/shm")
-    console.print(f"/dev/shm: {_gib(shm.total)}, {_gib(shm.free)} free (heaps of CPU ranks live there)")
+    console.print(f"/dev/shm: {gib(shm.total)}, {gib(shm.free)} free (heaps of CPU ranks live there)")
+
+
+_STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red"}
+
+
+@app.command()
+def doctor(
+    ranks: Annotated[
+        int | None, typer.Option(help="Of the self-test; default: every GPU, 2 on a CPU.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long the ranks of the self-test exchange data.")] = 5.0,
+    plain: Plain = False,
+) -> None:
+    """Check what ranks need, each line with what to do about it. Exits 1 when one says FAULT."""
+    console = _console(plain)
+    found = []
+    for finding in examine(ranks if ranks is not None else default_ranks(), seconds):
+        found.append(finding)
+        advice = f" -> {escape(finding.advice)}" if finding.advice else ""
+        verdict = f"[{_STYLES[finding.verdict]}]{finding.verdict:5}[/]"
+        console.print(f"{verdict} {finding.check}: {escape(finding.found)}{advice}", soft_wrap=True)
+    faults = sum(finding.verdict == FAULT for finding in found)
+    console.print(f"{len(found)} checks, {faults} faults")
+    raise typer.Exit(1 if faults else 0)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
