@@ -36,6 +36,7 @@ from pyrocshmem.forming import (
     synchronize,
     tensor_on,
 )
+from pyrocshmem.labels import label
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, abort_all, close_all, release_all
 from pyrocshmem.tensors import Plan, TensorFactories
 
@@ -91,7 +92,7 @@ class Heap(Lifecycle, TensorFactories):
         rank, world_size, group, device, nbytes, timeout, debug.
         base: address of the own heap. bases: of every rank's heap, in this process.
         heap_bases: int64[1 + max(R, 8)] on `device`: the own base, that of each rank, the own one as padding.
-        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed.
+        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed. label: a name of it.
         status: int64[16] in host memory that kernels write when a wait runs out; see `pyrocshmem.status`.
 
     Raises:
@@ -109,6 +110,7 @@ class Heap(Lifecycle, TensorFactories):
         debug: bool = False,
     ) -> None:
         super().__init__(nbytes, group, device, timeout, debug)
+        self.label = label(self)
         self._free_list = FreeList(self.nbytes, ALIGNMENT)
         self._live: dict[int, _Block] = {}
 

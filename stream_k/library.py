@@ -13,8 +13,6 @@ no peers that count on it, so its calls may be merged and moved like any product
 from __future__ import annotations
 
 import importlib
-import itertools
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +21,9 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
+from pyrocshmem import labels
 from pyrocshmem.bootstrap import as_group
-from pyrocshmem.heap import Heap
+from pyrocshmem.heap import Heap, heap_for
 from stream_k import autograd
 from stream_k.operands import check_product
 from stream_k.workspace import Workspace, find_workspace
@@ -47,10 +46,6 @@ _SCHEMAS = {
 _ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}
 _PROCESS_GROUP = "process group "
 
-_numbers = itertools.count()
-_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
 
 class Options(NamedTuple):
     """Arguments of the public functions, which document them, that a schema has too."""
@@ -71,39 +66,38 @@ def _needs_gradient(operands: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in operands)
 
 
-@torch.compiler.assume_constant_result
 def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
     """What stands for a group, or a workspace on it, in a schema: "<rank>/<ranks>/<label>".
 
     group, workspace: as the public functions take them. A process group's label is the name it is registered under in
-    torch.distributed; heaps, workspaces and groups of threads get one here, good while they live. The rank
-    is in it because shapes depend on it: whatever caches compiled graphs tells ranks apart then.
+    torch.distributed; heaps and workspaces have one each, good while they live. The rank is in it because
+    shapes depend on it: whatever caches compiled graphs tells ranks apart then.
     Raises TypeError for what is no group, ValueError for a workspace of another.
     """
-    members: Any = group
-    if workspace is not None:
-        members, _ = find_workspace(group, workspace)
-        label = _label(workspace)
-    elif isinstance(group, Heap):
-        label = _label(group)
-    else:
-        members = as_group(group)
-        if isinstance(group, dist.device_mesh.DeviceMesh):
-            group = group.get_group()
-        elif group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        process_group = isinstance(group, dist.ProcessGroup)
-        label = f"{_PROCESS_GROUP}{group.group_name}" if process_group else _label(members)
-    return f"{members.rank}/{members.world_size}/{label}"
+    if workspace is not None and not torch.compiler.is_compiling():
+        find_workspace(group, workspace)
+    members = group if workspace is None else workspace.heap
+    if not isinstance(members, Heap):
+        return _name_of_group(group)
+    return f"{members.rank}/{members.world_size}/{members.label if workspace is None else workspace.label}"
 
 
-@torch.compiler.assume_constant_result
-def _label(thing: Any) -> str:
-    if thing not in _names:
-        label = f"{type(thing).__name__} {next(_numbers)}"
-        _named[label] = thing
-        _names[thing] = label
-    return _names[thing]
+def _constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, which imports all of torch._dynamo: 2 s of every rank's start."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
+def _name_of_group(group: Any) -> str:
+    members = as_group(group)
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        group = group.get_group()
+    elif group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return f"{members.rank}/{members.world_size}/{_PROCESS_GROUP}{group.group_name}"
+    return name_of(heap_for(members))
 
 
 def find(name: str) -> tuple[Any, Workspace | None]:
@@ -111,7 +105,7 @@ def find(name: str) -> tuple[Any, Workspace | None]:
     label = name.split("/", 2)[-1]
     if label.startswith(_PROCESS_GROUP):
         return _resolve_process_group(label.removeprefix(_PROCESS_GROUP)), None
-    found = _named.get(label)
+    found = labels.find(label)
     if found is None:
         raise ValueError(
             f"the group of this call is called {name!r}, and nothing of that name lives any more"
@@ -146,7 +140,7 @@ def differentiable(
     common = (bias, "none" if late in _ACTIVATIONS else options.activation, options.allow_tf32)
     op = getattr(torch.ops.stream_k, name)
     if name == "gemm":
-        value = op(a, b, *common, "" if workspace is None else _label(workspace))
+        value = op(a, b, *common, "" if workspace is None else workspace.label)
     elif name == "all_gather_gemm":
         where = name_of(group, workspace)
         num_rows = options.num_rows if options.num_rows is not None else a.shape[0] * autograd.ranks(where)[1]

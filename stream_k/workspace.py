@@ -26,6 +26,7 @@ import torch
 from pyrocshmem import message, signal, status
 from pyrocshmem.errors import WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
+from pyrocshmem.labels import label
 
 DEFAULT_WAIT_SECONDS = 10.0
 
@@ -64,6 +65,7 @@ class Workspace:
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
         self.heap = heap
+        self.label = label(self)
         self.device = heap.device if heap is not None else torch.device(device)
         self.world_size = heap.world_size if heap is not None else 1
         self.nbytes = nbytes
