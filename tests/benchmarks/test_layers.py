@@ -22,7 +22,7 @@ def measured(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str
     dtype = "float16" if device.type == "cpu" else "bfloat16"
     cases = [case for op in LAYERS for case in cases_of(op, "tiny", world_size, dtype, device.type == "cuda")]
     with Heap(32 << 20) as heap:
-        found = [record for _, record in layers.measure_cases(cases, None, 2, heap, device)]
+        found = [record for _, record in layers.measure_cases(cases, None, 1, heap, device)]
         problem = Problem(cases[0], heap, device)
         step = Step(problem.step(problem.layer, 1), None)
         step.call()
@@ -47,7 +47,7 @@ def test_layers(tmp_path: Path) -> None:
         assert run.problems(found) == []
         for record in found:
             assert set(PROVIDERS) <= record["us"].keys(), record["skipped"]
-            assert all(len(samples) == 2 and min(samples) > 0 for samples in record["us"].values())
+            assert all(len(samples) == 1 and min(samples) > 0 for samples in record["us"].values())
             assert all(0 < error["worst_ratio"] <= 1 for error in record["error"].values())
             assert (record["peak_mib"].keys() == record["us"].keys()) != target.interpreted()
             if target.interpreted():

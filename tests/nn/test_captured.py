@@ -1,0 +1,117 @@
+"""A whole step of training under `torch.compile` and in a CUDA graph: the bits of the eager step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pyrocshmem import target
+from stream_k import nn as parallel
+from tests.nn.models import HIDDEN, INTERMEDIATE, Case, ParallelBlock, unsharded
+from tests.ranks import run_ranks, values
+
+TIER = 3
+
+
+class Part(nn.Module):
+    """One layer of each kind, and a norm."""
+
+    def __init__(self, sequence_parallel: bool, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
+        self.norm = parallel.RMSNorm(HIDDEN, 1e-5, **options)
+        self.mlp = parallel.ParallelMLP(HIDDEN, INTERMEDIATE, bias=True, **options)
+
+    def forward(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return self.mlp(self.norm(x), num_rows=num_rows, residual=x)
+
+
+def step(call: Any, model: nn.Module, x: torch.Tensor, *more: int) -> list[torch.Tensor]:
+    """The output and all gradients of a step whose loss is the sum of the output's squares, halved."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = call(x, *more)
+    y.backward(y.detach())
+    return [y.detach(), *(each.grad.clone() for each in (x, *model.parameters()))]
+
+
+def compiled(rank: int, world_size: int) -> list[bool]:
+    found = []
+    for sequence_parallel in (False, True):
+        case = Case(sequence_parallel, True, 1, 7)
+        device = target.device(rank)
+        model = Part(sequence_parallel, device)
+        fused = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for seed in range(2):
+            x = case.inputs(seed, device)[0]
+            x = x.tensor_split(world_size)[rank] if sequence_parallel else x
+            eager = step(model, model, x, case.rows)
+            found += [
+                torch.equal(*pair) for pair in zip(step(fused, model, x, case.rows), eager, strict=True)
+            ]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.num_ranks(2)
+def test_compiled_steps() -> None:
+    for found in values(run_ranks(compiled, 2, timeout=100)):
+        # In each of two modes, twice: y, x, a norm, two weights, two biases.
+        assert found == [True] * (2 * 2 * 7)
+
+
+def captured(rank: int, world_size: int, case: Case) -> list[bool]:
+    """Replays of one graph of a step, on inputs that change in place, each beside an eager step."""
+    device = target.device(rank)
+    model = ParallelBlock(unsharded(case).to(device), case.sequence_parallel)
+
+    def mine(seed: int) -> torch.Tensor:
+        x = case.inputs(seed, device)[0]
+        return x.tensor_split(world_size)[rank] if case.sequence_parallel else x
+
+    x = mine(0).clone().requires_grad_()
+
+    def train() -> torch.Tensor:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        y = model(x, case.batch, case.rows)
+        y.backward(y.detach())
+        return y.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = train()
+    held = [y, x.grad, *(parameter.grad for parameter in model.parameters())]
+    replays = []
+    for seed in range(1, 5):
+        with torch.no_grad():
+            x.copy_(mine(seed))
+            for result in held:
+                assert result is not None
+                result.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        replays.append([result.clone() for result in held if result is not None])
+    found = []
+    for seed, replayed in enumerate(replays, 1):
+        eager = step(model, model, mine(seed), case.batch, case.rows)
+        found += [torch.equal(*pair) for pair in zip(replayed, eager, strict=True)]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.num_ranks(2)
+def test_steps_in_a_cuda_graph(sequence_parallel: bool) -> None:
+    case = Case(sequence_parallel, True, 3, 5, torch.bfloat16)
+    for found in values(run_ranks(captured, 2, case, timeout=100)):
+        assert len(found) == 4 * (2 + 10)
+        assert all(found)
