@@ -13,6 +13,7 @@ Without `--pass`, pytest runs what it is given on the target that the environmen
 Within a pass, modules run in the order of their constant `TIER`: 0 cheapest .. 4 slowest, 2 if not set.
 `--max-tier N` leaves out dearer ones. `--alone only` and `--alone without` take a pass apart, for the second part to
 run several tests at once. `--tally FILE` writes the counts that `tests/run.sh` adds up.
+`-m fault --junitxml FILE` runs the tests of the table of faults; `tests/faults/report.py` reads the file.
 A heap file of ours that is left in `/dev/shm` at the end fails the session.
 """
 
@@ -26,6 +27,7 @@ import hypothesis
 import pytest
 
 from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
+from tests.faults import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE_DIR = ROOT / "tests" / "compile"
@@ -111,6 +113,13 @@ def _left_to_another_pass(item: pytest.Item, test_pass: str | None, num_gpus: in
     return test_pass == "gpu" and item.get_closest_marker("cpu") is not None
 
 
+def _mark_fault(item: pytest.Item) -> None:
+    name = item.nodeid.partition("[")[0]
+    if found := cases.properties_of(name):
+        item.add_marker("fault")
+        item.user_properties += [("test", name), ("target", target.describe()), *found]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu, num_gpus = not target.interpreted(), _num_gpus()
@@ -123,6 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if alone := config.getoption("alone"):
             left_out |= (item.get_closest_marker("alone") is not None) != (alone == "only")
         (dropped if left_out else kept).append(item)
+        _mark_fault(item)
         if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus):
             item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = sorted(kept, key=_tier)  # stable: the order inside a module stays

@@ -1,0 +1,111 @@
+"""The table of faults is whole, its tests exist, and the page made of results says what they say."""
+
+import ast
+import json
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pyrocshmem import target
+from tests.faults import report
+from tests.faults.cases import CASES, GUARD_LIST, properties_of
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, GPU = "CPU (Triton interpreter), because of a reason", "2 x NVIDIA H200 (cuda), because"
+
+
+def all_names() -> list[str]:
+    of_cases = [test for case in CASES for test in case.tests]
+    return of_cases + [test for guard in GUARD_LIST for test in (*guard.red, *guard.controls)]
+
+
+def test_there_are_28_and_every_one_has_a_test() -> None:
+    assert [case.number for case in CASES] == list(range(1, 29))
+    assert all(case.tests for case in CASES)
+    assert all(guard.red and guard.controls for guard in GUARD_LIST)
+
+
+@pytest.mark.parametrize("path", sorted({test.partition("::")[0] for test in all_names()}))
+def test_its_tests_exist(path: str) -> None:
+    module = ast.parse((ROOT / path).read_text())
+    there = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+    wanted = {name for where, _, name in (test.partition("::") for test in all_names()) if where == path}
+    assert wanted <= there
+
+
+def test_tests_carry_their_numbers(request: pytest.FixtureRequest) -> None:
+    name = "tests/pyrocshmem/test_signal.py::test_data_then_flag"
+    assert [value for key, value in properties_of(name) if key == "case"] == ["7", "12"]
+    control = "tests/pyrocshmem/test_signal.py::test_constant_epoch_is_found"
+    assert properties_of(control) == [("guard", "epoch")]
+    assert properties_of(request.node.nodeid) == []
+
+
+def results(
+    where: Path, of_target: str, failing: str = "", leave_out: str = "", seconds: str = "0.5"
+) -> Path:
+    """A file as pytest writes it, of every test in the table."""
+    lines = ["<testsuites><testsuite>", '<testcase name="test_other" time="9" />']
+    for test in dict.fromkeys(all_names()):
+        if test == leave_out:
+            continue
+        facts = {"test": test, "target": of_target, "seconds": seconds}
+        listed = "".join(f"<property name={quoteattr(k)} value={quoteattr(v)} />" for k, v in facts.items())
+        inner = '<failure message="no" />' if test == failing else ""
+        lines.append(f'<testcase name="a[1]" time="1.25"><properties>{listed}</properties>{inner}</testcase>')
+    where.write_text("\n".join([*lines, "</testsuite></testsuites>"]))
+    return where
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(report.main)
+    ended = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return ended.exit_code, ended.output
+
+
+def test_a_page_of_two_targets(tmp_path: Path) -> None:
+    page, stress = tmp_path / "page.md", tmp_path / "stress.json"
+    options = {"seed": 7, "ops": ["gemm", "all_reduce"]}
+    counts = {"target": GPU, "options": options, "rounds": 321, "seconds": 12.0, "failure": None}
+    stress.write_text(json.dumps(counts))
+    files = [results(tmp_path / "cpu.xml", CPU), results(tmp_path / "gpu.xml", GPU, seconds="0.75")]
+    code, output = run(*files, "--out", page, "--commit", "abc123", "--stress", stress)
+    assert (code, output) == (0, "")
+    text = page.read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| 2 | a peer is stopped")]
+    assert rows == [
+        "| 2 | a peer is stopped, later resumed | the same; the late rank sees the abort, raises, writes nothing; "
+        "the same heap recovers | passed, 1 runs, 1.2 s, to the error 0.50 s | passed, 1 runs, 1.2 s, to the error "
+        "0.75 s |"
+    ]
+    assert "| case | what happens | what must follow | CPU | 2 x NVIDIA H200 |" in text
+    assert "- 2 x NVIDIA H200: 321 rounds of random calls in 12 s, seed 7, 2 ops: nothing was wrong." in text
+    assert "abc123" in text
+    assert "test_other" not in text
+
+
+def test_what_is_not_green_is_said(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    (failing,) = CASES[1].tests
+    code, output = run(results(tmp_path / "a.xml", CPU, failing=failing), "--out", page, "--commit", "x")
+    assert code == 1
+    assert f"{failing} failed on CPU" in output
+    assert "FAILED" in next(line for line in page.read_text().splitlines() if line.startswith("| 2 |"))
+    (missing,) = CASES[27].tests
+    code, output = run(results(tmp_path / "b.xml", CPU, leave_out=missing), "--out", page, "--commit", "x")
+    assert (code, output.strip()) == (1, "case 28 has no test that passed")
+    # A run that failed is not made good by another one that passed.
+    both = [results(tmp_path / "c.xml", CPU), tmp_path / "a.xml"]
+    assert run(*both, "--out", page, "--commit", "x")[0] == 1
+
+
+def test_this_run_says_where_it_runs(request: pytest.FixtureRequest) -> None:
+    assert report.short(target.describe()) in ("CPU", "compiled") or " x " in report.short(target.describe())
+    assert report.short("CPU, kernels compiled but not run (TRITON_INTERPRET=0), because") == "compiled"
