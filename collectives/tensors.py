@@ -1,4 +1,4 @@
-"""What the collectives on whole symmetric tensors share: checks, planning, launching."""
+"""What the collectives on whole tensors share: dtypes, agreeing, launching."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pyrocshmem import trace
-from pyrocshmem.heap import Heap
 from stream_k.config import num_multiprocessors
 from stream_k.launch import Launch
 from stream_k.workspace import Workspace
@@ -18,21 +17,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Elements that one program moves at a time: 8 warps of 32 lanes with two 16-byte loads of bf16 each.
 BLOCK = 4096
 NUM_WARPS = 8
-
-
-def check_symmetric(heap: Heap, name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """TypeError, ValueError unless `x` is a contiguous tensor of an allowed dtype on `heap`."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, dtypes))}")
-    if not heap.is_symmetric(x):
-        raise ValueError(
-            f"{name} (shape {tuple(x.shape)}, {x.device}) is not on the group's heap: "
-            "allocate it with heap.empty and the like"
-        )
-    if not x.is_contiguous():
-        raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; contiguous is needed")
 
 
 def run(

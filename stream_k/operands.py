@@ -92,7 +92,7 @@ def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
     storage = out.untyped_storage().data_ptr()
     for name, x in zip(("a", "b", "bias"), operands, strict=True):
         # The addresses of storages first: that is all it costs a call that does no such thing.
-        if x is not None and x.untyped_storage().data_ptr() == storage and _share_memory(out, x):
+        if x is not None and x.untyped_storage().data_ptr() == storage and share_memory(out, x):
             raise ValueError(
                 f"out shares memory with {name}, which is still read while out is written; give another out"
             )
@@ -118,7 +118,7 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a byte may belong to both. Exact for blocks of columns, or of rows, of one matrix; else by
     first and last byte."""
     if x.numel() == 0 or y.numel() == 0:

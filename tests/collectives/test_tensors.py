@@ -1,19 +1,30 @@
-"""`collectives.all_reduce` and `all_scatter` of whole tensors: exact on integers, between canaries, call after call."""
+"""The collectives on whole tensors: exact on integers, between canaries, call after call, wherever the tensors lie."""
+
+import math
 
 import pytest
 import torch
 
 import collectives
+from collectives import exchange
 from pyrocshmem import CallMismatch, Heap, target  # before Triton
 from tests.ranks import run_ranks, values
 
 TIER = 2
 TIMEOUT_S = 90.0
-HEAP_BYTES = 4 << 20
+HEAP_BYTES = 32 << 20
 CANARY = -77.0
-DTYPES = (torch.float16, torch.float32)
-SIZES = (1, 5, 4096, 20000)
-SHAPES = ((1, 1), (3, 5), (70, 300), (33, 64))
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
+HALF, FLOAT, BRAIN = DTYPES
+CASES = (
+    ((1,), HALF),
+    ((5,), FLOAT),
+    ((520,), BRAIN),
+    ((3, 5), BRAIN),
+    ((64, 24), HALF),
+    ((64, 24), FLOAT),
+    ((35, 51), HALF),
+)
 
 
 def device() -> torch.device:
@@ -27,85 +38,132 @@ def integers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Ten
     return torch.randint(-8, 9, shape, generator=generator).to(dtype).to(device())
 
 
-def reduce_everything(rank: int, world_size: int) -> list[str]:
-    """Every size, dtype and algorithm, three calls each with data of their own; what came out wrong."""
+def between_canaries(
+    shape: tuple[int, ...], dtype: torch.dtype, shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a tensor of NaN, `shift` elements off the start of the buffer around it)."""
+    size = math.prod(shape)
+    buffer = torch.full((size + 32,), CANARY, dtype=dtype, device=device())
+    inside = buffer[16 + shift : 16 + shift + size].fill_(float("nan"))
+    return inside.view(shape), buffer
+
+
+def expected(name: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """The result of a collective, from what all ranks brought."""
+    if name == "all_gather":
+        return torch.cat(parts)
+    if name == "all_scatter":
+        return torch.cat(parts, 1)
+    if name == "broadcast":
+        return parts[-1]
+    if name == "reduce_scatter":
+        return torch.tensor_split(torch.stack(parts).sum(0), len(parts))[rank]
+    return torch.stack(parts).sum(0)
+
+
+def everything(rank: int, world_size: int, piece_bytes: int) -> list[str]:
+    """Every collective, shape, dtype and alignment, into new, given and strided tensors; what came out wrong."""
+    exchange.PIECE_BYTES = piece_bytes
+    calls = {
+        "one_shot": lambda x, **k: collectives.all_reduce(x, algorithm="one_shot", **k),
+        "two_shot": lambda x, **k: collectives.all_reduce(x, algorithm="two_shot", **k),
+        "all_gather": collectives.all_gather,
+        "reduce_scatter": collectives.reduce_scatter,
+        "all_scatter": collectives.all_scatter,
+        "broadcast": lambda x, **k: collectives.broadcast(x, world_size - 1, **k),
+    }
     wrong = []
     with Heap(HEAP_BYTES) as heap:
-        for size in SIZES:
-            for dtype in DTYPES:
-                buffer = heap.full((size + 16,), CANARY, dtype=dtype)
-                x, out = buffer[8 : 8 + size], heap.empty(size, dtype=dtype)
-                for call, (algorithm, into) in enumerate(
-                    (("one_shot", None), ("two_shot", out), ("two_shot", x), ("auto", None))
-                ):
-                    parts = [integers((size,), dtype, 100 * call + r) for r in range(world_size)]
-                    x.copy_(parts[rank])
-                    out.fill_(float("nan"))
-                    found = collectives.all_reduce(x, group=heap, out=into, algorithm=algorithm)
-                    heap.synchronize()
-                    around = torch.cat((buffer[:8], buffer[8 + size :]))
-                    if not torch.equal(found, sum(parts)) or not (around == CANARY).all():
-                        wrong.append(f"{size} {dtype} {algorithm} {call}")
-                    heap.barrier()
+        for shape, dtype in CASES:
+            for number, (name, call) in enumerate(calls.items()):
+                if name == "all_scatter" and len(shape) != 2:
+                    continue
+                parts = [integers(shape, dtype, 10 * number + r) for r in range(world_size)]
+                right = expected(name, parts, rank)
+                x, around_x = between_canaries(shape, dtype, number % 2)
+                x.copy_(parts[rank])
+                out, around = between_canaries(tuple(right.shape), dtype, rank % 2)
+                found = call(x, group=heap, out=out)
+                heap.synchronize()
+                outside = torch.cat((around[:16], around[16 + rank % 2 + out.numel() :]))
+                if not torch.equal(found, right) or not torch.equal(x, parts[rank]):
+                    wrong.append(f"{name} {shape} {dtype}")
+                if not (outside[:16] == CANARY).all() or not (outside[-15:] == CANARY).all():
+                    wrong.append(f"{name} {shape} {dtype}: outside")
+                assert (around_x[:16] == CANARY).all()
+        for name in ("one_shot", "two_shot", "broadcast"):
+            parts = [integers((35, 51), torch.float32, 7 + r) for r in range(world_size)]
+            x = parts[rank].clone()
+            calls[name](x, group=heap, out=x)
+            heap.synchronize()
+            if not torch.equal(x, expected(name, parts, rank)):
+                wrong.append(f"{name} in place")
+            x = parts[rank].t()
+            found = calls[name](x, group=heap)
+            heap.synchronize()
+            if not torch.equal(found, expected(name, parts, rank).t()):
+                wrong.append(f"{name} of a transposed view")
+        collectives.barrier(group=heap)
+        heap.synchronize()
     return wrong
 
 
-def scatter_everything(rank: int, world_size: int) -> list[str]:
-    """Every shape and dtype into new, strided and symmetric outputs; what came out wrong."""
-    wrong = []
+def special_values(rank: int, world_size: int) -> None:
+    """NaN, infinity and -0.0 arrive; data that look like an empty slot are a NaN still."""
     with Heap(HEAP_BYTES) as heap:
-        for M, N in SHAPES:
-            for dtype in DTYPES:
-                symmetric = heap.empty(M, N * world_size, dtype=dtype)
-                padded = torch.full((M, N * world_size + 3), CANARY, dtype=dtype, device=device())
-                for call, out in enumerate((None, symmetric, padded[:, :-3])):
-                    parts = [integers((M, N), dtype, 100 * call + r) for r in range(world_size)]
-                    mine = torch.nn.functional.pad(parts[rank], (0, 2))[:, :N]
-                    found = collectives.all_scatter(mine, group=heap, out=out)
-                    heap.synchronize()
-                    if not torch.equal(found, torch.cat(parts, 1)):
-                        wrong.append(f"{M} x {N} {dtype} {call}")
-                    heap.barrier()
-                if not (padded[:, -3:] == CANARY).all():
-                    wrong.append(f"{M} x {N} {dtype}: outside")
-    return wrong
+        empty = torch.full((8,), -786445, dtype=torch.int32, device=device())
+        for dtype in DTYPES:
+            looks_empty = empty.view(dtype)
+            gathered = collectives.all_gather(looks_empty, group=heap)
+            heap.synchronize()
+            assert gathered.isnan().all()
+            x = torch.zeros(8, dtype=dtype, device=device())
+            x[1:4] = torch.tensor([float("nan"), float("inf"), -0.0])
+            if rank != 0:
+                x[:3] = 1
+                x[3] = -0.0
+            total = collectives.all_reduce(x, group=heap)
+            heap.synchronize()
+            assert total[1].isnan()
+            assert total[2].isposinf()
+            assert torch.signbit(collectives.all_gather(x[3:4], group=heap)).all()
+            assert torch.equal(total[[0, 4, 5]].cpu(), torch.tensor([world_size - 1.0, 0, 0], dtype=dtype))
 
 
 def mistakes(rank: int, world_size: int) -> None:
     """What the caller gets wrong raises before anything starts; the heap works afterwards."""
     with Heap(HEAP_BYTES) as heap:
-        x, y = heap.ones(64), heap.ones(64)
-        with pytest.raises(ValueError, match="not on the group's heap"):
-            collectives.all_reduce(torch.ones(64, device=device()), group=heap)
-        with pytest.raises(TypeError, match=r"torch.int64, allowed are torch.float16"):
-            collectives.all_reduce(heap.arange(64), group=heap)
-        with pytest.raises(ValueError, match="contiguous"):
-            collectives.all_reduce(x[::2], group=heap)
+        x = torch.ones(8, 8, device=device())
+        with pytest.raises(TypeError, match=r"torch.int64, a tensor is needed of torch.float16"):
+            collectives.all_reduce(x.long(), group=heap)
         with pytest.raises(ValueError, match="allowed are auto, one_shot, two_shot"):
             collectives.all_reduce(x, group=heap, algorithm="three_shot")
-        with pytest.raises(ValueError, match="another tensor"):
-            collectives.all_reduce(x, group=heap, out=x, algorithm="one_shot")
         with pytest.raises(ValueError, match=r"out is \(2, 2\)"):
-            collectives.all_scatter(x.view(8, 8), group=heap, out=torch.ones(2, 2, device=device()))
-        with pytest.raises(ValueError, match="contiguous rows"):
-            collectives.all_scatter(x.view(8, 8).t(), group=heap)
-        # Ranks that bring tensors from different places.
-        with pytest.raises(CallMismatch, match="at offset"):
-            collectives.all_reduce(x if rank == 0 else y, group=heap)
+            collectives.all_scatter(x, group=heap, out=torch.ones(2, 2, device=device()))
+        with pytest.raises(ValueError, match="a matrix is needed"):
+            collectives.all_scatter(x.view(-1), group=heap)
+        with pytest.raises(ValueError, match="1 dimensions or more"):
+            collectives.all_gather(x[0, 0], group=heap)
+        with pytest.raises(ValueError, match="root is 2, the group has ranks 0 to 1"):
+            collectives.broadcast(x, 2, group=heap)
+        with pytest.raises(ValueError, match="overlap"):
+            collectives.all_reduce(x[1:], group=heap, out=x[:-1])
+        with pytest.raises(CallMismatch, match=r"\(8, 8\)"):
+            collectives.all_reduce(x[: 8 - rank], group=heap)
         assert collectives.all_reduce(x, group=heap).eq(world_size).all()
-        assert collectives.all_reduce(heap.empty(0), group=heap).shape == (0,)
+        assert collectives.all_reduce(x[:0], group=heap).shape == (0, 8)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "piece_bytes"), [(1, 1 << 20), (2, 1 << 20), (3, 6144)])
 @pytest.mark.num_ranks(3)
-def test_all_reduce(world_size: int) -> None:
-    assert values(run_ranks(reduce_everything, world_size, timeout=TIMEOUT_S)) == [[]] * world_size
+def test_collectives(world_size: int, piece_bytes: int) -> None:
+    found = run_ranks(everything, world_size, piece_bytes, timeout=TIMEOUT_S)
+    assert values(found) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.num_ranks(3)
-def test_all_scatter(world_size: int) -> None:
-    assert values(run_ranks(scatter_everything, world_size, timeout=TIMEOUT_S)) == [[]] * world_size
+@pytest.mark.num_ranks(2)
+def test_special_values() -> None:
+    values(run_ranks(special_values, 2, timeout=TIMEOUT_S))
 
 
 @pytest.mark.num_ranks(2)

@@ -130,7 +130,9 @@ _ONCE = [
     Case("all_reduce", arguments=(("algorithm", "one_shot"),), hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
     Case("all_reduce", "float32", arguments=(("algorithm", "two_shot"),), hot=True),
-    Case("all_scatter", hot=True),
+    *(Case(op, hot=True) for op in ("all_gather", "reduce_scatter", "all_scatter", "broadcast")),
+    # Of odd columns units are loaded an element at a time.
+    Case("all_reduce", shape=(97, 193, 1), arguments=(("algorithm", "two_shot"),)),
 ]
 
 CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + BLOCKS + STREAMS + _ONCE

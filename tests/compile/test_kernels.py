@@ -24,6 +24,8 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 
 # Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
 GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+# And those whose data carry their own flag.
+MESSAGES = ("exchange_kernel",)
 
 
 @pytest.fixture(params=TARGETS)
@@ -55,7 +57,7 @@ def test_kernel(case: Case, target: str, compiled: Compile) -> None:
 
 def _faults(case: Case, kernel: Assembly) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + _wrong_scopes(case, kernel)
-    if kernel.kernel not in SUMS:
+    if kernel.kernel not in (*SUMS, *MESSAGES):
         wrong += rules.unacquired_polls(kernel)
     if kernel.kernel == "stream_k_kernel" and case.dtype != "float32":
         matrix = r"\bwgmma\.mma_async" if kernel.nvidia else r"\bv_mfma_f32_"
@@ -66,7 +68,9 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
         allowed = GATHERING_SPILLS
     if case.hot and kernel.spills > allowed:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
-    if kernel.kernel not in ("stream_k_kernel", *GATES):
+    if kernel.kernel in MESSAGES:
+        wrong += _wrong_messages(kernel)
+    elif kernel.kernel not in ("stream_k_kernel", *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
@@ -75,6 +79,18 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
         if kernel.kernel not in SUMS or "bias" not in dict(case.arguments):
             wrong += rules.narrow_accesses(kernel)
     return wrong
+
+
+def _wrong_messages(kernel: Assembly) -> list[str]:
+    """Messages go past the caches: what peers poll for would else stay in them."""
+    if kernel.nvidia:
+        ways = {
+            "store": r"\bst\.relaxed\.sys\.global\.v4\.u32",
+            "load": r"\bld\.relaxed\.sys\.global\.v4\.u32",
+        }
+    else:
+        ways = {"store": r"\bglobal_store_dword.* sc0 sc1", "load": r"\bglobal_load_dword.* sc0 sc1"}
+    return [f"no {name} of messages past the caches" for name, way in ways.items() if not kernel.count(way)]
 
 
 def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
@@ -108,9 +124,7 @@ def _multiplies(kernels: list[Assembly]) -> Assembly:
     return kernels[0]
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in FED if case.op not in ("all_reduce", "all_scatter")], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in FED if "gemm" in case.op], ids=str)
 def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
     """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it."""
     assert _multiplies(compiled(case, "sm_90")).shared == FULL_PIPELINE_BYTES

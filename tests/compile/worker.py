@@ -66,8 +66,8 @@ def _call(case: "Case") -> None:
     dtype = getattr(torch, case.dtype)
     arguments: dict[str, Any] = dict(case.arguments)
     heap = PlanningHeap(case.world_size)
-    if case.op in ("all_reduce", "all_scatter"):
-        getattr(collectives, case.op)(heap.empty(M, N, dtype=dtype), group=heap, **arguments)
+    if hasattr(collectives, case.op):
+        getattr(collectives, case.op)(torch.empty(M, N, dtype=dtype), group=heap, **arguments)
         return
     if case.op == "all_gather_gemm":
         arguments["num_rows"] = M

@@ -78,7 +78,7 @@ def test_only_the_signals_file_orders_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "line", "what"),
     [
-        ("collectives/all_reduce.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
+        ("collectives/exchange_kernel.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
         ("stream_k/kernel.py", "tl.atomic_add(flag, 1, sem='relaxed')", "atomic_add"),
         ("stream_k/epilogue.py", "tl.debug_barrier()", "debug_barrier"),
         ("pyrocshmem/device.py", "tl.debug_barrier()", "debug_barrier"),

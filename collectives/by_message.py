@@ -1,0 +1,189 @@
+"""`all_reduce`, `all_gather`, `reduce_scatter`, `all_scatter`, `broadcast` and `barrier` of a group of ranks.
+
+    total = collectives.all_reduce(x, group=group)
+    collectives.all_reduce(x, group=group, out=x)               # in place
+    rows = collectives.reduce_scatter(x, group=group)           # this rank's rows of the sum
+
+x and out are ordinary tensors, anywhere, of any size: the data travel as messages (`collectives.exchange_kernel`)
+through slots on the group's heap. All ranks of the group make the same calls in the same order, with the same shapes
+and dtypes. Nothing waits for the device: a fault of a peer shows at the next call, or at `heap.synchronize()`; the
+result then holds garbage. All raise TypeError and ValueError before any launch; `CallMismatch` where ranks disagree,
+`PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from collectives.exchange import exchange
+from collectives.tensors import DTYPES, agree
+from pyrocshmem import status
+from pyrocshmem.heap import Heap
+from reference.ops import shard_range
+from stream_k.operands import share_memory
+from stream_k.workspace import Workspace, find_workspace
+
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+
+# Up to here, over the number of ranks, the bytes that a second hop saves cost less than it does (2 x H200: 4.36
+# against 4.37 us at 256 KiB).
+_ONE_SHOT_BYTES = 512 << 10
+
+
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """Sum of `x` over the ranks of `group`, added in fp32 and rounded once, the same bits on every rank.
+
+    x: any shape; float16, bfloat16 or float32. group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default
+    process group. out: like `x`, and may be `x` itself; None: a new tensor. algorithm: "one_shot" (everything to
+    everyone: one hop), "two_shot" (parts to their owners, sums to everyone: 2 (R-1)/R of the bytes), or "auto" by
+    size. Returns out.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}, allowed are {', '.join(ALGORITHMS)}")
+    heap, workspace = find_workspace(group, workspace)
+    check(heap, x)
+    if algorithm == "auto":
+        algorithm = cheaper_algorithm(x, heap.world_size)
+    return _exchanged(heap, workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out)
+
+
+def cheaper_algorithm(x: torch.Tensor, world_size: int) -> str:
+    """How an all-reduce of `x` takes less time: "one_shot" or "two_shot"."""
+    small = x.numel() * x.element_size() * world_size <= _ONE_SHOT_BYTES
+    return "one_shot" if small else "two_shot"
+
+
+def all_gather(
+    x: torch.Tensor, *, group: Any = None, out: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> torch.Tensor:
+    """`x` of every rank of `group`, one below the other in rank order, on every rank.
+
+    x: [M, ...], the same shape on every rank; float16, bfloat16 or float32; the values arrive bit by bit, but for the
+    payload of one NaN. out: [R x M, ...], and x may be its part of it; None: a new tensor. Returns out.
+    """
+    heap, workspace = find_workspace(group, workspace)
+    check(heap, x, dimensions=1)
+    shape = (x.shape[0] * heap.world_size, *x.shape[1:])
+    return _exchanged(heap, workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out)
+
+
+def reduce_scatter(
+    x: torch.Tensor, *, group: Any = None, out: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum of `x` over the ranks of `group`, added in fp32 and rounded once.
+
+    x: [M, ...]; float16, bfloat16 or float32. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
+    one more on the first M % R ranks. out: these rows; None: a new tensor. Returns out.
+    """
+    heap, workspace = find_workspace(group, workspace)
+    check(heap, x, dimensions=1)
+    first, last = shard_range(x.shape[0], heap.rank, heap.world_size)
+    shape = (last - first, *x.shape[1:])
+    return _exchanged(heap, workspace, status.Op.REDUCE_SCATTER, "reduce_scatter", x, shape, out)
+
+
+def all_scatter(
+    x: torch.Tensor, *, group: Any = None, out: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> torch.Tensor:
+    """`x` of every rank of `group`, side by side in rank order, on every rank.
+
+    x: [M, N], the same shape on every rank; float16, bfloat16 or float32. out: [M, R x N]; None: a new tensor.
+    Returns out.
+    """
+    heap, workspace = find_workspace(group, workspace)
+    check(heap, x)
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
+    shape = (x.shape[0], heap.world_size * x.shape[1])
+    return _exchanged(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out)
+
+
+def broadcast(
+    x: torch.Tensor,
+    root: int = 0,
+    *,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """`x` of rank `root` of `group`, on every rank.
+
+    x: any shape, the same on every rank; float16, bfloat16 or float32; on the others its values don't matter. root: a
+    rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out.
+    """
+    heap, workspace = find_workspace(group, workspace)
+    check(heap, x)
+    if not 0 <= root < heap.world_size:
+        raise ValueError(f"root is {root}, the group has ranks 0 to {heap.world_size - 1}")
+    return _exchanged(heap, workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, root)
+
+
+def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
+    """What is enqueued after it on this rank's stream runs after all that was enqueued before it on any rank's.
+
+    The host does not wait; `Heap.barrier` is the one that does.
+    """
+    heap, workspace = find_workspace(group, workspace)
+    token = workspace.buffer("barrier", 2, torch.float32, local=True)
+    if heap.world_size > 1:
+        exchange(workspace, status.Op.BARRIER, "one_shot", token[:1], token[1:])
+
+
+def check(heap: Heap, x: torch.Tensor, dimensions: int = 0) -> None:
+    """TypeError, ValueError unless `x` is a tensor that can be sent, of so many dimensions at least."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+        raise TypeError(
+            f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
+        )
+    if x.device != heap.device or x.ndim < dimensions:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} on {x.device}; {dimensions} dimensions or more on {heap.device} are needed"
+        )
+
+
+def _exchanged(
+    heap: Heap,
+    workspace: Workspace,
+    op: int,
+    kind: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    out: torch.Tensor | None,
+    root: int = 0,
+) -> torch.Tensor:
+    if out is not None and (out.shape != shape or out.dtype != x.dtype or out.device != x.device):
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}, {tuple(shape)} {x.dtype} on {x.device} is needed"
+        )
+    if out is not None and _clash(kind, x, out, heap.rank):
+        raise ValueError("x and out overlap, and are not in place: give another out")
+    given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
+    if heap.world_size == 1:
+        return given.copy_(x)
+    if x.numel() == 0:
+        agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}, root {root}")
+        return given
+    written = (
+        given if given.is_contiguous() else torch.empty_like(given, memory_format=torch.contiguous_format)
+    )
+    exchange(workspace, op, kind, x.contiguous(), written, root)
+    return given if written is given else given.copy_(written)
+
+
+def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
+    """Whether writing `out` would change what of `x` is still to be read."""
+    if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not share_memory(x, out):
+        return False
+    if kind in ("reduce_scatter", "all_scatter") or not out.is_contiguous():
+        return True
+    own = rank * x.numel() * x.element_size() if kind == "all_gather" else 0
+    return x.data_ptr() != out.data_ptr() + own or not x.is_contiguous()

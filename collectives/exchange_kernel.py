@@ -1,0 +1,189 @@
+"""One kernel that exchanges messages (`pyrocshmem.message`), for all collectives on whole tensors.
+
+R ranks. A rank sends each peer a part of its tensor, or all of it to everyone; what arrives is summed over ranks, or
+stored side by side:
+
+    one-shot all-reduce   all of x to everyone, sum
+    reduce-scatter        part j of x to rank j, sum
+    two-shot all-reduce   part j of x to rank j, sum, the sum to everyone, store
+    all-gather            all of x to everyone, store; all-scatter: the same, as columns
+    broadcast             the root's x to everyone; of the others, as the protocol wants, the first unit
+
+Sums are fp32, over ranks in an order that depends on R alone, rounded once: the same bits on every rank. On its way
+to the result a sum can meet a bias, an activation, a residual and the norm of its row.
+
+A part is rows of `width` elements, a row units of 16 bytes of the result; flat tensors are one row. Each program does
+the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
+[units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
+still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
+A, [R sources][quads of a part of x], and for a two-shot region B, the same for the sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from collectives import words as units
+from pyrocshmem import message, signal, trace
+from pyrocshmem.device import remote
+from pyrocshmem.trace import now_ns
+from stream_k.epilogue import activate
+
+
+@triton.jit
+def _send(slot, words, quad, part_quads, mask, context, WORLD: tl.constexpr, RANKS: tl.constexpr):
+    """Words of this rank's unit at `quad` of a region, to every rank of the block."""
+    control, abort, record, heap_bases = context
+    places = remote(slot, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
+    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * part_quads + quad) * 4
+    for k in tl.static_range(len(words) // 4):
+        four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
+        message.push(places + 4 * k, four, mask)
+
+
+@triton.jit
+def _receive(slot, QUADS: tl.constexpr, quad, part_quads, mask, deadline, context, RANKS: tl.constexpr):
+    """(words of the units that every rank sent there, late)."""
+    places = slot + (tl.cast(tl.arange(0, RANKS)[None, :], tl.int64) * part_quads + quad) * 4
+    words = ()
+    late = tl.zeros(mask.shape, tl.int32)
+    for k in tl.static_range(QUADS):
+        four, missing = message.poll(places + 4 * k, mask, deadline, context)
+        words = words + four
+        late |= missing
+    return words, late
+
+
+@triton.jit
+def _finished(values, place, mask, last, finish, ACTIVATION: tl.constexpr):
+    """Sums on their way to the result, of elements from `place` to `last`: plus bias, activated, plus residual."""
+    bias, columns, residual, total, weight, eps = finish
+    done = ()
+    for e in tl.static_range(len(values)):
+        value = values[e]
+        here = mask & (place + e < last)
+        if bias is not None:
+            value += tl.load(bias + (place + e) % columns, mask=here, other=0.0).to(tl.float32)
+        value = activate(value, ACTIVATION)
+        if residual is not None:
+            value += tl.load(residual + place + e, mask=here, other=0.0).to(tl.float32)
+        done = done + (value,)  # type: ignore[assignment]
+    return done
+
+
+@triton.jit
+def _normalized(words, column, width, finish, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of the rows, one in each column of the blocks [U, *]: their units are all here."""
+    bias, columns, residual, total, weight, eps = finish
+    values = units.unpack(words, UNIT, DTYPE)
+    squares = tl.zeros(values[0].shape, tl.float32)
+    for e in tl.static_range(UNIT):
+        squares += tl.where(column + e < width, values[e] * values[e], 0.0)
+    scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)[None, :]
+    scaled = ()
+    for e in tl.static_range(UNIT):
+        w = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
+        scaled = scaled + (values[e] * scale * w,)  # type: ignore[assignment]
+    return units.pack(scaled, DTYPE)
+
+
+@triton.jit
+def _part(rank, row_end, n, x_part, longer, extra, limit):
+    """(where the part of `rank` begins in x, the number at which a unit's elements end: with their row, their part, or
+    with x). Example, 7 elements for 3 ranks, x_part 2, longer 1, extra 1, limit 3: parts begin at 0, 3 and 5."""
+    start = tl.cast(rank, tl.int64) * x_part + tl.minimum(rank, longer) * extra
+    end = tl.minimum(row_end, tl.minimum(n - start, limit - tl.where(rank < longer, 0, extra)))
+    return start, end
+
+
+@triton.jit
+def exchange_kernel(
+    x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
+    out_part, out_width, root, events,
+    SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
+    RANKS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """x [n] to out by way of messages. A part has `rows` rows of `width` elements; the next begins `x_part` elements
+    later in x (0: all of x is everyone's), and `extra` more after the first `longer` parts, which have all `limit`
+    elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. RANKS: WORLD, or the
+    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`.
+
+    Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
+    ranks, rank 1 elements 504 to 999, and each sends its sums to both.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
+    control, abort, record, heap_bases = context
+    rank = tl.load(control + signal.RANK)
+    program = tl.program_id(0)
+    count, slot = message.begin(messages, slot_quads, context)
+    deadline = message.deadline_ns(context)
+    trace.mark(events, trace.PUSH, program)
+
+    row_units = tl.cdiv(width, UNIT)
+    part_units = rows * row_units
+    ranks = tl.arange(0, RANKS)[None, :]
+    lane = tl.arange(0, STEP)[:, None]
+    if NORM:
+        # A program has a row: its units may be fewer than STEP.
+        unit = program * row_units + lane
+        valid = lane < row_units
+    else:
+        unit = program * STEP + lane
+        valid = unit < part_units
+    column = unit % row_units * UNIT
+    element = tl.cast(unit // row_units, tl.int64) * width + column
+    there = valid & (ranks < WORLD)
+    sent, heard = there, there
+    if BROADCASTS:
+        sent = there & (unit < tl.where(rank == root, part_units, 1))
+        heard = there & (unit < tl.where(ranks == root, part_units, 1))
+
+    row_end = element - column + width
+    start, end = _part(ranks, row_end, n, x_part, longer, extra, limit)
+    place = start + element
+    words = units.clean(units.load_unit(x, place, element, end, there, UNIT, ALIGNED))
+    _send(slot, words, unit * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
+    message.restore(messages, slot_quads, count, context, STEP * RANKS)
+    last = signal.is_last(context)
+
+    trace.mark(events, trace.WAIT, -1)
+    words, late = _receive(slot, QUADS, unit * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
+    if SUMS:
+        trace.mark(events, trace.REDUCE, program)
+        own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
+        values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
+        words = units.pack(_finished(values, own + element, valid, own + mine, finish, ACTIVATION), DTYPE)
+        if GATHERS:
+            trace.mark(events, trace.PUSH, program)
+            region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
+            _send(region, units.spread(words, RANKS), unit, part_units, there, context, WORLD, RANKS)
+            trace.mark(events, trace.WAIT, -1)
+            words, later = _receive(region, 1, unit, part_units, there, deadline, context, RANKS)
+            late |= later
+        else:
+            ranks, end, there = tl.zeros((1, 1), tl.int32), mine, valid
+    trace.mark(events, trace.STORE, program)
+    if BROADCASTS:
+        there &= ranks == root
+        ranks = tl.zeros_like(ranks)
+    out_place = (
+        tl.cast(ranks, tl.int64) * out_part + tl.cast(unit // row_units, tl.int64) * out_width + column
+    )
+    if NORM:
+        bias, columns, residual, total, weight, eps = finish
+        if total is not None:
+            units.store_unit(total, out_place, element, end, words, there, UNIT, ALIGNED)
+        words = _normalized(words, column, width, finish, valid, UNIT, DTYPE)
+    units.store_unit(out, out_place, element, end, words, there, UNIT, ALIGNED)
+    if last:
+        SHOTS: tl.constexpr = 1 if SUMS and GATHERS else 0
+        message.advance(count, WORLD * part_units * (QUADS + SHOTS) * 4, context)
+    if tl.max(late) != 0:
+        waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
+        who = tl.argmax(tl.max(late, axis=0), axis=0)
+        signal.report(who, program, count, count - 1, waited, count, context, OP, WORLD)
+    trace.mark(events, trace.END, -1)

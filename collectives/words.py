@@ -1,0 +1,117 @@
+"""Elements in the words of messages: loading, storing, packing blocks of units.
+
+A unit is 16 bytes of the result: 8 elements of a 16-bit dtype, 4 of float32. A unit of x has the same elements, in one
+quad, or in two where x is float32 and the result is not. Blocks of units travel as tuples of int32 blocks, one a word
+(four a quad); as values they are tuples of fp32 blocks, one an element of the unit.
+"""
+
+import triton
+import triton.language as tl
+
+from collectives.row_sums import rounded
+from pyrocshmem import message
+
+
+@triton.jit
+def load_unit(x, place, first, end, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Words of the units whose elements lie from `place` on; `first` is the number of the first one, and elements of
+    number `end` and on are zeros. ALIGNED: units start at multiples of 16 bytes and are whole."""
+    PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
+    words = ()
+    if ALIGNED:
+        pointer = (x + place).to(tl.pointer_type(tl.int32), bitcast=True)
+        for quad in tl.static_range(UNIT // PER_WORD // 4):
+            words = words + message.fetch(pointer + 4 * quad, mask & (first < end))
+    else:
+        for k in tl.static_range(UNIT // PER_WORD):
+            word = tl.zeros(place.shape, tl.int32)
+            for i in tl.static_range(PER_WORD):
+                here = mask & (first + k * PER_WORD + i < end)
+                value = tl.load(x + place + k * PER_WORD + i, mask=here, other=0)
+                word |= _bits(value) << (16 * i)
+            words = words + (word,)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def store_unit(out, place, first, end, words, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """The counterpart of `load_unit`; the words are those of `out`'s dtype."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    if ALIGNED:
+        message.keep((out + place).to(tl.pointer_type(tl.int32), bitcast=True), words, mask & (first < end))
+    else:
+        for e in tl.static_range(UNIT):
+            value = _value(words[e // PER_WORD], e % PER_WORD, DTYPE)
+            tl.store(out + place + e, value, mask=mask & (first + e < end))
+
+
+@triton.jit
+def _bits(value):
+    """The bits of an element in the low end of an int32."""
+    if value.dtype.primitive_bitwidth == 32:
+        bits = value.to(tl.int32, bitcast=True)
+    else:
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits
+
+
+@triton.jit
+def _value(word, i: tl.constexpr, DTYPE: tl.constexpr):
+    """Element `i` of a word."""
+    if DTYPE.primitive_bitwidth == 32:
+        value = word.to(DTYPE, bitcast=True)
+    else:
+        value = (word >> (16 * i)).to(tl.int16).to(DTYPE, bitcast=True)
+    return value
+
+
+@triton.jit
+def unpack(words, UNIT: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of DTYPE as fp32 values."""
+    PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    values = ()
+    for e in tl.static_range(UNIT):
+        values = values + (_value(words[e // PER_WORD], e % PER_WORD, DTYPE).to(tl.float32),)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def pack(values, DTYPE: tl.constexpr):
+    """fp32 values, each rounded to DTYPE once, as four words that can be sent."""
+    PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    words = ()
+    for k in tl.static_range(4):
+        word = _bits(rounded(values[k * PER_WORD], DTYPE))
+        if PER_WORD == 2:
+            word |= _bits(rounded(values[2 * k + 1], DTYPE)) << 16
+        words = words + (message.clean(word),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def clean(words):
+    """Words that can be sent."""
+    cleaned = ()
+    for k in tl.static_range(len(words)):
+        cleaned = cleaned + (message.clean(words[k]),)  # type: ignore[assignment]
+    return cleaned
+
+
+@triton.jit
+def sum_ranks(values, valid):
+    """Sums [U, 1] over the ranks of blocks [U, ranks], where `valid`."""
+    sums = ()
+    for e in tl.static_range(len(values)):
+        # -0.0 is what changes no sum, not even one of zeros.
+        sums = sums + (tl.sum(tl.where(valid, values[e], -0.0), axis=1, keep_dims=True),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def spread(words, ranks: tl.constexpr):
+    """Blocks [U, 1] as [U, ranks], the same for every rank."""
+    wide = ()
+    for k in tl.static_range(len(words)):
+        wide = wide + (tl.broadcast_to(words[k], [words[k].shape[0], ranks]),)  # type: ignore[assignment]
+    return wide
