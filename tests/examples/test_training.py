@@ -21,6 +21,7 @@ from pyrocshmem import target
 from tests.ranks import run_ranks, values
 
 TIER = 4
+pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "training"
@@ -34,7 +35,7 @@ def torchrun(name: str, num_ranks: int, *options: str) -> subprocess.CompletedPr
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 
@@ -75,21 +76,21 @@ def train(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     pipeline_parallel.Pipeline.report = lambda self: reports.setdefault(name, report(self))
     # Drawn anew in each run of the test, and the same on all ranks.
     small: dict[str, Any] = {"layers": 4, "width": 32, "heads": 2, "length": 24, "batch": 8, "lr": 1e-2}
-    settings = PipelineSettings(**small, seed=int(folder.name), steps=12, out=folder, micro_batches=8)
+    settings = PipelineSettings(**small, seed=int(folder.name), steps=9, out=folder, micro_batches=8)
 
     for name, run in {
         "gpipe": replace(settings, schedule=Schedule.gpipe),
-        "1f1b": replace(settings, steps=4),
-        "recompute": replace(settings, steps=4, schedule=Schedule.gpipe, recompute=True),
+        "1f1b": replace(settings, steps=3),
+        "recompute": replace(settings, steps=3, schedule=Schedule.gpipe, recompute=True),
     }.items():
         gc.collect()  # a GPU's peak counts what earlier runs have left
         losses[name] = pipeline_parallel.train_rank(replace(run, out=folder / name))
-        agrees[name] = common.compare(run, losses[name])
+    agrees["gpipe"] = common.compare(settings, losses["gpipe"])
 
     name = "stopped"
     on = replace(settings, schedule=Schedule.gpipe, out=folder / name, resume=True)
-    pipeline_parallel.train_rank(replace(on, resume=False, stop_at=7, save_every=3))
-    common.save = lambda *_: None  # every run below is to find the checkpoint of step 7
+    pipeline_parallel.train_rank(replace(on, resume=False, stop_at=5, save_every=3))
+    common.save = lambda *_: None  # every run below is to find the checkpoint of step 5
     losses["resumed"] = pipeline_parallel.train_rank(on)
     losses["resumed by model parallelism"] = model_parallel.train_rank(on)
     moments, common.MOMENTS = common.MOMENTS, ()
@@ -102,7 +103,7 @@ def train(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         **small | mesh | {"layers": 2, "batch": 4}, steps=2, out=folder / name
     )
     losses[name] = tensor_parallel.train_rank(divided)
-    losses["tensor, on undivided"] = train_whole(replace(divided, steps=5, resume=True))
+    losses["tensor, on undivided"] = train_whole(replace(divided, steps=4, resume=True))
     agrees[name] = common.compare(divided, losses["tensor, on undivided"])
     return {"losses": losses, "costs": reports, "agrees": agrees, "tolerance": common.TOLERANCE}
 
@@ -117,19 +118,21 @@ def num_ranks() -> int:
 @pytest.mark.num_ranks(2)
 def test_splits_train_as_the_whole_does(num_ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / str(secrets.randbelow(1000))
-    ranks = values(run_ranks(train, num_ranks, folder, timeout=100))
+    ranks = values(run_ranks(train, num_ranks, folder, timeout=200))
     assert all(found == ranks[0] for found in ranks), "all ranks are told the same"
     found = ranks[0]
     losses, agrees, tolerance = found["losses"], found["agrees"], found["tolerance"]
 
-    assert agrees == dict.fromkeys(("gpipe", "1f1b", "recompute", "tensor"), True)
+    assert agrees == {"gpipe": True, "tensor": True}
+    for name in ("1f1b", "recompute"):
+        assert off(losses[name], losses["gpipe"][:3]) <= tolerance
     assert losses["gpipe"][-1] < losses["gpipe"][0] - 0.5
     assert losses["tensor, on undivided"][:2] == losses["tensor"]
 
     assert off(losses["resumed"], losses["gpipe"]) <= (0 if target.interpreted() else tolerance)
     assert off(losses["resumed by model parallelism"], losses["gpipe"]) <= tolerance
     control = losses["control without moments"]
-    assert control[:7] == losses["resumed"][:7]
+    assert control[:5] == losses["resumed"][:5]
     assert off(control, losses["gpipe"]) > 10 * tolerance
 
     costs = found["costs"]
