@@ -259,3 +259,33 @@ def test_a_process_group_made_again_reads_no_old_keys():
     expected = [[bytes([number])] * 2 for number in range(3)]
     assert values(run_ranks(_made_again, 2, True)) == [expected, expected]
     assert values(run_ranks(_made_again, 2, False))[0] != expected, "the check above can't fail"
+
+
+def test_a_subgroup_is_independent_of_what_its_group_went_through():
+    groups = ThreadGroup.create(3)
+    groups[1].abort("it died")
+
+    def body(group):
+        inner = group.subgroup([2, 0])
+        assert (inner.world_size, inner.global_ranks) == (2, (0, 2))
+        return inner.rank, inner.exchange(str(group.rank).encode(), "survivors", 10.0)
+
+    ends = [value for value, _ in in_threads([groups[0], groups[2]], body)]
+    assert ends == [(0, [b"0", b"2"]), (1, [b"0", b"2"])]
+    with pytest.raises(PeerAborted, match="it died"):
+        groups[0].exchange(b"", "all", 10.0)
+    for ranks, words in (
+        ([0, 3], "allowed are different ones of 0..2"),
+        ([0, 0], "different"),
+        ([1, 2], "not one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            groups[0].subgroup(ranks)
+
+
+def test_a_rank_that_left_a_group_is_not_waited_for_on_its_channels():
+    groups = ThreadGroup.create(2)
+    channels = [group.channel("votes") for group in groups]
+    groups[1].leave("it closed")
+    with pytest.raises(PeerAborted, match="it closed"):
+        channels[0].exchange(b"", "vote", 10.0)

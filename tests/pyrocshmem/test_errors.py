@@ -2,6 +2,10 @@
 
 import copy
 import pickle
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -17,7 +21,18 @@ FAULTS = [
         pyrocshmem.PeerTimeout("all_reduce", 0, 3, tile=7, expected=12, seen=11, waited_s=2.5),
         ("all_reduce", "rank 0", "rank 3", "tile 7", "expected 12", "seen 11", "2.50 s"),
     ),
-    (pyrocshmem.PeerTimeout("barrier", 2, 1), ("barrier", "rank 2", "rank 1")),
+    (
+        pyrocshmem.PeerTimeout("barrier", 2, 1),
+        ("barrier", "rank 2", "rank 1", "Look at what rank 1 was doing"),
+    ),
+    (
+        pyrocshmem.PeerTimeout("all_reduce", 0, 3, call=41, process="process 7 is stopped: resume it"),
+        ("in vain for rank 3 (call 41)", "Rank 3's process 7 is stopped: resume it"),
+    ),
+    (
+        pyrocshmem.PeerTimeout("gemm_all_reduce", 2, 2, expected=9, seen=8, process="process 7 is alive"),
+        ("rank 2 waited in vain for a program of its own", "this rank's kernels"),
+    ),
     (pyrocshmem.PeerAborted(0, 2, "KeyError: 'x'"), ("rank 0", "rank 2", "KeyError: 'x'")),
     (pyrocshmem.CallMismatch(["zeros(3)", "zeros(4)"]), ("rank 0: zeros(3)", "rank 1: zeros(4)")),
     (
@@ -49,11 +64,42 @@ def record(**facts):
 
 
 def test_record_of_a_timeout():
-    words = record(code=1, op=9, rank=2, peer=3, tile=0, expected=5, seen=-(2**31), waited_us=2_500_000)
-    fault = status.to_error(words, 2, str)
+    words = record(
+        code=1, op=9, rank=2, peer=3, tile=0, expected=5, seen=-(2**31), waited_us=2_500_000, epoch=6
+    )
+    fault = status.to_error(words, 2, str, lambda peer: f"process of {peer}")
+    assert (fault.call, fault.process) == (6, "process of 3")
+    assert "(call 6, tile 0, expected 5, seen -2147483648)" in str(fault)
     assert isinstance(fault, pyrocshmem.PeerTimeout)
     assert (fault.op, fault.rank, fault.peer, fault.tile) == ("gemm_all_reduce", 2, 3, 0)
     assert (fault.expected, fault.seen, fault.waited_s) == (5, -(2**31), 2.5)
+
+
+def test_what_has_become_of_a_process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    _, namespace = status.own_process()
+    process = (child.pid, namespace)
+
+    def says(words):
+        deadline = time.monotonic() + 20
+        while not (
+            words in status.describe_process(process) and str(child.pid) in status.describe_process(process)
+        ):
+            assert time.monotonic() < deadline, status.describe_process(process)
+            time.sleep(0.01)
+
+    try:
+        says("is alive")
+        child.send_signal(signal.SIGSTOP)
+        says(f"kill -CONT {child.pid}")
+        child.kill()
+        says("has ended")  # a zombie
+        child.wait()
+        says("has ended")
+    finally:
+        child.kill()
+        child.wait()
+    assert status.describe_process((child.pid, namespace + 1)) == ""
 
 
 def test_record_of_an_abort_asks_for_the_message():
