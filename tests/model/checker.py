@@ -25,7 +25,8 @@ class Step(NamedTuple):
     """One step of a thread.
 
     put: `value` (a call) into the cells of `places`. raise: the words of `places` to epoch `value`. wait: until the
-    words of `places` have reached epoch `value`; the next `skips` steps are left out when it gives up. read: the cells
+    words of `places` have reached epoch `value`; the next `skips` steps are left out when it gives up. take: until the
+    cells of `places`, which are 0 while empty, hold anything; it must be call `value`'s. read: the cells
     of `places` must be those of call `value`. launch: all threads of the rank have done call `value`, and its host
     looks at the record. A step that touches several places of peers is several steps in a model.
     """
@@ -54,7 +55,6 @@ class Model:
         return self.names[name]
 
     def add_thread(self, rank: int, steps: list[Step]) -> None:
-        self.word(f"rank {rank}: read wrong data, thread {len(self.threads)}")
         self.threads.append((rank, steps))
 
 
@@ -76,8 +76,7 @@ class State(NamedTuple):
     buffered: tuple[tuple[tuple[int, int], ...], ...]
 
 
-class _Wrong(Exception):
-    pass
+class _Wrong(Exception): ...
 
 
 class Checker:
@@ -139,7 +138,7 @@ class Checker:
             bad = [memory[place] for place in step.places if memory[place] != value]
             text = f"rank {rank}: reads {names}, due is call {value}" + (f", FINDS {bad}" if bad else "")
             yield text, self._with(state, thread, 1, {self.poison[thread]: 1} if bad else {})
-        elif kind == "wait":
+        elif kind in {"wait", "take"}:
             yield from self._wait(state, thread, rank, step, names)
         elif thread == self.of_rank[rank][0]:
             yield from self._launch(state, rank, value)
@@ -164,7 +163,12 @@ class Checker:
         self, state: State, thread: int, rank: int, step: Step, names: str
     ) -> Iterator[tuple[str, State]]:
         memory = state.memory
-        if all(self._up(memory[place], step.value) for place in step.places):
+        held = [memory[place] for place in step.places]
+        if step.kind == "take" and all(held):
+            changes = {self.poison[thread]: 1} if set(held) != {step.value} else {}
+            yield f"rank {rank}: takes {held} from {names}", self._with(state, thread, 1, changes)
+            return
+        if step.kind == "wait" and all(self._up(flag, step.value) for flag in held):
             if "epoch" in self.guards:
                 furthest = max(((memory[p] - step.value) % EPOCHS for p in step.places), default=0)
                 if furthest > FURTHEST:
@@ -218,9 +222,9 @@ class Checker:
 
 
 def explore(
-    model: Model, may_time_out: bool = False, crash: int | None = None, most_states: int = 2_000_000
+    model: Model, may_time_out: bool = False, crash: int | None = None
 ) -> tuple[Counterexample | None, int]:
-    """(the shortest counterexample or None, number of states). RuntimeError where there are more than `most_states`."""
+    """(the shortest counterexample or None, number of states)."""
     checker = Checker(model, may_time_out, crash)
     threads = len(model.threads)
     start = State((0,) * threads, bytes(model.initial), ((),) * threads)
@@ -230,22 +234,16 @@ def explore(
         state = pending.popleft()
         try:
             ways = list(checker.following(state))
+            if not ways and not checker.finished(state):
+                raise _Wrong("nobody can go on")
         except _Wrong as wrong:
-            return Counterexample(str(wrong), _trace(came_from, state)), len(came_from)
-        if not ways and not checker.finished(state):
-            return Counterexample("nobody can go on", _trace(came_from, state)), len(came_from)
+            lines = []
+            while (step := came_from[state]) is not None:
+                state, text = step
+                lines.append(text)
+            return Counterexample(str(wrong), tuple(reversed(lines))), len(came_from)
         for text, after in ways:
             if after not in came_from:
                 came_from[after] = (state, text)
                 pending.append(after)
-        if len(came_from) > most_states:
-            raise RuntimeError(f"more than {most_states} states")
     return None, len(came_from)
-
-
-def _trace(came_from: dict[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:
-    lines = []
-    while (step := came_from[state]) is not None:
-        state, text = step
-        lines.append(text)
-    return tuple(reversed(lines))

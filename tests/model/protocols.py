@@ -8,8 +8,8 @@ guards, each of which can be left out:
     epoch     a flag counts only in its window (`signal._is_up`)
     wrap      epochs are compared by their difference, not as they are
     entered   nobody writes where peers may still read: `signal.wait_entered` (LAG in `stream_k.kernel`)
-    slots     what peers pull or sum alternates between two places
-    meet      `signal.barrier` at the end of a call that pulls from the callers' own tensors
+    slots     what peers pull or sum alternates between two places, messages between three
+    restore   a call puts the sentinel back into the slot of the call before (`message.restore`)
     abort     a wait watches the abort word
     tell      who gives up sets it at the peers
     heed      what a wait that gave up was for is left out
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from tests.model.checker import EPOCHS, Model, Step
 
-GUARDS = frozenset({"settle", "epoch", "wrap", "entered", "slots", "meet", "abort", "tell", "heed", "end"})
+GUARDS = frozenset({"settle", "epoch", "wrap", "entered", "slots", "restore", "abort", "tell", "heed", "end"})
 FIRST_EPOCH = 5
 
 Builder = Callable[[int, int, frozenset[str]], Model]
@@ -162,24 +162,23 @@ def scatter(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
     return ranks.model
 
 
-def pull_tensor(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
-    """`collectives.all_reduce`, one-shot: every rank reads every caller's tensor; all leave together."""
+def messages(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
+    """`collectives`: data that are there when they are not the sentinel, in three slots (`pyrocshmem.message`).
+    A call pushes into its peers' slots and empties its own slot of the call before."""
     ranks = _Ranks(num_ranks, guards)
+    slots = 3 if "slots" in guards else 2
     for rank in range(num_ranks):
         launches = []
         for call in range(1, calls + 1):
-            reads = [Step("read", (ranks.cell(peer, "tensor"),), call) for peer in ranks.peers(rank)]
-            meet = [
-                *ranks.tell_peers(rank, "barrier", call),
-                *ranks.wait_for_peers(rank, "barrier", call, 0),
-            ]
-            launches.append([
-                Step("put", (ranks.cell(rank, "tensor"),), call),  # the caller
-                *ranks.tell_peers(rank, "entered", call),
-                *ranks.wait_for_peers(rank, "entered", call, len(reads)),
-                *reads,
-                *(meet if "meet" in guards else []),
-            ])  # fmt: skip
+
+            def place(at: int, source: int, number: int) -> int:
+                return ranks.cell(at, f"message slot {number % slots} from rank {source}")
+
+            peers = ranks.peers(rank)
+            push = [Step("put", (place(peer, rank, call),), call) for peer in peers]
+            empty = [Step("put", (place(rank, peer, call - 1),), 0) for peer in peers]
+            take = Step("take", tuple(place(rank, peer, call) for peer in peers), call)
+            launches.append([*push, *(empty if "restore" in guards else []), take])
         ranks.add_thread(rank, launches)
     return ranks.model
 
@@ -246,7 +245,7 @@ PROTOCOLS: dict[str, Builder] = {
     "pull_partials": pull_partials,
     "push_partials": push_partials,
     "scatter": scatter,
-    "pull_tensor": pull_tensor,
+    "messages": messages,
     "copy_rows": copy_rows,
     "split_tile": split_tile,
 }
