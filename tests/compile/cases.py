@@ -10,6 +10,8 @@ LARGE = (4736, 4096, 4096)
 SMALL = (16, 4096, 4096)
 # The rows of each of 4 or 8 ranks are whole tiles.
 EVEN = (8192, 3584, 4096)
+# All four stages of A and B on sm_90, and the tile on its way out.
+FULL_PIPELINE_BYTES = 229_408
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Kernels are compiled afresh in every session, into a cache folder of its own.
 """
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -19,9 +20,9 @@ from tests.compile.target_names import TARGETS
 Compile = Callable[[Case, str], list[Assembly]]
 
 
-def _pool(num_processes: int, without_settle: bool, cache: Path) -> ProcessPoolExecutor:
+def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_processes, context, worker.prepare, (without_settle, str(cache)))
+    return ProcessPoolExecutor(num_processes, context, worker.prepare, (without, str(cache)))
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     shape, was made for one kind of GPU.
     """
     share = max(1, (os.cpu_count() or 1) // len(TARGETS))
-    pools = {name: _pool(share, False, tmp_path_factory.mktemp(name)) for name in TARGETS}
+    pools = {name: _pool(share, "", tmp_path_factory.mktemp(name)) for name in TARGETS}
     futures: dict[tuple[Case, str], Future[list[Assembly]]] = {}
 
     def start(case: Case, target: str) -> Future[list[Assembly]]:
@@ -49,9 +50,27 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
+def _apart(cache: Path, without: str, job: Compile = worker.compile_case) -> Iterator[Compile]:
+    """The same, in one process for all targets: what differs from all other kernels of the session."""
+    pool = _pool(1, without, cache)
+    compile_ = functools.cache(lambda case, target: pool.submit(job, case, target))
+    yield lambda case, target: compile_(case, target).result()
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(scope="session")
 def compiled_without_settle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """The same, in one process for all targets, with `signal.settle` doing nothing: what the checks must find."""
-    pool = _pool(1, True, tmp_path_factory.mktemp("planted"))
-    yield lambda case, target: pool.submit(worker.compile_case, case, target).result()
-    pool.shutdown(cancel_futures=True)
+    """With `signal.settle` doing nothing: what the checks must find."""
+    yield from _apart(tmp_path_factory.mktemp("settle"), "settle")
+
+
+@pytest.fixture(scope="session")
+def compiled_without_marks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """With `trace.mark` doing nothing."""
+    yield from _apart(tmp_path_factory.mktemp("marks"), "marks")
+
+
+@pytest.fixture(scope="session")
+def compiled_recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Of calls that a timeline records."""
+    yield from _apart(tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)

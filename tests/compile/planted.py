@@ -1,8 +1,14 @@
-"""Mistakes that the checks of the assembly must find."""
+"""What kernels are compiled with in the place of the real thing: mistakes that the checks must find; no marks."""
 
 import triton
+import triton.language as tl
 
 
 @triton.jit
 def settle_nothing():
     """In the place of `pyrocshmem.signal.settle`: no drain, no barrier."""
+
+
+@triton.jit
+def mark_nothing(events, stage: tl.constexpr, tile, when=1):
+    """In the place of `pyrocshmem.trace.mark`: kernels as if they had no marks."""

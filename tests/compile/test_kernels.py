@@ -5,7 +5,7 @@ import triton
 
 from tests.compile import assembly as rules
 from tests.compile.assembly import Assembly
-from tests.compile.cases import BLOCKS, CASES, EVEN, LARGE, Case
+from tests.compile.cases import BLOCKS, CASES, EVEN, FULL_PIPELINE_BYTES, LARGE, Case
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
@@ -13,8 +13,6 @@ TIER = 3
 # The first test of a session may have to wait until all of the pool's processes have imported torch on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
-# All four stages of A and B, and the tile on its way out.
-FULL_PIPELINE_BYTES = 229_408
 # With Triton 3.6, ptxas keeps a copying kernel at 64 registers by putting one word on the stack.
 ONE_WORD_BYTES = 8
 
@@ -168,6 +166,14 @@ def test_what_does_not_fit_is_found() -> None:
     assert not _fits([gemm] + [program(89, 0, 4)] * 2)
     assert not _fits([gemm, program(32, 4096, 4)])
     assert not _fits([program(16, 0, 32)] * 3)
+
+
+def test_too_many_stages_are_refused_before_anything_runs(compiled: Compile) -> None:
+    """As Triton itself says it."""
+    case = Case("gemm", changes=(("num_stages", 8), ("split", "none")))
+    text = r"stream_k_kernel needs \d{6} bytes of shared memory .* has 232448"
+    with pytest.raises(ValueError, match=text):
+        compiled(case, "sm_90")
 
 
 def test_split_cases_are_split(target: str, compiled: Compile) -> None:

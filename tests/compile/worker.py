@@ -12,17 +12,43 @@ if TYPE_CHECKING:
     from tests.compile.cases import Case
 
 
-def prepare(without_settle: bool, cache: str) -> None:
-    """Once a process. `without_settle`: plant the mistake that the checks exist for, before anything is compiled.
+def prepare(without: str, cache: str) -> None:
+    """Once a process. without: "settle" or "marks", which then do nothing in all that is compiled; "": neither.
 
     cache: Triton's cache folder, the test session's own: what an older run compiled must not count.
     """
     os.environ.update(PYROCSHMEM_BACKEND="cpu", TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
-    if without_settle:
-        from pyrocshmem import signal
+    if without:
+        from pyrocshmem import signal, trace
         from tests.compile import planted
 
-        signal.settle = planted.settle_nothing
+        if without == "settle":
+            signal.settle = planted.settle_nothing
+        else:
+            trace.mark = planted.mark_nothing
+
+
+class _Recorder:
+    """Kernels get their events from here when they are compiled; nothing runs."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.sample = torch.zeros(1 << 20, dtype=torch.int64)
+
+    def events(self, launch: object) -> Any:
+        return self.sample
+
+    def copy(self, to: object, source: object) -> None:
+        pass
+
+
+def compile_recorded(case: "Case", target_name: str) -> "list[Assembly]":
+    """As `compile_case`, of a call that a timeline records."""
+    from pyrocshmem import trace
+
+    with trace.recording(_Recorder()):
+        return compile_case(case, target_name)
 
 
 def compile_case(case: "Case", target_name: str) -> "list[Assembly]":

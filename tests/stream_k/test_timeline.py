@@ -1,9 +1,7 @@
-"""Timelines: clocks, marks, what is recorded of each op; and that all this costs nothing when it is off."""
+"""Timelines: clocks, marks, what is recorded of each op. What marks cost is read in the code: tests/compile."""
 
 import itertools
-import multiprocessing
 from collections import Counter, defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,9 @@ from stream_k import timeline, timeline_files
 from stream_k.config import Config
 from stream_k.timeline import COPY, MMA, Timeline
 from tests.ranks import run_ranks, values
-from tests.stream_k import traced_code
 from tests.stream_k.products import device, random, small_config
 
 TIER = 3
-FULL_PIPELINE_BYTES = 229_408
 M, N, K = 96, 64, 64
 WORLD = 2
 OPS = {
@@ -223,50 +219,3 @@ def test_all_ranks_record_or_none() -> None:
         assert "is being recorded already" in text
         assert "recorded=True" in text
         assert "recorded=False" in text
-
-
-# Off, it costs nothing.
-
-
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str, int, int, int]]]:
-    """What kernels become with tracing off, without marks, and with tracing on; for sm_90."""
-    ways = ("off", "unmarked", "on")
-    # A process each, since a kernel is compiled once a process.
-    with ProcessPoolExecutor(len(ways), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        caches = [str(tmp_path_factory.mktemp(how)) for how in ways]
-        parts = pool.map(traced_code.compile_all, ways, ["sm_90"] * len(ways), caches)
-        found = dict(zip(ways, parts, strict=True))
-    return found
-
-
-@pytest.mark.cpu
-@pytest.mark.timeout(400)
-def test_off_is_the_code_of_a_kernel_without_marks(
-    code: dict[str, list[tuple[str, str, int, int, int]]],
-) -> None:
-    """Instructions, registers, spills and shared memory."""
-    assert len(code["off"]) >= len(traced_code.CASES)
-    assert code["off"] == code["unmarked"]
-
-
-@pytest.mark.cpu
-@pytest.mark.timeout(400)
-def test_on_keeps_the_pipeline(code: dict[str, list[tuple[str, str, int, int, int]]]) -> None:
-    """Marks bring clocks into the loops of the GEMM, and leave its stages as they are."""
-    for off, on in zip(code["off"], code["on"], strict=True):
-        assert on[0] == off[0]
-        assert on[1].count("%globaltimer") > off[1].count("%globaltimer")
-        assert on[4] == off[4], f"{on[0]}: shared memory"
-        assert on[1].count("wgmma.mma_async") == off[1].count("wgmma.mma_async")
-    gemm = code["on"][0]
-    assert gemm[4] == FULL_PIPELINE_BYTES
-
-
-@pytest.mark.cpu
-@pytest.mark.timeout(400)
-def test_marks_stay_in_order(code: dict[str, list[tuple[str, str, int, int, int]]]) -> None:
-    """Of a tile's marks none moves, with its loads, ahead of the end of the tile before."""
-    before, _, after = code["on"][0][1].partition("wgmma.mma_async")
-    assert before.count("%globaltimer") == 1, "the first tile's"
-    assert after.index("wgmma.wait_group.sync.aligned 0") < after.index("%globaltimer")

@@ -1,11 +1,9 @@
 """`python -m stream_k tune`: what it tries, what it takes for right, and the whole of it."""
 
 import dataclasses
-import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from stream_k.candidates import candidates
 from stream_k.config import Config, balanced_programs, cost_model
 from stream_k.launch import Launch
 from stream_k.trial import Case, tune_case
-from tests.compile import cases as compile_cases
-from tests.compile import worker
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
 
@@ -80,18 +76,6 @@ def test_too_much_shared_memory_is_a_value_error(monkeypatch: pytest.MonkeyPatch
     text = "greedy_kernel needs 401408 bytes of shared memory a program, the device has 232448; .*num_stages"
     with pytest.raises(ValueError, match=text):
         launch.compile(())
-
-
-def test_too_many_stages_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    """As Triton itself says it, compiling for a GPU that need not be here."""
-    case = compile_cases.Case("gemm", changes=(("num_stages", 8), ("split", "none")))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, worker.prepare, (False, str(tmp_path))) as pool:
-        done = pool.submit(worker.compile_case, case, "sm_90")
-        with pytest.raises(
-            ValueError, match=r"stream_k_kernel needs \d{6} bytes of shared memory .* has 232448"
-        ):
-            done.result()
 
 
 def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
