@@ -28,7 +28,7 @@ EXAMPLES = ROOT / "examples" / "training"
 
 
 def torchrun(name: str, num_ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     return subprocess.run(
         [*command, "--local-addr=localhost", str(EXAMPLES / name), *options],
         check=False,
