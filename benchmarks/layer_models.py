@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,18 @@ from stream_k import nn as parallel
 from stream_k.nn.attention import KVCache, attend, attend_cached, rotate, rotation
 
 THETA, EPS = 5e5, 1e-5
+
+
+class Place(NamedTuple):
+    """Of the tokens in their sequences: int64 [S], and the rotation that all layers of a model share."""
+
+    positions: torch.Tensor
+    turn: tuple[torch.Tensor, torch.Tensor]
+
+
+def place_of(positions: torch.Tensor, head_dim: int) -> Place:
+    """For heads of this size."""
+    return Place(positions, rotation(positions, head_dim, THETA))
 
 
 class Attention(nn.Module):
@@ -30,14 +42,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, size.hidden, bias=False)
         self.attend: Callable[..., torch.Tensor] = attend
 
-    def forward(self, x: torch.Tensor, *, positions: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, place: Place, cache: KVCache | None) -> torch.Tensor:
         """[B, S, hidden] -> [B, S, hidden]."""
         B, S = x.shape[:2]
         heads = (layer(x).view(B, S, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (each.transpose(1, 2) for each in heads)
-        turn = rotation(positions, self.head_dim, THETA)
-        q, k = rotate(q, turn), rotate(k, turn)
-        y = self.attend(q, k, v, True) if cache is None else attend_cached(q, k, v, cache, positions)
+        q, k = rotate(q, place.turn), rotate(k, place.turn)
+        y = self.attend(q, k, v, True) if cache is None else attend_cached(q, k, v, cache, place.positions)
         return self.o_proj(y.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -63,9 +74,9 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(size.hidden, EPS), nn.RMSNorm(size.hidden, EPS)
         self.attn, self.mlp = Attention(size), MLP(size)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, place: Place, cache: KVCache | None = None) -> torch.Tensor:
         """[B, S, hidden] -> [B, S, hidden]."""
-        x = x + self.attn(self.norm1(x), positions=positions, cache=cache)
+        x = x + self.attn(self.norm1(x), place=place, cache=cache)
         return x + self.mlp(self.norm2(x))
 
 
@@ -87,13 +98,14 @@ class OurLayer(nn.Module):
         self.norm2.load_state_dict(layer.norm2.state_dict())
         self.attn = parallel.ParallelAttention.from_linears(
             attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj,
-            head_dim=attn.head_dim, rope_theta=THETA, **options,
+            head_dim=attn.head_dim, **options,
         )  # fmt: skip
         self.mlp = parallel.ParallelMLP.from_linears(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, place: Place, cache: KVCache | None = None) -> torch.Tensor:
         """x: [B, S, hidden], or this rank's rows of one sequence, [S/R, hidden]."""
-        h, x = self.attn(self.norm1(x), positions=positions, cache=cache, residual=x, norm=self.norm2)
+        options = {"positions": place.positions, "turn": place.turn, "cache": cache}
+        h, x = self.attn(self.norm1(x), **options, residual=x, norm=self.norm2)
         return self.mlp(h, residual=x)
 
 

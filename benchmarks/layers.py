@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.layer_models import Layer, OurLayer, attend_by_head
+from benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
 from benchmarks.measure import Meter, Table, merged, part_of
 from benchmarks.providers import Run, Unavailable
 from benchmarks.shapes import LAYER_SIZES, Case
@@ -76,7 +76,8 @@ class Problem:
             self.x = torch.randn(*shape, self.size.hidden, dtype=self.dtype)
             self.grad = torch.randn_like(self.x)
             last = self.size.context - 1
-            self.positions = torch.arange(last, last + 1) if self.decodes else torch.arange(case.M)
+            positions = torch.arange(last, last + 1) if self.decodes else torch.arange(case.M)
+            self.place = place_of(positions, self.size.head_dim)
             cached = (case.M, self.size.kv_heads, self.size.context, self.size.head_dim)
             self.cached = torch.randn(2, *(cached if self.decodes else (0,)), dtype=self.dtype)
         exact = copy.deepcopy(self.layer).double()
@@ -115,12 +116,12 @@ class Problem:
 
         def forward() -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
-                return (layer(x, self.positions, cache),)
+                return (layer(x, self.place, cache),)
 
         def train() -> tuple[torch.Tensor, ...]:
             x.grad = None
             layer.zero_grad(set_to_none=True)
-            y = layer(x, self.positions, cache)
+            y = layer(x, self.place, cache)
             y.backward(grad)
             return y.detach(), x.grad
 

@@ -53,6 +53,13 @@ def _keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None,
     for_a, for_b, for_bias = ctx.needs
     ctx.save_for_backward(a if for_b else None, b if for_a else None)
     ctx.bias_dtype = bias.dtype if bias is not None and for_bias else None
+    ctx.b_by_columns = b.stride(0) == 1 and b.stride(1) != 1
+
+
+def _b_gradient(ctx: Any, a: torch.Tensor, grad: torch.Tensor, workspace: str = "") -> torch.Tensor:
+    """A' dC, laid out as B: where B is a weight read transposed, autograd takes it for the weight's without a copy."""
+    more = (None, "none", ctx.allow_tf32, workspace)
+    return ops.gemm(grad.t(), a, *more).t() if ctx.b_by_columns else ops.gemm(a.t(), grad, *more)
 
 
 def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
@@ -95,7 +102,7 @@ def gemm(ctx: Any, grad: torch.Tensor) -> _Gradients:
     a, b = ctx.saved_tensors
     more = (None, "none", ctx.allow_tf32, ctx.workspace)
     grad_a = ops.gemm(grad, b.t(), *more) if b is not None else None
-    grad_b = ops.gemm(a.t(), grad, *more) if a is not None else None
+    grad_b = _b_gradient(ctx, a, grad, ctx.workspace) if a is not None else None
     return grad_a, grad_b, _bias_gradient(ctx, grad), None, None, None
 
 
@@ -112,7 +119,7 @@ def gemm_all_reduce(ctx: Any, grad: torch.Tensor) -> _Gradients:
     """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
     a, b = ctx.saved_tensors
     grad_a = ops.gemm(grad, b.t(), None, "none", ctx.allow_tf32, "") if b is not None else None
-    grad_b = ops.gemm(a.t(), grad, None, "none", ctx.allow_tf32, "") if a is not None else None
+    grad_b = _b_gradient(ctx, a, grad) if a is not None else None
     return grad_a, grad_b, None, _bias_gradient(ctx, grad), None, None, None
 
 
@@ -126,7 +133,7 @@ def gemm_reduce_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     grad_a, gathered = ops.all_gather_gemm(
         grad, columns, ctx.group, ctx.num_rows, None, "none", ctx.allow_tf32, None, gathers
     )
-    grad_b = ops.gemm(a.t(), gathered, None, "none", ctx.allow_tf32, "") if a is not None else None
+    grad_b = _b_gradient(ctx, a, gathered) if a is not None else None
     return grad_a if b is not None else None, grad_b, None, _bias_gradient(ctx, gathered), None, None, None
 
 
@@ -143,7 +150,7 @@ def gemm_all_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
         return ops.gemm_all_reduce(columns, b.t(), ctx.group, *more)
 
     def for_b() -> torch.Tensor:
-        return ops.gemm(a.t(), columns, None, "none", ctx.allow_tf32, "")
+        return _b_gradient(ctx, a, columns)
 
     grad_a, grad_b = _gradients(ctx, for_a, for_b, grad)
     return grad_a, grad_b, None, _bias_gradient(ctx, columns), None, None, None
@@ -174,7 +181,7 @@ def all_gather_gemm(ctx: Any, grad: torch.Tensor, _: Any) -> _Gradients:
         return ops.gemm_reduce_scatter(grad, b.t(), ctx.group, *more)
 
     def for_b() -> torch.Tensor:
-        return ops.gemm(a.t(), grad, None, "none", ctx.allow_tf32, "")
+        return _b_gradient(ctx, a, grad)
 
     grad_a, grad_b = _gradients(ctx, for_a, for_b, grad)
     return grad_a, grad_b, None, None, _bias_gradient(ctx, grad), None, None, None, None

@@ -13,7 +13,7 @@ where. Losses: where activations are divided by rows, each rank's loss is its ro
 
 from typing import TYPE_CHECKING, Any
 
-from stream_k.nn.attention import KVCache, ParallelAttention
+from stream_k.nn.attention import KVCache, ParallelAttention, rotation
 from stream_k.nn.functional import sum_gradient
 from stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from stream_k.nn.mlp import ParallelMLP
@@ -33,6 +33,7 @@ __all__ = [
     "RowwiseParallel",
     "full_state_dict",
     "load_full_state_dict",
+    "rotation",
     "sharded_state_dict",
     "sum_gradient",
 ]

@@ -134,6 +134,7 @@ class ParallelAttention(nn.Module):
         batch_size: int | None = None,
         num_rows: int | None = None,
         positions: torch.Tensor | None = None,
+        turn: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: KVCache | None = None,
         residual: torch.Tensor | None = None,
         norm: nn.Module | None = None,
@@ -143,6 +144,7 @@ class ParallelAttention(nn.Module):
         x: [B, S, hidden], or [B S, hidden], one sequence below the other: then batch_size is B, None: 1. Where
         sequence_parallel, this rank's rows of the latter; num_rows: B S, where the ranks don't divide it.
         positions: [S], int64, on x's device: of the tokens in each sequence; None: 0, 1, ..
+        turn: their `rotation`, which all layers of a model can share; None: made here, where there is a rope_theta.
         cache: tokens so far, which these join at `positions`, and which they see.
         """
         if self.o_proj.sequence_parallel and x.ndim != 2:
@@ -159,10 +161,11 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"{self.o_proj.name}: {qkv.shape[0]} tokens are no {batch_size} equal sequences")
         heads = qkv.view(batch_size, qkv.shape[0] // batch_size, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-        if self.rope_theta is not None or cache is not None:
-            positions = torch.arange(q.shape[2], device=x.device) if positions is None else positions
-        if self.rope_theta is not None:
+        if positions is None:
+            positions = torch.arange(q.shape[2], device=x.device)
+        if turn is None and self.rope_theta is not None:
             turn = rotation(positions, self.head_dim, self.rope_theta)
+        if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
         rows = y.transpose(1, 2).reshape(qkv.shape[0], -1)
@@ -172,20 +175,17 @@ class ParallelAttention(nn.Module):
         return found.view(shape) if norm is None else tuple(each.view(shape) for each in found)
 
 
-def rotation(
-    positions: torch.Tensor | None, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(cosines, sines) of each position's angles, fp32 [S, D/2]."""
-    assert positions is not None
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * theta ** (-steps / head_dim)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [.., S, D] with every pair (i, i + D/2) turned by its angle; computed in fp32."""
+    """x [.., S, D] with every pair (i, i + D/2) turned by its angle; computed in fp32 or wider."""
     cosines, sines = turn
-    first, second = x.float().chunk(2, -1)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(x.dtype)
 
 
@@ -195,10 +195,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
 
 
 def attend_cached(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, positions: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, positions: torch.Tensor
 ) -> torch.Tensor:
     """k, v [B, G, S, D] join the cache at `positions`; attention of q [B, H, S, D] to all up to its own position."""
-    assert positions is not None
     cache.update(positions, k, v)
     B, H, S, D = q.shape
     G, length = cache.keys.shape[1:3]

@@ -83,7 +83,8 @@ def decoding(device: torch.device) -> dict[str, float]:
     parts = []
     for first, last in ((0, 3), (3, 4), (4, 6)):
         positions = torch.arange(first, last, device=device)
-        parts.append(attention(x[:, first:last].to(device), positions=positions, cache=cache))
+        turn = parallel.rotation(positions, HEAD_DIM, THETA) if first == 3 else None
+        parts.append(attention(x[:, first:last].to(device), positions=positions, turn=turn, cache=cache))
     attention.rope_theta = None
     wrong = off(attention(x.to(device)), exact)
     return {"decoding": off(torch.cat(parts, 1), exact), "control without rotation": wrong}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import stream_k
 from pyrocshmem import target
 from tests.nn import models
 from tests.nn.models import Case
@@ -78,3 +79,14 @@ def test_steps_equal_those_of_the_unsharded_model() -> None:
         wanted = "input 0" if what == "column_product" else "gradient of norm1.weight"
         assert wanted in spoilt, f"without {what} nothing is wrong: {table}"
         assert table["loss 0"] < TOLERANCES[case.dtype], "the control's forward pass must be right"
+
+
+def test_the_gradient_of_a_weight_is_laid_out_as_the_weight() -> None:
+    """Otherwise autograd copies it, which costs time and memory for each weight."""
+    device = target.device(0)
+    x = torch.randn(5, 6, device=device)
+    weight = torch.randn(8, 6, device=device, requires_grad=True)
+    for b, wanted in ((weight.t(), (6, 1)), (weight.t().contiguous(), (1, 8))):
+        (grad,) = torch.autograd.grad(stream_k.gemm(x, b).sum(), weight)
+        assert grad.stride() == wanted
+        assert off(grad.cpu(), x.cpu().double().sum(0).expand(8, 6)) < TOLERANCES[torch.float32]
