@@ -6,6 +6,7 @@ the number of a set of data every rank makes the same operands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 import collectives
 import stream_k
 from pyrocshmem import Heap
+from reference.accuracy import EPS32
 from reference.problems import PROBLEMS
 from stream_k.config import PLACEMENTS_OF
 from tests.fused.cases import Case, Operands, call, judge
@@ -182,19 +184,16 @@ class _Gemm:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A collective of a tensor [M, N] a rank. expected: from all ranks' tensors in float64 and the own rank. symmetric:
-    the tensor must lie on the heap. options: arguments to choose from."""
+    """A collective of a tensor [M, N] a rank. expected: from all ranks' tensors in float64 and the own rank. options:
+    arguments to choose from. same: every rank gets the same."""
 
     name: str
     expected: Callable[[list[torch.Tensor], int], torch.Tensor]
-    symmetric: bool = False
     options: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     same: bool = True
 
     def draw(self, rng: Random, num_ranks: int) -> Facts:
         facts: Facts = {"M": _size(rng), "N": _size(rng), "dtype": rng.choice(_DTYPES)}
-        if ON_CPU and self.name == "all_reduce":
-            facts["M"] = min(facts["M"], 33)
         return facts | {"options": {name: rng.choice(values) for name, values in self.options}}
 
 
@@ -203,8 +202,7 @@ class _Collective:
 
     def __init__(self, whole: _Whole, facts: Facts, heap: Heap) -> None:
         self.whole, self.facts, self.heap = whole, facts, heap
-        shape, dtype = (facts["M"], facts["N"]), getattr(torch, facts["dtype"])
-        self.x = heap.empty(*shape, dtype=dtype) if whole.symmetric else self._data(0, 0)
+        self.x = self._data(0, 0)
 
     def _data(self, data: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * data + rank)
@@ -227,18 +225,53 @@ class _Collective:
         return f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {first}"
 
     def free(self) -> None:
-        if self.whole.symmetric:
-            self.heap.free(self.x)
+        pass
 
 
 _WHOLE = (
     _Whole(
         "all_reduce",
         lambda parts, rank: sum(parts[1:], parts[0]),
-        symmetric=True,
         options=(("algorithm", ("auto", "one_shot", "two_shot")),),
     ),
+    _Whole("all_gather", lambda parts, rank: torch.cat(parts, 0)),
     _Whole("all_scatter", lambda parts, rank: torch.cat(parts, 1)),
+    _Whole(
+        "reduce_scatter",
+        lambda parts, rank: sum(parts[1:], parts[0]).tensor_split(len(parts))[rank],
+        same=False,
+    ),
+    _Whole("broadcast", lambda parts, rank: parts[0]),
+)
+
+
+class _Norm(_Collective):
+    """`collectives.rms_norm` of columns that are spread over the ranks."""
+
+    def run(self) -> torch.Tensor:
+        options = self.facts["options"]
+        out = collectives.rms_norm(
+            self.x, torch.ones_like(self.x[0]), 1e-5, group=self.heap, replicated=options["replicated"]
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def judge(self, data: int, result: torch.Tensor) -> str:
+        world, rank = self.heap.world_size, self.heap.rank
+        whole = torch.cat([self._data(data, peer).double() for peer in range(world)], 1)
+        expected = whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + 1e-5)
+        if not self.facts["options"]["replicated"]:
+            expected = expected.tensor_split(world, 1)[rank]
+        # One rounding of the result, and fp32 sums, a root and two products before it.
+        allowed = torch.finfo(result.dtype).eps / 2 + (8 + math.sqrt(whole.shape[1])) * EPS32
+        error = (result.double() - expected).abs() - allowed * expected.abs()
+        if bool((error <= torch.finfo(result.dtype).smallest_normal).all()):
+            return ""
+        return f"the result is wrong by {float(error.max()):.3e} more than roundings explain"
+
+
+_NORM = _Whole(
+    "rms_norm", lambda parts, rank: parts[rank], options=(("replicated", (False, True)),), same=False
 )
 
 _ALL = (
@@ -256,5 +289,6 @@ _ALL = (
         Op(whole.name, whole.draw, partial(_Collective, whole), same=lambda facts, whole=whole: whole.same)  # type: ignore[misc]
         for whole in _WHOLE
     ),
+    Op("rms_norm", _NORM.draw, partial(_Norm, _NORM)),
 )
 OPS = {op.name: op for op in _ALL}
