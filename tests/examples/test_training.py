@@ -153,3 +153,16 @@ def test_command(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "losses.json").read_text())) == 3
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "newest").read_text() == "3"
+
+
+def test_parts_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import model
+
+    with pytest.raises(ValueError, match="2 layers can't be cut into 3 parts: allowed are 1 to 2"):
+        model.share(model.Shape(layers=2), 0, 3)
+    with pytest.raises(ValueError, match="width is 20, allowed are multiples of 8"):
+        model.Part(model.Shape(width=20, heads=4))
+    parts = [model.share(model.Shape(layers=7), part, 3) for part in range(3)]
+    assert [layer for part in parts for layer in part] == list(range(7))
+    assert min(map(len, parts)) >= 2
