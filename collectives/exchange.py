@@ -61,6 +61,9 @@ class Finish:
         return self.bias, self.residual, self.total, self.weight
 
 
+_NOTHING = Finish()
+
+
 class _Piece(NamedTuple):
     """Elements [first, ..) of each part of x; sizes as the kernel takes them. out_first: where it goes."""
 
@@ -76,38 +79,62 @@ class _Piece(NamedTuple):
     out_width: int
 
 
-def exchange(
-    workspace: Workspace,
-    op: int,
-    kind: str,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    root: int = 0,
-    finish: Finish | None = None,
-) -> None:
-    """Exchange contiguous `x` into contiguous `out`, whose dtype is that of x, or 16 bits where x is float32.
+class Exchange:
+    """The launches of an exchange of tensors of one kind, one a piece."""
 
-    kind: a name of `_KINDS`. The first call of a kind is compared between ranks, compiled and loaded by all.
-    """
-    finish = finish or Finish()
-    recorded = trace.recorder() is not None
-    key: Hashable = (
-        "exchange", op, kind, x.shape, x.dtype, out.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, recorded,
-        finish.activation, finish.eps, *(t if t is None else (t.dtype, t.data_ptr() % 16) for t in finish.tensors()),
-    )  # fmt: skip
-    plan = workspace.plans.get(key)
-    if plan is None:
-        plan = _plan(workspace, op, kind, x, out, root, finish, recorded)
-        workspace.plans[key] = plan
-    # More pieces than one have tensors of their own, made here: pointers to their first elements.
-    with workspace:
-        for launch, piece, rest in plan:
+    def __init__(
+        self,
+        workspace: Workspace,
+        op: int,
+        kind: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        root: int = 0,
+        finish: Finish = _NOTHING,
+    ) -> None:
+        heap = workspace.heap
+        assert heap is not None
+        world = heap.world_size
+        pieces = _pieces(kind, x, out.dtype, world, by_rows=finish.weight is not None)
+        largest = max(_slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
+        messages, slot_quads = workspace.messages(largest)
+        self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
+        for piece in pieces:
+            rest = (messages, slot_quads, workspace.context, x.numel() - piece.first, *piece[2:], root)
+            launch = _launch(heap, op, kind, x, out, finish, piece)
+            launch.compile((x, out, _at(finish, piece), *rest))
+            self.launches.append((launch, piece, rest))
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, finish: Finish = _NOTHING) -> None:
+        """Enqueue it for tensors of this kind."""
+        for launch, piece, rest in self.launches:
             if piece.first or piece.out_first:
+                # Pointers to the first elements.
                 launch(
                     (x.view(-1)[piece.first :], out.view(-1)[piece.out_first :], _at(finish, piece), *rest)
                 )
             else:
                 launch((x, out, _at(finish, piece), *rest))
+
+
+def exchange(
+    workspace: Workspace, op: int, kind: str, x: torch.Tensor, out: torch.Tensor, root: int = 0
+) -> None:
+    """Exchange contiguous `x` into contiguous `out` of its dtype. kind: a name of `_KINDS`.
+
+    The first call of a kind is compared between ranks, compiled and loaded by all.
+    """
+    recorded = trace.recorder() is not None
+    key: Hashable = (
+        "exchange", op, kind, x.shape, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, recorded
+    )  # fmt: skip
+    plan: Exchange | None = workspace.plans.get(key)
+    if plan is None:
+        call = f"{kind} of {tuple(x.shape)} {x.dtype} by messages, root {root}, recorded={recorded}"
+        plan = workspace.planned_together(call, lambda: Exchange(workspace, op, kind, x, out, root))
+        workspace.plans[key] = plan
+    with workspace:
+        plan.run(x, out)
 
 
 def _at(finish: Finish, piece: _Piece) -> tuple[Any, ...]:
@@ -167,44 +194,6 @@ def _pieces(
             )
         )
     return pieces
-
-
-def _plan(
-    workspace: Workspace,
-    op: int,
-    kind: str,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    root: int,
-    finish: Finish,
-    recorded: bool,
-) -> list[tuple[Launch, _Piece, tuple[Any, ...]]]:
-    heap = workspace.heap
-    assert heap is not None
-    world = heap.world_size
-    norm = finish.weight is not None
-    given = [t if t is None else t.dtype for t in finish.tensors()]
-    call = (
-        f"{kind} of {tuple(x.shape)} {x.dtype} to {out.dtype} by messages, root {root}, {finish.activation}, "
-        f"eps {finish.eps}, {given}, recorded={recorded}"
-    )
-    new = call not in workspace.agreed
-    if new:
-        heap.vote(call)
-    pieces = _pieces(kind, x, out.dtype, world, norm)
-    messages, slot_quads = workspace.messages(
-        max(_slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
-    )
-    plan = []
-    for piece in pieces:
-        rest = (messages, slot_quads, workspace.context, x.numel() - piece.first, *piece[2:], root)
-        launch = _launch(heap, op, kind, x, out, finish, piece)
-        launch.compile((x, out, _at(finish, piece), *rest))
-        plan.append((launch, piece, rest))
-    if new:
-        heap.vote(f"{call}: ready")
-        workspace.agreed[call] = 0
-    return plan
 
 
 def _launch(

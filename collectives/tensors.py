@@ -38,17 +38,10 @@ def run(
     key, call = (key, recorded), f"{call}, recorded" if recorded else call
     launch: Launch | None = workspace.plans.get(key)
     if launch is None:
-        # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
-        new = call not in workspace.agreed
-        if new:
-            heap.vote(call)
         launch = Launch(
             kernel, min(blocks, programs or num_multiprocessors(heap.device)), constants, NUM_WARPS, 1
         )
-        launch.compile(args)
-        if new:
-            heap.vote(f"{call}: ready")
-            workspace.agreed[call] = 0
+        workspace.planned_together(call, lambda: launch.compile(args))
         workspace.plans[key] = launch
     with workspace:
         launch(args)

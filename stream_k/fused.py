@@ -160,6 +160,10 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
         check_product(a, b, bias, request.activation)
         num_rows, shape = op.sizes(request, heap)
         check_output(out, shape, a, b, bias)
+        if request.config is not None and request.partial_dtype is not None:
+            raise ValueError(
+                f"partial_dtype is {request.partial_dtype} beside a config, which says that itself"
+            )
         simple = _without_plan(op, request, num_rows, shape, heap, workspace)
         if simple is not None:
             return simple
@@ -246,8 +250,6 @@ def _make_plan(
         chooser = cost_model if request.squared_partials else choose
         # A rank without columns multiplies nothing: any configuration will do.
         config = chooser(name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
-    elif request.partial_dtype is not None:
-        raise ValueError(f"partial_dtype is {request.partial_dtype} beside a config, which says that itself")
     if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
@@ -255,10 +257,14 @@ def _make_plan(
         )
     if config.placement in ("own_stream", "copy_engine"):
         config = with_a_free_multiprocessor(config, heap.device)
-    if request.squared_partials and config.placement == "copy_engine":
-        raise ValueError("Config.placement is 'copy_engine', which has no squared partials; use another")
+    if request.squared_partials and config.placement in ("copy_engine", "messages"):
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, which has no squared partials; use another"
+        )
     # What each rank multiplies by columns of its own is its own affair, its configuration too.
-    shown, share, tiling = (f"{M} x {K}", 0, "") if op.own_columns else (f"{M} x {N}", K, f", {config}")
+    shown, share, tiling = (
+        (f"{M} x {K}", 0, f", {config.placement}") if op.own_columns else (f"{M} x {N}", K, f", {config}")
+    )
     text = (
         f"{name}({shown} {dtype}, bias={bias is not None}, activation={request.activation}, "
         f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, "

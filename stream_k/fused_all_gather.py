@@ -19,6 +19,7 @@ from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
 from stream_k.kernel import POINTER
 from stream_k.launch import Launch
 from stream_k.library import Options, differentiable, dispatched
+from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.row_plan import block_rows, step_launch
 from stream_k.workspace import Workspace
@@ -176,4 +177,8 @@ class _Plan(FusedPlan):
         return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
 
 
-_OP = FusedOp("all_gather_gemm", _sizes, _Plan, shared=False, own_columns=True)
+def _make_plan(call: Call) -> FusedPlan:
+    return MessagePlan(call, "all_gather_gemm") if call.config.placement == "messages" else _Plan(call)
+
+
+_OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)

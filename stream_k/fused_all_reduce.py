@@ -12,6 +12,7 @@ from pyrocshmem import status
 from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.library import Options, differentiable, dispatched
+from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, how_to_read
 from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
@@ -66,6 +67,8 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
 
 
 def _make_plan(call: Call) -> FusedPlan:
+    if call.config.placement == "messages":
+        return MessagePlan(call, "gemm_all_reduce")
     return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
 
 

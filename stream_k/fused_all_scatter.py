@@ -13,6 +13,7 @@ from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.kernel import POINTER
 from stream_k.library import Options, differentiable, dispatched
+from stream_k.message_plan import MessagePlan
 from stream_k.operands import filled, how_to_write, template
 from stream_k.workspace import Workspace
 
@@ -138,6 +139,8 @@ class _Plan(FusedPlan):
 _OP = FusedOp(
     "gemm_all_scatter",
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
-    _Plan,
+    lambda call: (
+        MessagePlan(call, "gemm_all_scatter") if call.config.placement == "messages" else _Plan(call)
+    ),
     shared=True,
 )

@@ -9,8 +9,9 @@ import torch
 
 from pyrocshmem.heap import Heap
 from stream_k.config import Config
-from stream_k.fused import FusedOp, Request, fused_gemm
+from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
 from stream_k.library import Options, differentiable, dispatched
+from stream_k.message_plan import MessagePlan
 from stream_k.row_plan import RowsPlan, block_rows
 from stream_k.workspace import Workspace
 
@@ -59,9 +60,15 @@ def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
     return rows, (last - first, request.b.shape[1])
 
 
+def _make_plan(call: Call) -> FusedPlan:
+    if call.config.placement == "messages":
+        return MessagePlan(call, "gemm_reduce_scatter")
+    return RowsPlan(call, everywhere=False)
+
+
 _OP = FusedOp(
     "gemm_reduce_scatter",
     _sizes,
-    lambda call: RowsPlan(call, everywhere=False),
+    _make_plan,
     shared=False,
 )

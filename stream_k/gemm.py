@@ -87,7 +87,7 @@ def run(
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
             return out.copy_(run(*wide))
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
-        plan = _Plan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
+        plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan
     elif out is not None:
         check_apart(out, a, b, bias)
@@ -106,7 +106,7 @@ def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
     return a.new_zeros(a.shape[0], 1), b.new_zeros(1, b.shape[1])
 
 
-class _Plan:
+class GemmPlan:
     """The launch of a GEMM for operands of one kind."""
 
     def __init__(

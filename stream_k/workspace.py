@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -150,6 +150,20 @@ class Workspace:
         self.control.zero_()
         for place, value in values:
             self.control[place] = value
+
+    def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
+        """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
+        all are ready: one that compiles longer than the others must not eat into their kernels' wait budget."""
+        assert self.heap is not None
+        # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
+        new = call not in self.agreed
+        if new:
+            self.heap.vote(call)
+        plan = make()
+        if new:
+            self.heap.vote(f"{call}: ready")
+            self.agreed[call] = 0
+        return plan
 
     def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
         """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose
