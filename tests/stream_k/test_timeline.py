@@ -1,5 +1,6 @@
 """Timelines: clocks, marks, what is recorded of each op. What marks cost is read in the code: tests/compile."""
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -106,49 +107,66 @@ def _operands(op: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def recorded(rank: int, world_size: int, op: str, config: Config) -> tuple[Timeline, bool]:
-    """The timeline of a call, and whether its bits are those of a call that nobody records."""
-    a, b = _operands(op, rank)
+def recorded(rank: int, world_size: int, calls: list[tuple[str, Config]]) -> list[tuple[Timeline, bool]]:
+    """Of each call its timeline, and whether its bits are those of a call that nobody records."""
+    recordings = []
     with Heap(32 << 20) as heap:
-        plain = getattr(stream_k, op)(a, b, group=heap, config=config).clone()
-        results = []
-        found = timeline.record_call(
-            lambda: results.append(getattr(stream_k, op)(a, b, group=heap, config=config)), heap
-        )
-        after = getattr(stream_k, op)(a, b, group=heap, config=config)
-        heap.synchronize()
-        return found, all(torch.equal(plain, each) for each in (*results, after))
+        for op, config in calls:
+            a, b = _operands(op, rank)
+            call = functools.partial(getattr(stream_k, op), a, b, group=heap, config=config)
+            plain = call().clone()
+            results = []
+            found = timeline.record_call(lambda: results.append(call()), heap)  # noqa: B023 (runs at once)
+            results.append(call())
+            heap.synchronize()
+            recordings.append((found, all(torch.equal(plain, each) for each in results)))
+    return recordings
 
 
-@pytest.mark.parametrize(("op", "placement"), [(op, each) for op, all_ in OPS.items() for each in all_])
 @pytest.mark.num_ranks(2)
-def test_recording_of_an_op(op: str, placement: str, tmp_path: Path) -> None:
-    config = small_config(placement=placement, split="none", chunk=1, num_programs=4)
-    (found, same), (again, same_there) = values(run_ranks(recorded, WORLD, op, config))
+def test_recordings(tmp_path: Path) -> None:
+    """Of every op, in every placement that differs."""
+    calls = [
+        (op, small_config(placement=placement, split="none", chunk=1, num_programs=4))
+        for op, placements in OPS.items()
+        for placement in placements
+    ]
+    ranks = values(run_ranks(recorded, WORLD, calls, timeout=100.0))
+    wrong = []
+    for (op, config), *recordings in zip(calls, *ranks, strict=True):
+        try:
+            _check_recording(op, config, recordings, tmp_path)
+        except AssertionError as error:
+            wrong.append(f"{op}, {config.placement}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, bool]], folder: Path) -> None:
+    (found, same), (again, same_there) = recordings
     assert same
     assert same_there, "recording changed the result"
     assert found == again, "every rank gets the same timeline"
     tiles = -(-M // config.block_m) * (N // config.block_n)
-    if placement == "copy_engine":
+    if config.placement == "copy_engine":
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
     for rank in range(WORLD):
         own = [span for span in found.spans if span.rank == rank]
-        for stage in (MMA, "push" if placement == "inside" else "store"):
+        for stage in (MMA, "push" if config.placement == "inside" else "store"):
             counts = Counter(span.tile for span in own if span.kernel == "GEMM" and span.stage == stage)
             assert counts == dict.fromkeys(range(tiles), 1), (rank, stage)
         stages = {span.stage for span in own}
-        if placement == "copy_engine":
+        if config.placement == "copy_engine":
             copies = [span for span in own if span.stage == COPY]
             assert len(copies) == (1 if op == "all_gather_gemm" else -(-M // WORLD // config.block_m))
             assert all(span.kernel == "stream" for span in copies)
-        elif placement != "inside":  # there the epilogue announces
+        elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
         moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
         assert moved.get(op, MMA) in stages
     _check_order(found)
     assert found.dropped == 0
     assert 0 < found.exposed_us < found.total_us
-    written = timeline_files.write(found, tmp_path / "out.json", op)
+    written = timeline_files.write(found, folder / "out.json", op)
     assert {path.name for path in written} == {"out.json", "out.png"}
     assert written[1].read_bytes().startswith(b"\x89PNG")
 

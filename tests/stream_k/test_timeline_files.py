@@ -2,16 +2,14 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stream_k import timeline_files
+from stream_k.__main__ import app
 from stream_k.timeline import COPY, MMA, Span, Timeline
-from tests.conftest import ROOT
+from tests import commands
 
 TIER = 2
 
@@ -86,18 +84,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         timeline_files.write(_made_up(), tmp_path / "a.png")
 
 
-def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "stream_k", "--iters", "1", *arguments]
-    return subprocess.run(
-        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
-    )
-
-
 @pytest.mark.num_ranks(2)
 def test_option_of_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = _command("-n", "2", "-c", "reduce_scatter", "--shape", "96,64,128", "--trace", str(out))
+    arguments = ("-n", "2", "-c", "reduce_scatter", "--shape", "96,64,128", "--iters", "1")
+    done = commands.invoke(app, *arguments, "--trace", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exposed communication: " in done.stdout
     assert f"timeline: {out.with_suffix('.png')}" in done.stdout
@@ -112,6 +103,6 @@ def test_option_of_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.cpu
 def test_command_refuses_other_files(tmp_path: Path) -> None:
-    done = _command("-n", "1", "--trace", str(tmp_path / "out.png"))
+    done = commands.invoke(app, "-n", "1", "--trace", str(tmp_path / "out.png"))
     assert done.returncode == 2
     assert ".json or .json.gz file" in done.stdout

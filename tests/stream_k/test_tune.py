@@ -1,16 +1,12 @@
 """`python -m stream_k tune`: what it tries, what it takes for right, and the whole of it."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
-from typer.testing import CliRunner
 
 import stream_k
 from pyrocshmem import Heap, target
@@ -21,13 +17,13 @@ from stream_k.candidates import candidates
 from stream_k.config import Config, balanced_programs, cost_model
 from stream_k.launch import Launch
 from stream_k.trial import Case, tune_case
+from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
 
 TIER = 3
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).resolve().parents[2]
 OPS = tuple(tuned.PLACEMENTS_OF)
 
 
@@ -143,26 +139,18 @@ def test_sums_of_rounded_partials_are_held_to_their_bound() -> None:
     assert values(run_ranks(passes_over_a_sum, 2)) == [(True, False)] * 2
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    line = [sys.executable, "-m", "stream_k", "tune", *arguments]
-    return subprocess.run(
-        line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
-    )
-
-
 @pytest.mark.num_ranks(2)
 def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, small products; its table is what `choose` looks up, and a second run adds to it."""
     path = tmp_path / "mine.json"
     common = ("-n", "2", "--iters", "1", "--commit", "0123", "--out", str(path))
-    done = command(
-        "--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16", *common
-    )
+    options = ("--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16")
+    done = commands.start("stream_k", "tune", *options, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("gemm_all_reduce 20 x 9 x 8, float16 partials", "cost model", "fastest"):
         assert text in done.stdout
-    done = command("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8", *common)
+    more = ("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8")
+    done = commands.invoke(app, "tune", *more, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     found = tuned.Table.read(path)
     kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
@@ -199,9 +187,9 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    done = CliRunner().invoke(app, ["tune", *arguments, "--out", str(out)], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert text in done.output
+    done = commands.invoke(app, "tune", *arguments, "--out", str(out))
+    assert done.returncode == 2
+    assert text in done.stdout
     assert not out.exists()
 
 
