@@ -1,0 +1,139 @@
+"""The ops in `torch.library`: gradients against the whole model in float64, opcheck, torch.compile, order of calls."""
+
+import pytest
+import torch
+
+import stream_k
+from stream_k import library
+from tests.library import bodies, tracing
+from tests.library.bodies import Case
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import random
+
+TIER = 3
+TIMEOUT_S = 110.0
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
+UNSAVED = (("save_gathered", False),)
+
+
+def cases() -> list[Case]:
+    """For two ranks: shares that differ by one, ranks that have none, each dtype, each factor alone."""
+    made = [
+        case
+        for op in OPS
+        for case in (
+            Case(op, 37, 30, 25, FP32, bias=FP32),
+            Case(op, 37, 30, 25, FP16, bias=FP32, activation="gelu"),
+            Case(op, 20, 12, 17, BF16, bias=BF16, activation="silu"),
+            Case(op, 20, 12, 17, FP16, activation="relu", options=(("partial_dtype", FP16),)),
+            *(Case(op, 9, 6, 7, FP32, bias=FP32, needs=(factor,)) for factor in bodies.FACTORS),
+            Case(op, 1, 2, 1, FP32, bias=FP32),
+            Case(op, 0, 2, 3, FP32, bias=FP32),
+            Case(op, 3, 2, 0, FP32, bias=FP32),
+        )
+    ]
+    return [
+        *made,
+        Case("all_gather", 37, 30, 25, FP16, bias=FP16, options=UNSAVED),
+        Case("all_gather", 5, 1, 4, FP32, bias=FP32, options=UNSAVED),
+        Case("all_gather", 38, 31, 25, FP32, bias=FP32),
+        Case("gemm", 37, 30, 25, FP16, bias=FP32, activation="gelu"),
+        Case("gemm", 20, 12, 17, BF16, bias=BF16),
+    ]
+
+
+@pytest.mark.num_ranks(2)
+def test_gradients_are_those_of_the_whole_model() -> None:
+    """Twice a gradient must not pass: the mistake of replicated tensors is a factor R."""
+    assert values(run_ranks(bodies.gradients, 2, cases(), timeout=TIMEOUT_S)) == [[], []]
+
+
+@pytest.mark.num_ranks(1)
+def test_gradients_on_one_rank() -> None:
+    made = [Case(op, 17, 12, 9, FP32, bias=FP32, activation="silu") for op in OPS]
+    assert values(run_ranks(bodies.gradients, 1, made, timeout=TIMEOUT_S)) == [[]]
+
+
+@pytest.mark.num_ranks(2)
+def test_duals_and_the_way_without_a_gradient() -> None:
+    """Without a gradient nothing goes through the dispatcher; with one, forward does and backward is the dual."""
+    for found in values(run_ranks(bodies.ways, 2, timeout=TIMEOUT_S)):
+        for number, (case, duals) in enumerate(bodies.BACKWARD.items()):
+            assert found[number] == ([], [case.function.__name__], duals), case
+
+
+@pytest.mark.num_ranks(2)
+def test_traced() -> None:
+    """opcheck; one graph for each kind of group; compiled calls stay, in their order, and don't without effects."""
+    made = ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_reduce"]
+    for found in values(run_ranks(tracing.traced, 2, timeout=TIMEOUT_S)):
+        assert found["opcheck"] == []
+        assert found["groups"] == []
+        assert found["compiled"] == []
+        assert found["calls"] == [made, made]
+        assert all(len(calls) < len(made) for calls in found["control"])
+
+
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+def test_a_step_in_a_graph() -> None:
+    assert values(run_ranks(tracing.captured, 2, timeout=TIMEOUT_S)) == [[], []]
+
+
+@pytest.mark.num_ranks(1)
+def test_gradcheck() -> None:
+    """Finite differences of the kernel itself: products are linear in each factor, so a step of a quarter is exact up
+    to fp32's rounding, of sums of at most five products of numbers of a few units: 1e-5. Then the second derivative."""
+    a, b, bias = (x.requires_grad_() for x in (random(3, 5, FP32), random(5, 4, FP32), random(1, 4, FP32)[0]))
+
+    def product(*factors: torch.Tensor) -> torch.Tensor:
+        return stream_k.gemm(factors[0], factors[1], bias=factors[2])
+
+    with pytest.warns(UserWarning, match="double precision"):
+        assert torch.autograd.gradcheck(product, (a, b, bias), eps=0.25, atol=1e-5, rtol=0)
+    bent = stream_k.gemm(a, b, bias=bias, activation="gelu")
+    (grad,) = torch.autograd.grad(bent.sum(), a, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), b)
+    a64, b64, bias64 = (x.detach().double().requires_grad_() for x in (a, b, bias))
+    (grad64,) = torch.autograd.grad(
+        torch.nn.functional.gelu(a64 @ b64 + bias64).sum(), a64, create_graph=True
+    )
+    torch.testing.assert_close(
+        second.double(), torch.autograd.grad(grad64.square().sum(), b64)[0], rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.num_ranks(1)
+def test_what_has_no_gradient() -> None:
+    """ValueError before anything is launched; the same call goes without a gradient."""
+    a, b = random(4, 5, FP32).requires_grad_(), random(5, 6, FP32)
+    out = torch.full((4, 6), float("nan"), device=a.device)
+    config = stream_k.choose("gemm", 4, 6, 5, FP32, 1, a.device)
+    for more in ({"out": out}, {"config": config}):
+        (name,) = more
+        with pytest.raises(ValueError, match=f"takes no {name} where a gradient"):
+            stream_k.gemm(a, b, **more)
+        assert out.isnan().all()
+    with torch.no_grad():
+        assert stream_k.gemm(a, b, config=config, out=out) is out
+    with pytest.raises(ValueError, match="squared_partials"):
+        stream_k.gemm_all_reduce(a, b, squared_partials=True)
+    with pytest.raises(ValueError, match="has no gradient with activation 'gelu'"):
+        torch.ops.stream_k.gemm(a, b, None, "gelu", False, "")
+    with pytest.raises(ValueError, match="swish"):
+        stream_k.gemm(a, b, activation="swish")
+    with pytest.raises(TypeError, match="float64"):
+        stream_k.gemm(a.double(), b.double())
+    with pytest.raises(ValueError, match="partial_dtype"):
+        stream_k.gemm_all_reduce(a.detach(), b, config=config, partial_dtype=FP16)
+    with pytest.raises(ValueError, match="nothing of that name lives"):
+        torch.ops.stream_k.gemm_all_reduce(a.detach(), b, "0/1/Heap 999", None, "none", False, None)
+
+
+def test_names() -> None:
+    """The same one for the same thing; a process group is called as torch.distributed calls it."""
+    assert library.name_of() == library.name_of()
+    assert library.name_of().startswith("0/1/")
+    with pytest.raises(TypeError, match="group is a str"):
+        library.name_of("world")
