@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from collectives.exchange import PIECE_BYTES
 from collectives.problems import STANDALONE, Setting
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
@@ -19,13 +20,16 @@ from reference import report
 from reference.accuracy import Accuracy
 from reference.timing import time_in_turn
 
-# Beside the tensors: messages and flags.
+# Beside the tensors and the messages.
 _HEAP_BYTES = 64 << 20
+# Slots of messages that rotate, one behind another in a two-shot, rounded up to a power of two: at most so many times
+# what a piece takes.
+_SLOTS = 12
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a name of STANDALONE, the sizes (M, N) of the whole, and how many calls to time."""
+    """What to run: a name of STANDALONE, its sizes (M, N), and how many calls to time."""
 
     collective: str
     shape: tuple[int, int]
@@ -45,7 +49,8 @@ class Result:
 def run_rank(rank: int, world_size: int, job: Job) -> Result:
     """Run `job` on this rank of the default process group: check the timed buffer, after timing it."""
     size = job.shape[0] * job.shape[1] * job.dtype.itemsize
-    with Heap(_HEAP_BYTES + 8 * size) as heap:
+    messages = _SLOTS * min(world_size * size, PIECE_BYTES)
+    with Heap(_HEAP_BYTES + 8 * size + messages) as heap:
         calls = STANDALONE[job.collective].prepare(Setting(heap, job.shape, job.dtype, job.seed))
         providers = {"ours": (calls.ours, calls.result), "reference": (calls.reference, calls.expected)}
         seconds = time_in_turn(providers, job.iters, heap.device)

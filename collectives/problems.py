@@ -4,8 +4,8 @@
     calls = problem.prepare(Setting(heap, (M, N), dtype, seed))
     calls.ours(); calls.reference(); calls.check().ok
 
-M x N are the sizes of the whole; what a rank holds of it is for `prepare` to say. One more collective is one more
-entry of `STANDALONE`, and a line in stream_k/usage.txt.
+M x N is what a rank brings, of the RMSNorms what all bring together. One more collective is one more entry of
+`STANDALONE`, and a line in stream_k/usage.txt.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
+from collectives import by_message
 from collectives.rms_norm import rms_norm
 from pyrocshmem.heap import Heap
+from reference import accuracy, ops
 from reference import rms_norm as reference
 from reference.accuracy import Accuracy, make_operand
 from reference.ops import shard_range
 
 EPS = 1e-6
+ROOT = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,171 @@ def _rms_norm(setting: Setting, replicated: bool) -> Calls:
     )
 
 
+class _Bulk:
+    """x [M, N] of each rank, and what the collective must make of all of them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.heap = setting, setting.heap
+        self.rank, self.ranks = setting.heap.rank, setting.heap.world_size
+        self.x = self.of_rank(self.rank)
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """What that rank brings."""
+        options = {"tag": "x", "device": self.heap.device}
+        return make_operand(self.setting.shape, self.setting.dtype, self.setting.seed, rank, **options)
+
+    def all_ranks(self) -> list[torch.Tensor]:
+        """What each rank brings."""
+        return [self.of_rank(rank) for rank in range(self.ranks)]
+
+    def sums(self, result: torch.Tensor, expected: torch.Tensor, rows: slice) -> Accuracy:
+        """Hold rows of the sum over ranks against float64, beside the library's."""
+        exact, magnitude = (
+            torch.zeros(result.shape, dtype=torch.float64, device=result.device) for _ in "em"
+        )
+        for x in self.all_ranks():
+            exact += x[rows]
+            magnitude += x[rows].abs()
+        allowed = accuracy.bound(exact, expected, magnitude, self.ranks, result.dtype)
+        return accuracy.compare(result, exact, expected, allowed)
+
+    def copies(self, result: torch.Tensor, exact: torch.Tensor) -> Accuracy:
+        """Hold what is only moved against what was sent: no error is allowed."""
+        exact = exact.double()
+        return accuracy.compare(result, exact, exact, torch.zeros_like(exact))
+
+    def new(self, *shape: int) -> torch.Tensor:
+        """A tensor like x."""
+        return self.x.new_empty(shape)
+
+
+def _all_reduce(setting: Setting) -> Calls:
+    bulk = _Bulk(setting)
+    result, expected = (bulk.new(*setting.shape) for _ in "re")
+    return Calls(
+        lambda: by_message.all_reduce(bulk.x, group=bulk.heap, out=result),
+        result,
+        lambda: ops.all_reduce(bulk.x, out=expected),
+        expected,
+        lambda: bulk.sums(result, expected, slice(None)),
+    )
+
+
+def _reduce_scatter(setting: Setting) -> Calls:
+    bulk = _Bulk(setting)
+    rows = slice(*shard_range(setting.shape[0], bulk.rank, bulk.ranks))
+    result, expected = (bulk.new(rows.stop - rows.start, setting.shape[1]) for _ in "re")
+    return Calls(
+        lambda: by_message.reduce_scatter(bulk.x, group=bulk.heap, out=result),
+        result,
+        lambda: ops.reduce_scatter(bulk.x, out=expected),
+        expected,
+        lambda: bulk.sums(result, expected, rows),
+    )
+
+
+def _all_gather(setting: Setting) -> Calls:
+    bulk, (M, N) = _Bulk(setting), setting.shape
+    result, expected = (bulk.new(bulk.ranks * M, N) for _ in "re")
+    return Calls(
+        lambda: by_message.all_gather(bulk.x, group=bulk.heap, out=result),
+        result,
+        lambda: ops.all_gather(bulk.x, out=expected),
+        expected,
+        lambda: bulk.copies(result, torch.cat(bulk.all_ranks())),
+    )
+
+
+def _all_scatter(setting: Setting) -> Calls:
+    bulk, (M, N) = _Bulk(setting), setting.shape
+    result, expected = (bulk.new(M, bulk.ranks * N) for _ in "re")
+    gathered = bulk.new(bulk.ranks, M, N)
+    return Calls(
+        lambda: by_message.all_scatter(bulk.x, group=bulk.heap, out=result),
+        result,
+        lambda: ops.gather_columns(bulk.x, bulk.ranks * N, out=expected, gathered=gathered),
+        expected,
+        lambda: bulk.copies(result, torch.cat(bulk.all_ranks(), dim=1)),
+    )
+
+
+def _broadcast(setting: Setting) -> Calls:
+    bulk = _Bulk(setting)
+    result, expected = (bulk.new(*setting.shape) for _ in "re")
+
+    def reference_broadcast() -> None:
+        if bulk.rank == ROOT:
+            expected.copy_(bulk.x)
+        dist.broadcast(expected, ROOT)
+
+    return Calls(
+        lambda: by_message.broadcast(bulk.x, ROOT, group=bulk.heap, out=result),
+        result,
+        reference_broadcast,
+        expected,
+        lambda: bulk.copies(result, bulk.of_rank(ROOT)),
+    )
+
+
+def _barrier(setting: Setting) -> Calls:
+    """Every rank writes x to its right neighbour between two barriers: without the first, the neighbour may wipe it
+    out; without the second, read too early."""
+    bulk = _Bulk(setting)
+    letter = bulk.heap.empty(*setting.shape, dtype=setting.dtype)
+    to_neighbour = bulk.heap.peer_view(letter, (bulk.rank + 1) % bulk.ranks)
+    result, expected = (bulk.new(*setting.shape) for _ in "re")
+    token = torch.zeros(1, device=bulk.heap.device)
+
+    def exchanged(barrier: Callable[[], object], out: torch.Tensor) -> None:
+        letter.fill_(float("nan"))
+        barrier()
+        to_neighbour.copy_(bulk.x)
+        barrier()
+        out.copy_(letter)
+
+    return Calls(
+        lambda: exchanged(lambda: by_message.barrier(group=bulk.heap), result),
+        result,
+        lambda: exchanged(lambda: dist.all_reduce(token), expected),
+        expected,
+        lambda: bulk.copies(result, bulk.of_rank((bulk.rank - 1) % bulk.ranks)),
+    )
+
+
+_SHAPES = {"gpu_shape": (4096, 8192), "cpu_shape": (64, 512)}
+_SUM = "error of the reference + sqrt(R) 2^-23 sum |x| + one rounding"
+_COPY = "none: the values are moved, not computed"
 _RMS_STEPS = "add the residual, square, all_reduce of the sums, scale"
 _RMS_BOUND = "error of the reference + sqrt(N + 16) 2^-23 |result| + one rounding"
 _ALL = (
+    Standalone("all_gather", "all_gather", "x; the x of all, by rows", _COPY, _all_gather, **_SHAPES),
+    Standalone("all_reduce", "all_reduce", "x; the sum over ranks", _SUM, _all_reduce, **_SHAPES),
+    Standalone(
+        "all_scatter",
+        "all_gather, then copies of the column blocks",
+        "x; the x of all, by columns",
+        _COPY,
+        _all_scatter,
+        **_SHAPES,
+    ),
+    Standalone(
+        "reduce_scatter",
+        "reduce_scatter",
+        "x; its own rows of the sum over ranks",
+        _SUM,
+        _reduce_scatter,
+        **_SHAPES,
+    ),
+    Standalone("broadcast", "broadcast", f"x; the x of rank {ROOT}", _COPY, _broadcast, **_SHAPES),
+    Standalone(
+        "barrier",
+        "an all_reduce of one number before and after the ranks write to one another",
+        "x, which it writes to its neighbour between two barriers; the other neighbour's",
+        _COPY,
+        _barrier,
+        (1, 8),
+        (1, 8),
+    ),
     Standalone(
         "rms_norm",
         _RMS_STEPS,

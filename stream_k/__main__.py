@@ -95,12 +95,15 @@ def _run(
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
     name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
     calls = iters if iters is not None else 20 if on_gpu else 3
-    if collective in STANDALONE:
+    # Some have a namesake with a GEMM before it: two sizes are a tensor's.
+    alone = collective not in PROBLEMS or (shape is not None and shape.count(",") == 1)
+    if collective in STANDALONE and alone:
         if options["placement"] != "auto" or partial_dtype is not None or trace_path is not None:
             raise ValueError(f"{collective} has no GEMM: leave --placement, --partial-dtype and --trace out")
         return standalone.run(console, collective, num_ranks, shape, name, options["seed"], calls, json_path)
     if collective not in PROBLEMS:
-        raise ValueError(f"collective is {collective!r}, allowed {', '.join((*PROBLEMS, *STANDALONE))}")
+        names = dict.fromkeys((*PROBLEMS, *STANDALONE))
+        raise ValueError(f"collective is {collective!r}, allowed {', '.join(names)}")
     problem = find_problem(collective)
     sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
     wire = (

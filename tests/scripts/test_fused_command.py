@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.problems import STANDALONE
 from reference.problems import PROBLEMS
 from stream_k.__main__ import app
 from tests import commands
@@ -52,7 +53,12 @@ def test_default_shape_on_one_rank(collective: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("-c", "broadcast"), "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter"),
+        (
+            ("-c", "multicast"),
+            "is 'multicast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, broadcast, barrier",
+        ),
+        (("-c", "all_reduce", "--shape", "7,50", "--placement", "inside"), "all_reduce has no GEMM"),
+        (("-c", "broadcast", "--shape", "7,50,3"), "must be M,N, two sizes of 1 or more, got '7,50,3'"),
         (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, auto"),
         (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed copy_engine, auto"),
         (
@@ -81,4 +87,4 @@ def test_a_mistake_has_no_traceback() -> None:
 
 def test_help_has_every_collective() -> None:
     usage = (support.ROOT / "stream_k/usage.txt").read_text()
-    assert all(f"\n  {collective} " in usage for collective in PROBLEMS)
+    assert all(f"\n  {collective} " in usage for collective in PROBLEMS | STANDALONE)

@@ -1,0 +1,56 @@
+"""The collectives alone by name: each result is right beside the library's, a spoilt one is seen; the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectives.job import Job, run_rank
+from collectives.problems import STANDALONE, Setting
+from pyrocshmem import Heap
+from stream_k.__main__ import app
+from tests import commands
+from tests.ranks import run_ranks, values
+
+TIER = 2
+SHAPE = (7, 10)
+
+
+def every_name(rank: int, world_size: int) -> list[str]:
+    """What went wrong, of a job for each name; and of a result with one element changed, which must be found."""
+    wrong = []
+    for name in STANDALONE:
+        found = run_rank(rank, world_size, Job(name, SHAPE, torch.float16, seed=3, iters=1))
+        if not found.accuracy.ok or set(found.seconds) != {"ours", "reference"}:
+            wrong.append(f"{name}: {found}")
+    with Heap(32 << 20) as heap:
+        for name, problem in STANDALONE.items():
+            calls = problem.prepare(Setting(heap, SHAPE, torch.float16, 4))
+            for out, call in ((calls.result, calls.ours), (calls.expected, calls.reference)):
+                out.fill_(float("nan"))
+                call()
+            heap.synchronize()
+            calls.result.view(-1)[-1] *= 1.01
+            if calls.check().num_bad != 1:
+                wrong.append(f"{name}: not seen")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_every_name() -> None:
+    assert values(run_ranks(every_name, 2, timeout=100.0)) == [[], []]
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("arguments", [("broadcast",), ("all_reduce", "--shape", "7,50")])
+def test_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Two sizes are those of the collective alone, though it has a namesake behind a GEMM."""
+    out = tmp_path / "result.json"
+    done = commands.invoke(app, "-n", "2", "--iters", "2", "--json", str(out), "-c", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"collectives.{arguments[0]}" in done.stdout
+    assert done.stdout.count("right") == 2
+    result = json.loads(out.read_text())
+    assert result["ok"] is True
+    assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}
