@@ -144,6 +144,11 @@ def _stalled(here: bool) -> Iterator[None]:
         signal.wait = honest
 
 
+def _kept(result: torch.Tensor) -> torch.Tensor:
+    """A copy, contiguous to the last stride."""
+    return torch.empty(result.shape, dtype=result.dtype, device=result.device).copy_(result)
+
+
 class _Player:
     """One rank's part of a round. wrong: what was, as text. bits: kind and digest of each result."""
 
@@ -209,7 +214,7 @@ class _Player:
     def _call(self, stream: int, kind: int, data: int) -> None:
         with torch.cuda.stream(self.streams[stream]) if self.streams[stream] else contextlib.nullcontext():
             self.calls[stream][kind].load(data)
-            self.results.append((kind, data, self.calls[stream][kind].run().clone()))
+            self.results.append((kind, data, _kept(self.calls[stream][kind].run())))
         self.counts[self.round.kinds[kind][0]] += 1
 
     def _replay(self, data: int) -> None:
@@ -226,7 +231,7 @@ class _Player:
         for call in calls:
             call.load(data)
         self.graph.replay()
-        self.results += [(kind, data, out.clone()) for kind, out in enumerate(self.captured)]
+        self.results += [(kind, data, _kept(out)) for kind, out in enumerate(self.captured)]
         self.counts["graph replay"] += 1
 
     def _cancelled(self, kind: int, data: int) -> None:

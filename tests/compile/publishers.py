@@ -1,0 +1,116 @@
+"""Which functions of the packages tell other programs something, and which of them a launch reaches.
+
+calls = call_graph(ROOT)
+reached(calls, {"stream_k_kernel", "push_output"})       # all functions that these call, by name
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("pyrocshmem", "stream_k", "collectives")
+# What publishing is done with, and the files that define it.
+TELLS = {"publish", "raise_flag", "barrier", "push"}
+DEFINE = {"pyrocshmem/signal.py", "pyrocshmem/message.py"}
+
+
+def _is_jit(node: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+
+
+def _calls(node: ast.AST) -> set[str]:
+    named = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return {str(getattr(func, "attr", getattr(func, "id", ""))) for func in named}
+
+
+def call_graph(root: Path) -> dict[str, set[str]]:
+    """Of every jit function, the names that it calls; functions of one name count as one."""
+    graph: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and _is_jit(node):
+                    graph.setdefault(node.name, set()).update(_calls(node))
+    return graph
+
+
+def publishers(root: Path) -> set[str]:
+    """Names of the jit functions that publish, of all files but those that define how."""
+    found = set()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            if path.relative_to(root).as_posix() not in DEFINE:
+                for node in ast.walk(ast.parse(path.read_text())):
+                    if isinstance(node, ast.FunctionDef) and _is_jit(node) and _calls(node) & TELLS:
+                        found.add(node.name)
+    return found
+
+
+def reached(graph: dict[str, set[str]], roots: set[str]) -> set[str]:
+    found, pending = set(), list(roots)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += graph.get(name, ())
+    return found
+
+
+def planned(cases: list[Any], target_name: str) -> set[str]:
+    """Names of the kernels that `cases` would compile, and of the functions that they are given. In a prepared process
+    (`worker.prepare`)."""
+    from unittest import mock
+
+    from stream_k import launch
+    from tests.compile import fake_gpu, worker
+
+    names: set[str] = set()
+
+    def note(self: Any, args: tuple[Any, ...]) -> None:
+        functions = [value.__name__ for value in self.constants.values() if hasattr(value, "__name__")]
+        names.update([self.kernel.__name__, *functions])
+
+    with (
+        fake_gpu.pretend(target_name),
+        mock.patch.multiple(launch.Launch, compile=note, __call__=lambda self, args: None),
+    ):
+        for case in cases:
+            worker._call(case)
+    return names
+
+
+def compile_rest(case: None, target_name: str) -> list[Any]:
+    """What no case compiles: `rms_norm`, and kernels that tools launch. In a prepared process."""
+    from unittest import mock
+
+    import torch
+
+    from pyrocshmem import doctor
+    from stream_k import timeline
+    from tests.compile import fake_gpu, worker
+    from tests.compile.assembly import Assembly
+
+    words = torch.zeros(1024, dtype=torch.int32)
+    context = (words[:64], words[:1], torch.zeros(16, dtype=torch.int64), torch.zeros(9, dtype=torch.int64))
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (timeline.meet_kernel, (context, None), {"WORLD": 4}),
+        (doctor.ring_kernel, (words, words[:1], context), {"WORLD": 4, "BLOCK": 256}),
+    ]
+    with mock.patch.object(worker, "_call", _normalize):
+        found = worker.compile_case(case, target_name)  # type: ignore[arg-type]
+    with fake_gpu.pretend(target_name):
+        for kernel, arguments, constants in launches:
+            compiled = kernel.warmup(*arguments, grid=(1,), num_warps=4, **constants)
+            found.append(Assembly.of(target_name, constants, compiled, 1))
+    return found
+
+
+def _normalize(case: None) -> None:
+    import torch
+
+    import collectives
+    from tests.compile.planning_heap import PlanningHeap
+
+    x, weight = torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)
+    heap = PlanningHeap(4)
+    collectives.rms_norm(x, weight, 1e-6, group=heap, replicated=True)
