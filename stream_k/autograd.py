@@ -68,7 +68,7 @@ def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     return grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
 
 
-def _overlapped(
+def overlapped(
     name: str,
     communicating: Callable[[], torch.Tensor],
     local: Callable[[], torch.Tensor],
@@ -193,5 +193,5 @@ def _gradients(
     """A's gradient, which communicates, and B's, as far as they are needed."""
     wants_a, wants_b, _ = ctx.needs
     if wants_a and wants_b:
-        return _overlapped(ctx.group, for_a, for_b, grad)
+        return overlapped(ctx.group, for_a, for_b, grad)
     return for_a() if wants_a else None, for_b() if wants_b else None

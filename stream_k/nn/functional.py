@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import stream_k
+from stream_k import autograd
+from stream_k.library import name_of
 
 
 def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -26,7 +28,7 @@ def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     For a parameter that every rank holds and applies to its own rows: a norm, an embedding, a head. x: any shape;
     float16, bfloat16 or float32. group: as in the ops.
     """
-    return _SumGradient.apply(x, group)
+    return _SumGradient.apply(x, name_of(group))
 
 
 def column_product(
@@ -42,7 +44,7 @@ def column_product(
     parts travel in; None: fp32. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
     `stream_k.gemm_all_reduce`.
     """
-    return _ColumnProduct.apply(x, weight, bias, group, partial_dtype)
+    return _ColumnProduct.apply(x, weight, bias, name_of(group), partial_dtype)
 
 
 def row_product(
@@ -69,9 +71,16 @@ def row_product(
     return y if norm is None else (norm(y), y)
 
 
+def _all_reduce_product(
+    a: torch.Tensor, b: torch.Tensor, group: str, partial_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`stream_k.gemm_all_reduce` on the group of a name, which torch.compile can hand to a backward."""
+    return autograd.ops.gemm_all_reduce(a, b, group, None, "none", False, partial_dtype)
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -79,7 +88,7 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
         # A sum over ranks of ordinary tensors that torch.compile knows: that of products with 1.
-        total = stream_k.gemm_all_reduce(grad.new_ones(1, 1), grad.reshape(1, -1), group=ctx.group)
+        total = _all_reduce_product(grad.new_ones(1, 1), grad.reshape(1, -1), ctx.group)
         return total.view(grad.shape), None
 
 
@@ -90,11 +99,11 @@ class _ColumnProduct(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        group: Any,
+        group: str,
         partial_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.options = {"group": group, "partial_dtype": partial_dtype}
+        ctx.group, ctx.partial_dtype = group, partial_dtype
         return stream_k.gemm(x, weight.t(), bias=bias)
 
     @staticmethod
@@ -102,13 +111,20 @@ class _ColumnProduct(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        return (
-            stream_k.gemm_all_reduce(grad, weight, **ctx.options) if wants_x else None,
-            stream_k.gemm(grad.t(), x) if wants_weight else None,
-            grad.sum(0) if wants_bias else None,
-            None,
-            None,
-        )
+
+        def for_x() -> torch.Tensor:
+            return _all_reduce_product(grad, weight, ctx.group, ctx.partial_dtype)
+
+        def for_weight() -> torch.Tensor:
+            return stream_k.gemm(grad.t(), x)
+
+        # A traced backward is put in order by the compiler.
+        if wants_x and wants_weight and not torch.compiler.is_compiling():
+            grad_x, grad_weight = autograd.overlapped(ctx.group, for_x, for_weight, grad)
+        else:
+            grad_x = for_x() if wants_x else None
+            grad_weight = for_weight() if wants_weight else None
+        return grad_x, grad_weight, grad.sum(0) if wants_bias else None, None, None
 
 
 def to_rows(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:

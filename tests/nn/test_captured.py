@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from pyrocshmem import target
+from pyrocshmem import Heap, target
 from stream_k import nn as parallel
 from tests.nn.models import HIDDEN, INTERMEDIATE, Case, ParallelBlock, unsharded
 from tests.ranks import run_ranks, values
@@ -17,10 +18,10 @@ TIER = 3
 class Part(nn.Module):
     """One layer of each kind, and a norm."""
 
-    def __init__(self, sequence_parallel: bool, device: torch.device) -> None:
+    def __init__(self, sequence_parallel: bool, device: torch.device, group: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
-        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "group": group}
         self.norm = parallel.RMSNorm(HIDDEN, 1e-5, **options)
         self.mlp = parallel.ParallelMLP(HIDDEN, INTERMEDIATE, bias=True, **options)
 
@@ -39,18 +40,19 @@ def step(call: Any, model: nn.Module, x: torch.Tensor, *more: int) -> list[torch
 
 def compiled(rank: int, world_size: int) -> list[bool]:
     found = []
-    for sequence_parallel in (False, True):
-        case = Case(sequence_parallel, True, 1, 7)
-        device = target.device(rank)
-        model = Part(sequence_parallel, device)
-        fused = torch.compile(model, fullgraph=True, backend="aot_eager")
-        for seed in range(2):
-            x = case.inputs(seed, device)[0]
-            x = x.tensor_split(world_size)[rank] if sequence_parallel else x
-            eager = step(model, model, x, case.rows)
-            found += [
-                torch.equal(*pair) for pair in zip(step(fused, model, x, case.rows), eager, strict=True)
-            ]
+    device = target.device(rank)
+    mesh = init_device_mesh(device.type, (world_size,))
+    with Heap(8 << 20) as heap:
+        for sequence_parallel, group in ((False, heap), (True, mesh)):
+            case = Case(sequence_parallel, True, 1, 7)
+            model = Part(sequence_parallel, device, group)
+            fused = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for seed in range(2):
+                x = case.inputs(seed, device)[0]
+                x = x.tensor_split(world_size)[rank] if sequence_parallel else x
+                eager = step(model, model, x, case.rows)
+                traced = step(fused, model, x, case.rows)
+                found += [torch.equal(*pair) for pair in zip(traced, eager, strict=True)]
     return found
 
 
