@@ -80,6 +80,7 @@ def rms_norm_kernel(
     if REPLICATED:
         epoch = signal.begin(context, True, WORLD)
         places = others(out + column, rank, heap_bases, WORLD) + (out + column,)
+    absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
@@ -88,8 +89,9 @@ def rms_norm_kernel(
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
-            sums, came = row_sums.receive(block, slot, M, deadline, count, context, _OP, ROWS, WORLD, RANKS)
-            if came:
+            sums, missing = row_sums.receive(block, slot, M, deadline, context, ROWS, WORLD, RANKS)
+            absent = tl.maximum(absent, missing)
+            if tl.max(missing, axis=0) == 0:
                 trace.mark(events, trace.STORE, block)
                 row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
                 scale = tl.math.rsqrt(sums / H + eps)
@@ -107,6 +109,7 @@ def rms_norm_kernel(
                         tl.store(places[k] + i * out_stride + j, value, mask=mask)
                 if REPLICATED:
                     signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
+    row_sums.report(absent, deadline, count, context, _OP, WORLD)
     message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
     if REPLICATED:
         trace.mark(events, trace.WAIT, -1)
@@ -153,6 +156,7 @@ def rms_norm_backward_kernel(
     blocks = tl.cdiv(M, ROWS)
     count, slot = message.begin(messages, slot_quads, context)
     deadline = message.deadline_ns(context)
+    absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
@@ -161,8 +165,9 @@ def rms_norm_backward_kernel(
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
-            sums, came = row_sums.receive(block, slot, M, deadline, count, context, _OP, ROWS, WORLD, RANKS)
-            if came:
+            sums, missing = row_sums.receive(block, slot, M, deadline, context, ROWS, WORLD, RANKS)
+            absent = tl.maximum(absent, missing)
+            if tl.max(missing, axis=0) == 0:
                 trace.mark(events, trace.STORE, block)
                 row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
                 scale = tl.load(scales + row, mask=row < M, other=0.0)
@@ -187,6 +192,7 @@ def rms_norm_backward_kernel(
                     if block >= programs:
                         of_weight += tl.load(place, mask=lane < N, other=0.0)
                     tl.store(place, of_weight, mask=lane < N)
+    row_sums.report(absent, deadline, count, context, _OP, WORLD)
     message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
     if signal.is_last(context):
         message.advance(count, WORLD * M * 4, context)
@@ -301,7 +307,16 @@ def backward(
     strides = (gradient.stride(0), added.stride(0), rows.stride(0))
     key = (*constants.values(), M, N, hidden, strides, call, tuple(map(_kind, tensors)))
     args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
-    run(workspace, key, f"{call}: plan", rms_norm_backward_kernel, constants, blocks.count, args, blocks.programs)
+    run(
+        workspace,
+        key,
+        f"{call}: plan",
+        rms_norm_backward_kernel,
+        constants,
+        blocks.count,
+        args,
+        blocks.programs,
+    )
     return grad, partials.sum(0).to(weight.dtype)
 
 

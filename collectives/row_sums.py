@@ -86,21 +86,20 @@ def send(sums, block, slot, M, context, ROWS: tl.constexpr, WORLD: tl.constexpr,
 
 
 @triton.jit
-def receive(
-    block, slot, M, deadline, count, context,
-    OP: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """(the sums [ROWS] over all ranks of a block of rows, whether they came). When not, the fault is recorded."""
-    control, abort, record, heap_bases = context
+def receive(block, slot, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr):
+    """(the sums [ROWS] over all ranks of a block of rows, [RANKS] of which 1 is a rank whose sums did not come)."""
     ranks = tl.arange(0, RANKS)[:, None]
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD) & (row < M)
     words, late = message.poll(slot + (tl.cast(ranks, tl.int64) * M + row) * 4, there, deadline, context)
     sums = tl.sum(tl.where(there, words[0].to(tl.float32, bitcast=True), 0.0), axis=0)
-    missing = tl.max(late, axis=1)
-    gave_up = tl.max(missing, axis=0)
-    if gave_up != 0:
-        waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
-        who = tl.argmax(missing, axis=0)
-        signal.report(who, block, count, count - 1, waited, count, context, OP, WORLD)
-    return sums, gave_up == 0
+    return sums, tl.max(late, axis=1)
+
+
+@triton.jit
+def report(absent, deadline, count, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Record that this program missed the sums of ranks, [RANKS] of `absent`, if it did: once, after its last block."""
+    if tl.max(absent, axis=0) != 0:
+        waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
+        who = tl.argmax(absent, axis=0)
+        signal.report(who, tl.program_id(0), count, count - 1, waited, count, context, OP, WORLD)
