@@ -8,7 +8,7 @@ the collective, and of messages (`collectives.exchange_kernel`) it is one trip o
     gemm_all_reduce        the same, everything to everyone, or parts to their owners and sums to everyone
     gemm_all_scatter       the rank's columns, then everyone's
 
-Partial products travel in `Config.partial_dtype`, fp32 unless set; bias and activation follow their sum.
+Partial products travel in `Config.partial_dtype`, fp32 unless set or where the result is fp32; bias and activation follow their sum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class MessagePlan(FusedPlan):
             self.between = workspace.buffer("gathered", size, call.a.dtype, local=True)[:size].view(M, -1)
             a, c, bias, activation = self.between, call.out, request.bias, request.activation
         else:
-            dtype = (config.partial_dtype or torch.float32) if self.sums else call.a.dtype
+            # The exchange sends whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
+            partial = (
+                torch.float32 if call.out.dtype == torch.float32 else config.partial_dtype or torch.float32
+            )
+            dtype = partial if self.sums else call.a.dtype
             self.between = workspace.buffer("product", M * N, dtype, local=True)[: M * N].view(M, N)
             a, c = call.a, self.between
             bias, activation = (None, "none") if self.sums else (request.bias, request.activation)
