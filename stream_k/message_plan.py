@@ -8,7 +8,8 @@ the collective, and of messages (`collectives.exchange_kernel`) it is one trip o
     gemm_all_reduce        the same, everything to everyone, or parts to their owners and sums to everyone
     gemm_all_scatter       the rank's columns, then everyone's
 
-Partial products travel in `Config.partial_dtype`, fp32 unless set or where the result is fp32; bias and activation follow their sum.
+Partial products travel in `Config.partial_dtype`, fp32 unless set or where the result is fp32; bias and activation
+follow their sum.
 """
 
 from __future__ import annotations
