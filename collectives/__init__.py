@@ -7,7 +7,6 @@ All ranks of the group make the same calls in the same order.
 """
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-import stream_k  # isort: skip  # noqa: F401  its fused ops import from here while they load
 from collectives.by_message import all_gather, all_reduce, all_scatter, barrier, broadcast, reduce_scatter
 from collectives.rms_norm import rms_norm
 

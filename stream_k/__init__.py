@@ -6,6 +6,7 @@
     c = stream_k.gemm_reduce_scatter(a_share, b_share, group=group) # sum over ranks, a block of rows a rank
     c = stream_k.gemm_all_scatter(a, b_columns, group=group)        # every rank's columns, on every rank
     c = stream_k.all_gather_gemm(a_rows, b_columns, group=group)    # all rows times the rank's columns
+    y, h = stream_k.gemm_all_reduce_rms_norm(a_share, b_share, h, weight, eps, group=group)  # h += sum; its RMSNorm
 
 Every call returns an ordinary tensor, which is the caller's.
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from stream_k.fused_all_reduce import gemm_all_reduce
     from stream_k.fused_all_scatter import gemm_all_scatter
     from stream_k.fused_reduce_scatter import gemm_reduce_scatter
+    from stream_k.fused_rms_norm import gemm_all_reduce_rms_norm, gemm_rms_norm_all_scatter
 
 __all__ = [
     "Config",
@@ -35,8 +37,10 @@ __all__ = [
     "choose",
     "gemm",
     "gemm_all_reduce",
+    "gemm_all_reduce_rms_norm",
     "gemm_all_scatter",
     "gemm_reduce_scatter",
+    "gemm_rms_norm_all_scatter",
     "make_schedule",
     "target",
     "timeline",
@@ -48,8 +52,10 @@ __all__ = [
 _FUSED = {
     "all_gather_gemm": "stream_k.fused_all_gather",
     "gemm_all_reduce": "stream_k.fused_all_reduce",
+    "gemm_all_reduce_rms_norm": "stream_k.fused_rms_norm",
     "gemm_all_scatter": "stream_k.fused_all_scatter",
     "gemm_reduce_scatter": "stream_k.fused_reduce_scatter",
+    "gemm_rms_norm_all_scatter": "stream_k.fused_rms_norm",
 }
 
 

@@ -1,0 +1,184 @@
+"""Products with RMSNorm across ranks: `gemm_all_reduce_rms_norm` (row-parallel, with residual) and
+`gemm_rms_norm_all_scatter` (column-parallel).
+
+The squares are always those of reduced, rounded values: of the sum over ranks (plus residual), never of partial sums.
+A product of a wave or less is one GEMM and one exchange by messages, in which whoever sums a row adds the residual,
+and whoever stores it normalizes it: two launches, and one trip of the links or two. Larger ones overlap the all-reduce
+with the GEMM, and normalize afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from collectives.exchange import Exchange, Finish
+from collectives.rms_norm import rms_norm
+from pyrocshmem import status, target, trace
+from pyrocshmem.heap import Heap
+from stream_k.config import Config
+from stream_k.fused_all_reduce import gemm_all_reduce
+from stream_k.gemm import GemmPlan, gemm, with_inner_size
+from stream_k.library import dispatched
+from stream_k.operands import check_product, kind
+from stream_k.tuned import choose
+from stream_k.workspace import Workspace, find_workspace
+
+
+def gemm_all_reduce_rms_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    partial_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the total, the total), total = sum over ranks of a @ b + bias + residual, rounded to a's dtype: on
+    every rank, the same bits on all of them.
+
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
+    on every rank; None: none. weight: [N]. eps: added to the mean of squares. bias: [N], added once, to the sum.
+    group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is not
+    "messages" makes the all-reduce that way, and normalizes afterwards.
+
+    Where a gradient is needed or torch.compile traces it, it is `gemm_all_reduce` and PyTorch's own sum and norm.
+    Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
+    `WorkspaceBusy`.
+    """
+    M, N, K = check_product(a, b, bias, "none")
+    _check_norm(a, weight, N, residual, (M, N))
+    if not dispatched(a, b, bias, residual, weight):
+        heap, workspace = find_workspace(group, workspace)
+        if config is None:
+            config = choose(
+                "gemm_all_reduce",
+                max(M, 1),
+                max(N, 1),
+                K,
+                a.dtype,
+                heap.world_size,
+                heap.device,
+                partial_dtype,
+            )
+        exact = target.interpreted() and a.dtype == torch.bfloat16
+        if config.placement == "messages" and heap.world_size > 1 and min(M, N) > 0 and not exact:
+            return _by_messages(a, b, residual, weight, eps, bias, allow_tf32, config, heap, workspace)
+        group, partial_dtype = heap, None
+    total = gemm_all_reduce(
+        a, b, group=group, bias=bias, allow_tf32=allow_tf32, partial_dtype=partial_dtype, config=config,
+        workspace=workspace,
+    )  # fmt: skip
+    if residual is not None:
+        total = total + residual
+    return functional.rms_norm(total, (N,), weight.to(total.dtype), eps), total
+
+
+def gemm_rms_norm_all_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, R x N], on every rank.
+
+    a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
+    bias, weight: [N], of these columns. eps: added to the mean of squares. config: of the GEMM. group, workspace: as in
+    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
+    columns and pushes them to all (`collectives.rms_norm`).
+
+    Has a gradient; that of the result must be the same on all ranks. Raises as `gemm_all_reduce_rms_norm` does.
+    """
+    M, N, _ = check_product(a, b, bias, "none")
+    _check_norm(a, weight, N, None, (M, N))
+    block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config)
+    value = rms_norm(block, weight, eps, group=group, replicated=True, workspace=workspace)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _check_norm(
+    a: torch.Tensor, weight: torch.Tensor, N: int, residual: torch.Tensor | None, shape: tuple[int, int]
+) -> None:
+    """ValueError for a weight or a residual that doesn't fit."""
+    if not isinstance(weight, torch.Tensor) or weight.shape != (N,) or weight.device != a.device:
+        raise ValueError(f"weight is {getattr(weight, 'shape', weight)}, ({N},) on {a.device} is needed")
+    if residual is not None and (
+        residual.shape != shape or residual.dtype != a.dtype or residual.device != a.device
+    ):
+        raise ValueError(
+            f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}; {shape} {a.dtype} on "
+            f"{a.device} is needed"
+        )
+
+
+class _Plan:
+    """A GEMM into `product`, and the exchange that sums, adds and normalizes."""
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        finish: Finish,
+        allow_tf32: bool,
+        config: Config,
+        workspace: Workspace,
+    ) -> None:
+        shape = (a.shape[0], b.shape[1])
+        size = shape[0] * shape[1]
+        dtype = config.partial_dtype or torch.float32
+        self.product = workspace.buffer("product", size, dtype, local=True)[:size].view(shape)
+        self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
+        op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
+        self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
+
+
+def _by_messages(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config,
+    heap: Heap,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    M, N = a.shape[0], b.shape[1]
+    a, b = with_inner_size(a, b)
+    if residual is not None:
+        residual = residual.contiguous()
+    out, total = (torch.empty(M, N, dtype=a.dtype, device=a.device) for _ in range(2))
+    finish = Finish(bias, N, "none", residual, total, weight, eps)
+    recorded = trace.recorder() is not None
+    given = tuple(kind(x) for x in (a, b, residual, weight, bias))
+    key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, config, recorded)
+    plan: _Plan | None = workspace.plans.get(key)
+    if plan is None:
+        call = (
+            f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, weight={weight.dtype}, "
+            f"eps={eps}, bias={bias is not None}, tf32={allow_tf32}, recorded={recorded}, {config})"
+        )
+        plan = workspace.planned_together(
+            call, lambda: _Plan(a, b, out, finish, allow_tf32, config, workspace)
+        )
+        workspace.plans[key] = plan
+    with workspace:
+        plan.gemm.launch(plan.gemm.arguments(a, b, None, plan.product))
+        plan.exchange.run(plan.product, out, finish)
+    return out, total
