@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyrocshmem import Heap, target
+from pyrocshmem import Heap
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
 
@@ -13,6 +13,10 @@ ATOMICS = ("add", "sub", "xchg", "and", "or", "xor", "min", "max", "cas")
 BLOCK = 32
 PAD = 24
 OTHER = 5
+
+every_world = pytest.mark.parametrize(
+    "world", [pytest.param(r, marks=pytest.mark.num_ranks(r)) for r in (2, 3)]
+)
 
 
 class Guarded:
@@ -57,88 +61,89 @@ def updated(op: str, old: torch.Tensor, value: torch.Tensor, compare: torch.Tens
     }[op]()
 
 
-def device_of(rank: int) -> torch.device:
-    return target.device(rank)
-
-
 def local_like(device: torch.device):
     return lambda n, dtype: torch.empty(n, dtype=dtype, device=device)
 
 
-def move_body(rank: int, world: int, dtype: torch.dtype, n: int) -> list[str]:
+def move_body(rank: int, world: int, dtypes: list[torch.dtype], n: int) -> list[str]:
     """Every move to every peer, the own rank too; the names of those that went wrong."""
-    wrong = []
-    device = device_of(rank)
-    touched = torch.arange(n) % 3 != 1
     with Heap(1 << 20) as heap:
-        x, z = Guarded(heap.empty, n, dtype), Guarded(heap.empty, n, dtype)
-        y = Guarded(local_like(device), n, dtype)
-        for salt, op in enumerate(MOVES):
-            for shift in range(world):
-                peer, source_peer = (rank + shift) % world, (rank + 1) % world
-                writer = (rank - shift) % world  # the rank that acts on our x
-                held = [numbers(r, 10 * salt, n, dtype) for r in range(world)]
-                sources = [numbers(r, 10 * salt + 1, n, dtype) for r in range(world)]
-                for guarded, value in ((x, held[rank]), (z, sources[rank]), (y, sources[rank])):
-                    guarded.inner.copy_(value)
-                heap.barrier()
-                grid = (-(-n // BLOCK),)
-                arguments = (x.inner, y.inner, z.inner, n, peer, source_peer, heap.heap_bases)
-                kernels.move_kernel[grid](*arguments, OP=op, OTHER=OTHER, BLOCK=BLOCK)
-                heap.barrier()
-                want_x, want_y = held[rank], sources[rank]
-                if op == "load":
-                    want_y = torch.where(touched, held[peer], torch.full_like(held[peer], OTHER))
-                elif op == "get":
-                    want_y = torch.where(touched, held[peer], want_y)
-                else:
-                    source = sources[(writer + 1) % world] if op == "copy" else sources[writer]
-                    want_x = torch.where(touched, source, want_x)
-                for name, guarded, want in (("x", x, want_x), ("y", y, want_y), ("z", z, sources[rank])):
-                    if not torch.equal(guarded.inner.cpu(), want):
-                        wrong.append(f"{op} to {peer}: {name}")
-                    if not guarded.intact():
-                        wrong.append(f"{op} to {peer}: around {name}")
-                heap.barrier()
+        return [f"{dtype}: {wrong}" for dtype in dtypes for wrong in wrong_moves(heap, dtype, n)]
+
+
+def wrong_moves(heap: Heap, dtype: torch.dtype, n: int) -> list[str]:
+    wrong = []
+    rank, world, device = heap.rank, heap.world_size, heap.device
+    touched = torch.arange(n) % 3 != 1
+    x, z = Guarded(heap.empty, n, dtype), Guarded(heap.empty, n, dtype)
+    y = Guarded(local_like(device), n, dtype)
+    for salt, op in enumerate(MOVES):
+        for shift in range(world):
+            peer, source_peer = (rank + shift) % world, (rank + 1) % world
+            writer = (rank - shift) % world  # the rank that acts on our x
+            held = [numbers(r, 10 * salt, n, dtype) for r in range(world)]
+            sources = [numbers(r, 10 * salt + 1, n, dtype) for r in range(world)]
+            for guarded, value in ((x, held[rank]), (z, sources[rank]), (y, sources[rank])):
+                guarded.inner.copy_(value)
+            heap.barrier()
+            arguments = (x.inner, y.inner, z.inner, n, peer, source_peer, heap.heap_bases)
+            kernels.run(kernels.move_kernel, -(-n // BLOCK), *arguments, OP=op, OTHER=OTHER, BLOCK=BLOCK)
+            heap.barrier()
+            want_x, want_y = held[rank], sources[rank]
+            if op == "load":
+                want_y = torch.where(touched, held[peer], torch.full_like(held[peer], OTHER))
+            elif op == "get":
+                want_y = torch.where(touched, held[peer], want_y)
+            else:
+                source = sources[(writer + 1) % world] if op == "copy" else sources[writer]
+                want_x = torch.where(touched, source, want_x)
+            for name, guarded, want in (("x", x, want_x), ("y", y, want_y), ("z", z, sources[rank])):
+                if not torch.equal(guarded.inner.cpu(), want):
+                    wrong.append(f"{op} to {peer}: {name}")
+                if not guarded.intact():
+                    wrong.append(f"{op} to {peer}: around {name}")
+            heap.barrier()
     return wrong
 
 
-def atomic_body(rank: int, world: int, dtype: torch.dtype, ops: tuple[str, ...], n: int) -> list[str]:
-    wrong = []
-    device = device_of(rank)
+def atomic_body(rank: int, world: int, ops: dict[torch.dtype, tuple[str, ...]], n: int) -> list[str]:
     with Heap(1 << 20) as heap:
-        x = Guarded(heap.empty, n, dtype)
-        value, compare, seen = (Guarded(local_like(device), n, dtype) for _ in range(3))
-        for salt, op in enumerate(ops):
-            touched = torch.ones(n, dtype=torch.bool) if op == "cas" else torch.arange(n) % 3 != 1
-            for shift in range(world):
-                peer, writer = (rank + shift) % world, (rank - shift) % world
-                held = [numbers(r, 10 * salt, n, dtype) for r in range(world)]
-                given = [numbers(r, 10 * salt + 1, n, dtype) for r in range(world)]
-                # Half of the comparisons are with what is there.
-                guesses = [
-                    torch.where(torch.arange(n) % 2 == 0, held[(r + shift) % world], given[r])
-                    for r in range(world)
-                ]
-                x.inner.copy_(held[rank])
-                value.inner.copy_(given[rank])
-                compare.inner.copy_(guesses[rank])
-                seen.inner.fill_(-3)
-                heap.barrier()
-                arguments = (x.inner, value.inner, compare.inner, seen.inner, n, peer, heap.heap_bases)
-                kernels.atomic_kernel[(-(-n // BLOCK),)](*arguments, OP=op, BLOCK=BLOCK)
-                heap.barrier()
-                want = torch.where(
-                    touched, updated(op, held[rank], given[writer], guesses[writer]), held[rank]
-                )
-                before = torch.where(touched, held[peer], torch.full_like(held[peer], -3))
-                if not torch.equal(x.inner.cpu(), want):
-                    wrong.append(f"{op} on {peer}: result")
-                if not torch.equal(seen.inner.cpu(), before):
-                    wrong.append(f"{op} on {peer}: what was there")
-                if not all(each.intact() for each in (x, value, compare, seen)):
-                    wrong.append(f"{op} on {peer}: around a buffer")
-                heap.barrier()
+        return [f"{dtype}: {wrong}" for dtype in ops for wrong in wrong_atomics(heap, dtype, ops[dtype], n)]
+
+
+def wrong_atomics(heap: Heap, dtype: torch.dtype, ops: tuple[str, ...], n: int) -> list[str]:
+    wrong = []
+    rank, world, device = heap.rank, heap.world_size, heap.device
+    x = Guarded(heap.empty, n, dtype)
+    value, compare, seen = (Guarded(local_like(device), n, dtype) for _ in range(3))
+    for salt, op in enumerate(ops):
+        touched = torch.ones(n, dtype=torch.bool) if op == "cas" else torch.arange(n) % 3 != 1
+        for shift in range(world):
+            peer, writer = (rank + shift) % world, (rank - shift) % world
+            held = [numbers(r, 10 * salt, n, dtype) for r in range(world)]
+            given = [numbers(r, 10 * salt + 1, n, dtype) for r in range(world)]
+            # Half of the comparisons are with what is there.
+            guesses = [
+                torch.where(torch.arange(n) % 2 == 0, held[(r + shift) % world], given[r])
+                for r in range(world)
+            ]
+            x.inner.copy_(held[rank])
+            value.inner.copy_(given[rank])
+            compare.inner.copy_(guesses[rank])
+            seen.inner.fill_(-3)
+            heap.barrier()
+            arguments = (x.inner, value.inner, compare.inner, seen.inner, n, peer, heap.heap_bases)
+            kernels.run(kernels.atomic_kernel, -(-n // BLOCK), *arguments, OP=op, BLOCK=BLOCK)
+            heap.barrier()
+            want = torch.where(touched, updated(op, held[rank], given[writer], guesses[writer]), held[rank])
+            before = torch.where(touched, held[peer], torch.full_like(held[peer], -3))
+            if not torch.equal(x.inner.cpu(), want):
+                wrong.append(f"{op} on {peer}: result")
+            if not torch.equal(seen.inner.cpu(), before):
+                wrong.append(f"{op} on {peer}: what was there")
+            if not all(each.intact() for each in (x, value, compare, seen)):
+                wrong.append(f"{op} on {peer}: around a buffer")
+            heap.barrier()
     return wrong
 
 
@@ -148,7 +153,7 @@ def scalar_body(rank: int, world: int) -> tuple[list[int], list[int]]:
         x.copy_(torch.arange(8) + 100 * rank)
         out = torch.tensor([-1, -1, 42, -1], dtype=torch.int32, device=heap.device)
         heap.barrier()
-        kernels.scalar_kernel[(1,)](x, out, (rank + 1) % world, heap.heap_bases)
+        kernels.run(kernels.scalar_kernel, 1, x, out, (rank + 1) % world, heap.heap_bases)
         heap.barrier()
         return x.tolist(), out.tolist()
 
@@ -158,26 +163,22 @@ def ticket_body(rank: int, world: int, count: int) -> tuple[list[int], int]:
         counter = heap.zeros(1, dtype=torch.int32)
         taken = torch.full((count,), -1, dtype=torch.int32, device=heap.device)
         heap.barrier()
-        kernels.ticket_kernel[(1,)](counter, taken, count, heap.heap_bases)
+        kernels.run(kernels.ticket_kernel, 1, counter, taken, count, heap.heap_bases)
         heap.barrier()
         return taken.tolist(), int(heap.peer_view(counter, 0)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("world", [pytest.param(r, marks=pytest.mark.num_ranks(r)) for r in (2, 3)])
-def test_moves(world: int, dtype: torch.dtype) -> None:
-    assert values(run_ranks(move_body, world, dtype, 100)) == [[]] * world
+@every_world
+def test_moves(world: int) -> None:
+    dtypes = [torch.int32, torch.int64, torch.float32, torch.float16]
+    assert values(run_ranks(move_body, world, dtypes, 100)) == [[]] * world
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ops"),
-    [(torch.int32, ATOMICS), (torch.int64, ATOMICS), (torch.float32, ("add", "sub"))],
-    ids=["int32", "int64", "float32"],
-)
-@pytest.mark.parametrize("world", [pytest.param(r, marks=pytest.mark.num_ranks(r)) for r in (2, 3)])
-def test_atomics(world: int, dtype: torch.dtype, ops: tuple[str, ...]) -> None:
+@every_world
+def test_atomics(world: int) -> None:
+    ops = {torch.int32: ATOMICS, torch.int64: ATOMICS, torch.float32: ("add", "sub")}
     # A multiple of the block: cas takes no mask.
-    assert values(run_ranks(atomic_body, world, dtype, ops, 2 * BLOCK)) == [[]] * world
+    assert values(run_ranks(atomic_body, world, ops, 2 * BLOCK)) == [[]] * world
 
 
 @pytest.mark.num_ranks(2)

@@ -36,7 +36,7 @@ def litmus_body(
             # Loaded before any rank can wait: loading code waits for kernels that spin.
             kernels.litmus_kernel.warmup(*arguments, grid=(1,), **switches)
         heap.barrier()
-        kernels.litmus_kernel[(1,)](*arguments, **switches)
+        kernels.run(kernels.litmus_kernel, 1, *arguments, **switches)
         heap.barrier()
         bad, played = wrong.tolist()
         return bad, played
@@ -86,7 +86,7 @@ def test_only_the_next_calls_count_as_fresh(ahead: int, is_up: bool, epoch: int)
     name = torch.tensor([3], dtype=torch.int32, device=device)
     expected = torch.tensor([epoch], dtype=torch.int32, device=device)
     out = torch.full((2,), -5, dtype=torch.int32, device=device)
-    kernels.wait_kernel[(1,)](flags, name, name, out, expected, workspace.context, LANES=1, WORLD=1)
+    kernels.run(kernels.wait_kernel, 1, flags, name, name, out, expected, workspace.context, LANES=1, WORLD=1)
     assert out.tolist() == ([1, 1] if is_up else [2, -5])
     assert flags.item() == value
 
@@ -98,7 +98,7 @@ def test_calls_are_counted_once_whatever_the_grid(programs: int) -> None:
     seen = torch.full((programs + 8,), -9, dtype=torch.int32, device=device)
     closed = torch.zeros(1, dtype=torch.int32, device=device)
     for call in range(1, 4):
-        kernels.call_kernel[(programs,)](seen, closed, workspace.context, WORLD=1)
+        kernels.run(kernels.call_kernel, programs, seen, closed, workspace.context, WORLD=1)
         assert workspace.epoch() == call
         assert closed.item() == call
         assert (seen[:programs] == call).all()
@@ -113,7 +113,7 @@ def test_a_chain_longer_than_what_is_resident_ends() -> None:
     flags = torch.zeros(programs, dtype=torch.int32, device=device)
     for _ in range(2):
         seen = torch.full((programs,), -9, dtype=torch.int32, device=device)
-        kernels.chain_kernel[(programs,)](flags, seen, workspace.context, WORLD=1)
+        kernels.run(kernels.chain_kernel, programs, flags, seen, workspace.context, WORLD=1)
         assert seen.tolist() == list(range(programs))
     workspace.check()
 
@@ -137,7 +137,7 @@ def meet_body(
             heap.barrier()
             if rank == 1:
                 time.sleep(late_s)
-            kernels.meet_kernel[(1,)](*arguments, **switches)
+            kernels.run(kernels.meet_kernel, 1, *arguments, **switches)
             heap.synchronize()
             found.append(out.tolist())
         heap.barrier()
@@ -165,16 +165,16 @@ def test_a_captured_call_counts_at_every_replay() -> None:
     programs = 300
     seen = torch.zeros(programs, dtype=torch.int32, device=device)
     closed = torch.zeros(1, dtype=torch.int32, device=device)
-    kernels.call_kernel[(programs,)](seen, closed, workspace.context, WORLD=1)
+    kernels.run(kernels.call_kernel, programs, seen, closed, workspace.context, WORLD=1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):
-            kernels.call_kernel[(programs,)](seen, closed, workspace.context, WORLD=1)
+            kernels.run(kernels.call_kernel, programs, seen, closed, workspace.context, WORLD=1)
     assert workspace.epoch() == 1
     for replay in range(1, 51):
         graph.replay()
         assert workspace.epoch() == 1 + 2 * replay
-    kernels.call_kernel[(programs,)](seen, closed, workspace.context, WORLD=1)
+    kernels.run(kernels.call_kernel, programs, seen, closed, workspace.context, WORLD=1)
     assert workspace.epoch() == 102
     assert (seen == 102).all()
     assert closed.item() == 102

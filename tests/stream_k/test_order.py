@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stream_k import order
 from stream_k.product import tiles_of_block
 from stream_k.row_plan import RowsPlan, block_rows
+from tests.pyrocshmem.kernels import run
 
 TIER = 1
 pytestmark = pytest.mark.cpu
@@ -65,7 +66,7 @@ def row_off_by_one(tile_m, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr
 def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_start) -> str:
     """How the row blocks differ from torch's, "" if they don't."""
     out = torch.full((3, LANES), -1, dtype=torch.int32)
-    blocks_kernel[(1,)](out, M, WORLD=world, BLOCK_M=block_m, START=start, LANES=LANES)
+    run(blocks_kernel, 1, out, M, WORLD=world, BLOCK_M=block_m, START=start, LANES=LANES)
     expected = [part.tolist() for part in torch.arange(M).tensor_split(world)]
     starts, sizes, tiles = out.tolist()
     found = [list(range(starts[block], starts[block] + sizes[block])) for block in range(world)]
@@ -86,7 +87,7 @@ def order_of(
 ) -> list[tuple[int, int]]:
     """(block, tile row inside it) of every tile row of `rank`, in order."""
     out = torch.full((tiles * world, 2), -1, dtype=torch.int32)
-    rows_kernel[(1,)](out, rank, tiles, CHUNK=chunk, WORLD=world, ROW=row)
+    run(rows_kernel, 1, out, rank, tiles, CHUNK=chunk, WORLD=world, ROW=row)
     return [tuple(pair) for pair in out.tolist()]
 
 
