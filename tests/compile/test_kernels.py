@@ -23,7 +23,7 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 # Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
 GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
 # And those whose data carry their own flag.
-MESSAGES = ("exchange_kernel",)
+MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
 
 @pytest.fixture(params=TARGETS)

@@ -92,6 +92,9 @@ def _call(case: "Case") -> None:
     dtype = getattr(torch, case.dtype)
     arguments: dict[str, Any] = dict(case.arguments)
     heap = PlanningHeap(case.world_size)
+    if case.op == "rms_norm":
+        _norm(torch.empty(M, N, dtype=dtype), heap, arguments)
+        return
     if hasattr(collectives, case.op):
         getattr(collectives, case.op)(torch.empty(M, N, dtype=dtype), group=heap, **arguments)
         return
@@ -109,6 +112,21 @@ def _call(case: "Case") -> None:
         stream_k.gemm(a, b, config=config, workspace=Workspace(device=heap.device), **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
+
+
+def _norm(x: Any, heap: Any, arguments: dict[str, Any]) -> None:
+    """RMSNorm of x, the columns of one rank, and its derivative; with a residual, unless the result is replicated."""
+    import torch
+
+    from collectives import rms_norm_kernels as kernels
+    from stream_k.workspace import workspace_for
+
+    hidden, replicated = heap.world_size * x.shape[1], arguments.get("replicated", False)
+    weight, residual = torch.empty(x.shape[1], dtype=x.dtype), None if replicated else torch.empty_like(x)
+    workspace = workspace_for(heap)
+    y, h, scales = kernels.forward(workspace, x, weight, residual, 1e-6, hidden, replicated, x.dtype)
+    more = None if replicated else torch.empty_like(x)
+    kernels.backward(workspace, torch.empty_like(y), more, h, weight, scales, hidden, x.dtype)
 
 
 def _config(case: "Case", dtype: Any, device: Any) -> Any:
