@@ -27,6 +27,7 @@ from stream_k.workspace import Workspace, find_workspace
 
 Arguments = tuple[Any, ...]
 _SIDE = 0
+_WITHOUT_SQUARES = ("copy_engine", "messages")
 
 
 class Request(NamedTuple):
@@ -246,10 +247,12 @@ def _make_plan(
     K, N = request.b.shape
     config = request.config
     if config is None:
-        # Squares have fewer placements than the table was made with.
-        chooser = cost_model if request.squared_partials else choose
         # A rank without columns multiplies nothing: any configuration will do.
-        config = chooser(name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
+        call_facts = (name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
+        # Squares have fewer placements than the table was made with.
+        config = cost_model(*call_facts) if request.squared_partials else choose(*call_facts)
+        if request.squared_partials and config.placement in _WITHOUT_SQUARES:
+            config = cost_model(*call_facts, placement="after")
     if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
@@ -257,7 +260,7 @@ def _make_plan(
         )
     if config.placement in ("own_stream", "copy_engine"):
         config = with_a_free_multiprocessor(config, heap.device)
-    if request.squared_partials and config.placement in ("copy_engine", "messages"):
+    if request.squared_partials and config.placement in _WITHOUT_SQUARES:
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
