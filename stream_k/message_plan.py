@@ -58,7 +58,7 @@ class MessagePlan(FusedPlan):
             self.result = written = self.result.view(call.out.shape)
         if self.gathers:
             size = M * call.a.shape[1]
-            self.between = workspace.buffer("gathered", size, call.a.dtype, local=True)[:size].view(M, -1)
+            self.between = workspace.buffer("own gathered", size, call.a.dtype, local=True)[:size].view(M, -1)
             a, c, bias, activation = self.between, call.out, request.bias, request.activation
         else:
             # The exchange sends whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
