@@ -64,6 +64,11 @@ def row_product(
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
     ops.
     """
+    if isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None and not scatter:
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        return stream_k.gemm_all_reduce_rms_norm(
+            x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype
+        )
     op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
     y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
     if residual is not None:
