@@ -1,24 +1,36 @@
 """Every kernel once, on one GPU, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck python -m tests.sanitize
+    compute-sanitizer --tool racecheck --target-processes all python -m tests.sanitize --ranks 2
 
-A world of one runs the same kernels as a larger one, against its own heap. Each result is checked, so that a
-run which launched nothing can't pass. Prints a line a kernel; exits with 1 when a result is wrong.
-The ops on row blocks run the plain GEMM when alone; here their plans are made all the same.
+A world of one runs the kernels of the fused ops against its own heap. The ops on row blocks run the plain GEMM when
+alone; here their plans are made all the same. Two ranks share the GPU, one process each, taking its time in turns:
+they run what has nothing to do for one, such as the messages of the collectives.
+Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
+result is wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 from unittest import mock
 
 from pyrocshmem import Heap, target  # isort: skip  # before Triton
 import torch
+import torch.distributed as dist
+import typer
 
-import collectives
 import stream_k
 from stream_k import fused
+from stream_k.config import PLACEMENTS_OF
+from tests.stress.ops import OPS, Facts
 
 BLOCK_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SHAPES = ((256, 512, 1024), (97, 193, 131))
@@ -29,8 +41,8 @@ def close(out: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((out.double() - expected).abs().max() <= 2**-9 * expected.abs().max())
 
 
-def main() -> int:
-    """Run everything; the number of wrong results."""
+def alone() -> int:
+    """A world of one: the number of wrong results."""
     device = target.device()
     wrong = 0
 
@@ -72,15 +84,78 @@ def main() -> int:
                         out = getattr(stream_k, name)(a, b, group=heap, config=config)
                     heap.synchronize()
                     report(f"{name} {M} {N} {K} copy_engine {partial}", close(out, expected))
-        x = heap.randn(20000, dtype=torch.float32)
-        for algorithm in ("one_shot", "two_shot"):
-            total = collectives.all_reduce(x, group=heap, algorithm=algorithm)
-            report(f"all_reduce {algorithm}", torch.equal(total, x))
-        wide = collectives.all_scatter(x.view(100, 200), group=heap)
-        report("all_scatter", torch.equal(wide, x.view(100, 200)))
-        heap.synchronize()
     return wrong
 
 
+_FACTS: Facts = {"M": 96, "N": 80, "dtype": "float16"}
+_PRODUCT: Facts = {"K": 128, "layout": "row", "bias": "own", "activation": "none", "out": "symmetric"}
+
+
+def _calls() -> Iterator[tuple[str, Facts]]:
+    """Every op of several ranks, in every placement and algorithm."""
+    for name in OPS:
+        if name in PLACEMENTS_OF and name != "gemm":
+            for placement in PLACEMENTS_OF[name]:
+                both = name == "gemm_all_reduce" and placement not in ("copy_engine", "messages")
+                for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
+                    yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
+        elif name == "all_reduce":
+            for algorithm in ("one_shot", "two_shot"):
+                yield name, {**_FACTS, "options": {"algorithm": algorithm}}
+        elif name == "rms_norm":
+            for replicated in (False, True):
+                yield name, {**_FACTS, "options": {"replicated": replicated}}
+        elif name != "gemm":
+            yield name, {**_FACTS, "options": {}}
+
+
+def together(rank: int, world_size: int, meeting: str) -> int:
+    """One of several ranks on the first GPU, which meet in a file: the number of wrong results."""
+    store = dist.FileStore(meeting, world_size)
+    # Without NCCL, which refuses ranks that share a GPU.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    wrong = 0
+    with Heap(256 << 20, device=target.device()) as heap:
+        for name, facts in _calls():
+            call = OPS[name].make(facts, heap)
+            call.load(1)
+            result = call.run().clone()
+            heap.synchronize()
+            error = call.judge(1, result)
+            call.free()
+            wrong += error != ""
+            if rank == 0 or error:
+                print(
+                    f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
+                    flush=True,
+                )
+        heap.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="processes that share the first GPU")] = 1,
+    rank: Annotated[int | None, typer.Option(hidden=True)] = None,
+    meeting: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    if rank is not None:
+        raise typer.Exit(1 if together(rank, ranks, meeting) else 0)
+    if ranks == 1:
+        raise typer.Exit(1 if alone() else 0)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.sanitize",
+            f"--ranks={ranks}",
+            f"--meeting={Path(folder) / 'store'}",
+        ]
+        # Turns on the GPU are milliseconds, under the sanitizer many.
+        environment = {"PYROCSHMEM_WAIT_SECONDS": "60", **os.environ}
+        processes = [subprocess.Popen([*command, f"--rank={r}"], env=environment) for r in range(ranks)]
+        raise typer.Exit(max(abs(process.wait()) for process in processes))
+
+
 if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
+    typer.run(main)

@@ -59,7 +59,8 @@ def episode(
     for each in rounds:
         if ranks.found.failed is not None or ranks.over(seconds):
             break
-        ranks.make(each)
+        if wrong := ranks.make(each):
+            ranks.found.failed, ranks.found.wrong = each, wrong
     return ranks.found
 
 
@@ -67,13 +68,20 @@ def shrink(rank: int, world_size: int, failed: Round, seconds: float, plant: str
     """Make `failed` smaller for `seconds`: the smallest round found that still goes wrong, each on heaps of its own."""
     ranks = _Ranks(rank, world_size, plant)
     # What depends on who comes first need not show every time.
-    candidates = [failed] * 3
+    candidates, smallest = [failed] * 3, Episode()
     while candidates and not ranks.over(seconds):
         candidate = candidates.pop(0)
-        if ranks.make(candidate):
-            candidates = list(shrunk(candidate, world_size))
+        wrong = ranks.make(candidate)
         ranks.close()
-    return ranks.found
+        # A smaller call that an op refuses is no smaller case of one that it does not.
+        if wrong and (smallest.failed is None or _refused(wrong) == _refused(smallest.wrong)):
+            smallest.failed, smallest.wrong = candidate, wrong
+            candidates = list(shrunk(candidate, world_size))
+    return smallest
+
+
+def _refused(wrong: list[str]) -> bool:
+    return any(f": {kind}: " in text for text in wrong for kind in ("ValueError", "TypeError"))
 
 
 class _Ranks:
@@ -98,8 +106,8 @@ class _Ranks:
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
 
-    def make(self, each: Round) -> bool:
-        """Make a round; whether it went wrong."""
+    def make(self, each: Round) -> list[str]:
+        """Make a round; what went wrong."""
         mine: tuple[list[str], list[Any]] = [], []
         members = self.members[each.group]
         if self.rank in members:
@@ -112,9 +120,7 @@ class _Ranks:
         wrong = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everyone) for text in texts]
         wrong += _different(each, [everyone[rank][1] for rank in members])
         self.found.rounds += 1
-        if wrong:
-            self.found.failed, self.found.wrong = each, wrong
-        return bool(wrong)
+        return wrong
 
     def close(self) -> None:
         for heap in self.heaps.values():

@@ -77,6 +77,10 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
         return facts | {"config": {"split": rng.choice(("auto", "none", "stream_k"))}}
     facts["out"] = rng.choice(("new", "symmetric", "strided", "ordinary"))
     config: Facts = {"placement": rng.choice(PLACEMENTS_OF[PROBLEMS[collective].op])}
+    if config["placement"] == "messages":
+        # Gathered by messages, the ranks' blocks of rows are all alike.
+        facts["M"] *= num_ranks if PROBLEMS[collective].a_cut == "M" else 1
+        return facts | {"config": config}
     if config["placement"] == "copy_engine":
         config["chunk"] = rng.randint(1, 3)
     else:
