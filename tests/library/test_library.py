@@ -27,14 +27,19 @@ def cases() -> list[Case]:
             Case(op, 37, 30, 25, FP16, bias=FP32, activation="gelu"),
             Case(op, 20, 12, 17, BF16, bias=BF16, activation="silu"),
             Case(op, 20, 12, 17, FP16, activation="relu", options=(("partial_dtype", FP16),)),
-            *(Case(op, 9, 6, 7, FP32, bias=FP32, needs=(factor,)) for factor in bodies.FACTORS),
             Case(op, 1, 2, 1, FP32, bias=FP32),
             Case(op, 0, 2, 3, FP32, bias=FP32),
             Case(op, 3, 2, 0, FP32, bias=FP32),
         )
     ]
+    alone = [
+        Case(op, 9, 6, 7, FP32, bias=FP32, needs=(factor,))
+        for op in ("all_gather", "reduce_scatter")
+        for factor in bodies.FACTORS
+    ]
     return [
         *made,
+        *alone,
         Case("all_gather", 37, 30, 25, FP16, bias=FP16, options=UNSAVED),
         Case("all_gather", 5, 1, 4, FP32, bias=FP32, options=UNSAVED),
         Case("all_gather", 38, 31, 25, FP32, bias=FP32),
