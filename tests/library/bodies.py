@@ -5,6 +5,7 @@ sum(C * W) of the whole result, so that W is the gradient of C: whole on every r
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,13 @@ import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import EPS32, make_operand
 from reference.problems import PROBLEMS, Problem
-from tests.stream_k.products import ACTIVATIONS, device
+from stream_k import fused_all_gather
+from stream_k.fused import Request
+from stream_k.workspace import Workspace
+from tests.stream_k.products import ACTIVATIONS, device, random
 
 HEAP_BYTES = 32 << 20
+DELAY_S = 0.3
 FACTORS = ("a", "b", "bias")
 # No slope of an activation changes faster than this, nor is any steeper than that.
 _BENT = 1.2
@@ -232,3 +237,31 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
                 value.sum().backward()
             found[number] = (plain.seen + detached.seen, forward.seen, backward.seen)
     return found
+
+
+def late_rows(rank: int, world_size: int, guarded: bool) -> int:
+    """Rows gathered by no columns, rank 1's late after it has entered the call: how many calls have others' rows.
+    Without the guard nothing waits for them."""
+    honest = fused_all_gather.trace.copy
+
+    def late(to: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(DELAY_S if rank == 1 else 0.0)
+        honest(to, source)
+
+    fused_all_gather.trace.copy = late
+    wrong = 0
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap)
+        for seed in range(3):
+            whole = random(7, 3, torch.float32, seed)
+            rows, none = whole.tensor_split(world_size)[rank], whole.new_empty(3, 0)
+            more = {"num_rows": 7, "save_gathered": True}
+            request = Request(rows, none, None, None, "none", False, False, None, **more)
+            _, gathered = fused_all_gather.run(request, heap, workspace)
+            wrong += not torch.equal(gathered, whole)
+            if not guarded:
+                for plan in workspace.plans.values():
+                    plan.senders = 0
+        heap.synchronize()
+        heap.vote("done")
+    return wrong

@@ -69,6 +69,19 @@ def test_duals_and_the_way_without_a_gradient() -> None:
 
 
 @pytest.mark.num_ranks(2)
+def test_rows_are_there_when_nothing_multiplies_them() -> None:
+    assert values(run_ranks(bodies.late_rows, 2, True, timeout=TIMEOUT_S)) == [0, 0]
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.cpu
+def test_rows_that_nobody_waits_for_are_caught() -> None:
+    """The control of the test above."""
+    wrong = values(run_ranks(bodies.late_rows, 2, False, timeout=TIMEOUT_S))
+    assert wrong[0] > 0
+
+
+@pytest.mark.num_ranks(2)
 def test_traced() -> None:
     """opcheck; one graph for each kind of group; compiled calls stay, in their order, and don't without effects."""
     made = ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_reduce"]
