@@ -5,11 +5,12 @@ whole numbers.
 The plants work in Triton's interpreter only, where a kernel looks its helpers up each time it calls them.
 """
 
+import contextlib
 import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from tests.stream_k.products import ON_CPU, integers, small_config
 
 DELAY_S, STALL_S = 0.2, 0.02
 _WAIT_S = 20.0
+Shape = tuple[int, int, int]
 
 
 @triton.jit
@@ -74,18 +76,27 @@ def integer_call(
     return torch.equal(out.double(), expected)
 
 
-def changing_data(rank: int, world_size: int, op: str, placement: str, algorithm: str, counting: bool) -> int:
-    """Rank 1 is late in every call but the first. Without counting, the flags of the call before look raised."""
+def changing_data(
+    rank: int, world_size: int, ways: list[tuple[str, str, str]], counting: bool
+) -> dict[tuple[str, str, str], int]:
+    """Rank 1 is late in every call but the first. Without counting, the flags of the call before look raised.
+
+    ways: (op, placement, algorithm), each on a heap of its own.
+    """
     if not counting:
         signal.end = end_without_counting
+    return {way: _wrong_with_changing_data(*way) for way in ways}
+
+
+def _wrong_with_changing_data(op: str, placement: str, algorithm: str) -> int:
     config = small_config(placement=placement, algorithm=algorithm, chunk=1)
     # Row blocks of several steps, whose sizes differ by one.
-    shape = (151, 33, 24) if placement == "copy_engine" else (40, 33, 24)
+    shape = (151, 24, 24) if placement == "copy_engine" else (40, 24, 24)
     wrong = 0
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=_WAIT_S)
         for call in range(4):
-            if rank == 1 and call > 0:
+            if heap.rank == 1 and call > 0:
                 time.sleep(DELAY_S)
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")
@@ -112,7 +123,8 @@ def with_a_single_slot() -> ModuleType:
         return module
 
 
-def delay_reads(tiles: ModuleType) -> None:
+@contextlib.contextmanager
+def delayed_reads(tiles: ModuleType) -> Iterator[None]:
     """This rank sleeps between seeing a tile's flags and reading its partials."""
     honest: Callable[..., Any] = tiles._sources
 
@@ -121,6 +133,8 @@ def delay_reads(tiles: ModuleType) -> None:
         return honest(*args, **more)
 
     tiles._sources = late  # type: ignore[attr-defined]
+    yield
+    tiles._sources = honest  # type: ignore[attr-defined]
 
 
 def stall_after_waits(seconds: float) -> None:
@@ -176,11 +190,18 @@ def overwritten(rank: int, world_size: int, case: Case, symmetric: bool) -> list
 
 
 def stalled_reader(
-    rank: int, world_size: int, shapes: list[tuple[int, int, int]], placement: str, single_slot: bool
-) -> int:
-    """Fault 8: rank 1 stalls between flag and read, while rank 0 goes on into the next call, whose shape may differ."""
+    rank: int, world_size: int, sequences: list[list[Shape]], placement: str, single_slot: bool
+) -> list[int]:
+    """Fault 8: rank 1 stalls between flag and read, while rank 0 goes on into the next call, whose shape may differ.
+
+    sequences: of shapes that follow one another, each on a heap of its own.
+    """
     if single_slot:
         fused_all_reduce.tiles = with_a_single_slot()
+    return [_wrong_with_a_stalled_reader(shapes, placement) for shapes in sequences]
+
+
+def _wrong_with_a_stalled_reader(shapes: list[Shape], placement: str) -> int:
     # One program for the GEMM, so that inside it, too, all tiles are pushed before the first is read.
     num_programs = 3 if placement == "beside" else 1
     config = small_config(placement=placement, algorithm="one_shot", num_programs=num_programs)
@@ -188,10 +209,10 @@ def stalled_reader(
         workspace = Workspace(heap, wait_seconds=_WAIT_S)
         # Plans are made together; the stall comes afterwards.
         wrong = sum(not integer_call(heap, 50, shape, config, workspace) for shape in shapes)
-        if rank == 1:
-            delay_reads(fused_all_reduce.tiles)
-        for call in range(4):
-            wrong += not integer_call(heap, call, shapes[call % len(shapes)], config, workspace)
+        stall = delayed_reads(fused_all_reduce.tiles) if heap.rank == 1 else contextlib.nullcontext()
+        with stall:
+            for call in range(4):
+                wrong += not integer_call(heap, call, shapes[call % len(shapes)], config, workspace)
         heap.vote("done")
     return wrong
 
