@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,7 +188,9 @@ class _Player:
             with _stalled(self.round.stalled == self.heap.rank):
                 self._play()
         except Exception as error:
-            self.wrong.append(f"{type(error).__name__}: {error}")
+            frames = traceback.extract_tb(error.__traceback__)[-4:]
+            places = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+            self.wrong.append(f"{type(error).__name__}: {error} ({places})")
             self.heap.abort(self.wrong[-1])  # the others needn't wait for this rank
         return self.wrong, self.bits
 
