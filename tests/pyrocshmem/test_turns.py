@@ -22,15 +22,29 @@ from stream_k.workspace import Workspace
 TIER = 1
 pytestmark = pytest.mark.cpu
 POLLS = 20
-# Not `signal.pause`: calling a jit function replaces the interpreter's functions again.
-poll = signal._host_yield
+DEADLINE_S = 30.0
+begun: list[threading.Event] = []
+
+
+def poll() -> None:
+    """What a wait does between two looks, at least until all kernels have begun. Not `signal.pause`: calling a jit
+    function would replace the interpreter's functions again."""
+    signal._host_yield()
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(each.is_set() for each in begun) and time.monotonic() < deadline:
+        signal._host_yield()
+
+
+def has_begun(index: int) -> None:
+    begun[int(index)].set()
 
 
 @triton.jit
-def numbers_kernel(before, after, counts, polls, events):
+def numbers_kernel(before, after, counts, index, polls, events):
     """What a program is told of itself before and after it has passed its turn on several times."""
     program = tl.program_id(0)
     tl.store(before + program, program)
+    has_begun(index)
     for _ in range(polls):
         poll()
     tl.store(after + program, tl.program_id(0))
@@ -38,18 +52,18 @@ def numbers_kernel(before, after, counts, polls, events):
 
 
 def run_at_once(*grids: int) -> list[Any]:
-    """The kernel in a thread for each grid, all of them begun before the first ends: numbers that were wrong, or the
-    exception, of each."""
+    """The kernel in a thread for each grid, one begun after another, all of them before the first ends: numbers that
+    were wrong, or the exception, of each."""
     wrong: list[Any] = [None] * len(grids)
-    gate = threading.Barrier(len(grids))
+    begun[:] = [threading.Event() for _ in grids]
 
     def body(index: int, grid: int) -> None:
         try:
             before, after, counts = (torch.full((grid,), -1, dtype=torch.int32) for _ in range(3))
-            args = (before, after, counts, POLLS * (1 + index))
+            args = (before, after, counts, index, POLLS * (1 + index))
             launch = Launch(numbers_kernel, grid, {}, 4, 1)
             launch.compile(args)
-            gate.wait(30)
+            assert index == 0 or begun[index - 1].wait(DEADLINE_S)
             launch(args)
             expected = torch.arange(grid, dtype=torch.int32)
             wrong[index] = sum(int((x != expected).sum()) for x in (before, after)) + int(
