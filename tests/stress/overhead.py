@@ -78,6 +78,12 @@ def bare_poll(pointer, mask, deadline, context):
     return (w0, w1, w2, w3), tl.zeros_like(w0)
 
 
+@triton.jit
+def no_deadline(context):
+    """`message.deadline_ns` for a poll that has none."""
+    return tl.full((), 0, tl.int64)
+
+
 def _forget_compiled() -> None:
     """Kernels are compiled anew when they are next prepared. Those that were prepared keep what they have."""
     for name, module in list(sys.modules.items()):
@@ -91,15 +97,15 @@ def _forget_compiled() -> None:
 @contextlib.contextmanager
 def without_checks() -> Iterator[None]:
     """What is prepared inside waits for ever."""
-    honest = signal.wait, message.poll
+    honest = signal.wait, message.poll, message.deadline_ns
     signal.wait = bare_wait
     if not target.interpreted():
-        message.poll = bare_poll
+        message.poll, message.deadline_ns = bare_poll, no_deadline
         _forget_compiled()
     try:
         yield
     finally:
-        signal.wait, message.poll = honest
+        signal.wait, message.poll, message.deadline_ns = honest
         if not target.interpreted():
             _forget_compiled()
 

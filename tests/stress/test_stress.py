@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from tests.stress import overhead
 from tests.stress.ops import OPS
 from tests.stress.rounds import Round, draw_rounds, groups_of, shrunk
 from tests.stress.runner import Options, hunt
@@ -78,3 +79,18 @@ def test_options_are_checked() -> None:
         Options(ops=("gemm_all",))
     with pytest.raises(ValueError, match="minutes is 0"):
         Options(minutes=0)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("large", "limit", "within"), [(True, 2.0, True), (False, 0.3, False)])
+def test_what_checks_cost_is_the_median_of_differences(large: bool, limit: float, within: bool) -> None:
+    """Of a call's ranks the slowest counts, sample by sample."""
+    ranks = [
+        {"with": (201e-6, 210e-6, 209e-6), "without": (200e-6, 200e-6, 200e-6)},
+        {"with": (200e-6, 150e-6, 201e-6), "without": (199e-6, 209e-6, 190e-6)},
+    ]
+    found = overhead.summary(overhead.Case("all_reduce", (64, 1, 64), large), ranks)
+    assert found["case"] == "gemm_all_reduce 64 x 64"
+    assert (found["with_us"], found["without_us"]) == (209.0, 200.0)
+    # 1, 1 and 9 us more.
+    assert (found["difference_us"], found["limit_us"], found["within"]) == (1.0, limit, within)
