@@ -177,6 +177,7 @@ class _Player:
         """Of each stream, the calls of all kinds, with operands of their own."""
         calls = [[OPS[op].make(facts, self.heap) for op, facts in self.round.kinds] for _ in self.streams]
         self._wait_at_most(PATIENT_S)
+        self.heap.synchronize()  # other streams go on from here
         return calls
 
     def _wait_at_most(self, seconds: float) -> None:

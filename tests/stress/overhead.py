@@ -137,7 +137,7 @@ def measure(rank: int, world_size: int, cases: list[Case], iters: int) -> list[d
     device = target.device(rank)
     found = []
     for case in cases:
-        with Heap(2 << 30 if on_gpu else 16 << 20) as heap:
+        with Heap(4 << 30 if on_gpu else 16 << 20) as heap:
             calls = {}
             for name, change in (("with", contextlib.nullcontext), ("without", without_checks)):
                 # Prepared in here; a graph, or the next call, has no more of Python's look-ups to make.

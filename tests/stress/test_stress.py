@@ -85,7 +85,7 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize(("large", "limit", "within"), [(True, 2.0, True), (False, 0.3, False)])
 def test_what_checks_cost_is_the_median_of_differences(large: bool, limit: float, within: bool) -> None:
     """Of a call's ranks the slowest counts, sample by sample."""
-    ranks = [
+    ranks: list[dict[str, tuple[float, ...]]] = [
         {"with": (201e-6, 210e-6, 209e-6), "without": (200e-6, 200e-6, 200e-6)},
         {"with": (200e-6, 150e-6, 201e-6), "without": (199e-6, 209e-6, 190e-6)},
     ]
