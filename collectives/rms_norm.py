@@ -20,6 +20,7 @@ from collectives.rms_norm_kernels import as_rows, backward, columns_of, forward
 from collectives.tensors import DTYPES
 from stream_k.autograd import ranks
 from stream_k.library import dispatched, find, name_of
+from stream_k.operands import share_memory
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -42,8 +43,9 @@ def rms_norm(
     copied. weight: [N], of these columns. residual: like x, but for its dtype: added before the norm. eps: added to
     the mean of squares. hidden: the columns of all ranks, R x N unless given; rank r holds those of
     `torch.tensor_split(..., R)`. replicated: all columns on every rank, instead of its own. out: where the result
-    goes, [..., N] or (replicated) [..., hidden] with contiguous rows; replicated, symmetric and contiguous: peers
-    write it directly. out_dtype: of the result, that of `out` or of x unless given.
+    goes, [..., N] or (replicated) [..., hidden] with contiguous rows; sharded it may be x or residual itself;
+    replicated, symmetric and contiguous: peers write it directly. out_dtype: of the result, that of `out` or of x
+    unless given.
 
     Differentiable in x, weight and residual, where `out` is not given; the gradient of a replicated result is the
     same on all ranks. Returns the result, with a residual also the sum, in the residual's
@@ -80,6 +82,8 @@ def rms_norm(
             raise ValueError(
                 f"x is on {x.device}, the group's heap on {heap.device}; both must be one device"
             )
+        if out is not None:
+            _check_apart(out, tensors, replicated)
         result, updated, _ = forward(workspace, x, weight, residual, eps, hidden, replicated, out_dtype, out)
     return result if residual is None else (result, updated)
 
@@ -177,6 +181,18 @@ def _differentiate(
 
 def _cast(x: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
     return None if x is None or dtype is None else x.to(dtype)
+
+
+def _check_apart(out: torch.Tensor, tensors: dict[str, torch.Tensor | None], replicated: bool) -> None:
+    """ValueError where `out` shares memory with an operand that is still read while it is written."""
+    for name in ("x", "weight", "residual"):
+        tensor = tensors[name]
+        if tensor is None:
+            continue
+        # A program writes an element after it has read that of the same place, and no other.
+        same = (out.data_ptr(), out.stride(), out.dtype) == (tensor.data_ptr(), tensor.stride(), tensor.dtype)
+        if share_memory(as_rows(out), as_rows(tensor)) and (replicated or not same):
+            raise ValueError(f"out shares memory with {name}; give another out, or, sharded, {name} itself")
 
 
 _SCHEMAS = {

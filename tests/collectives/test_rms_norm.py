@@ -1,13 +1,6 @@
-"""`collectives.rms_norm` against float64 and PyTorch: every rank's result, its gradients, odd input, late ranks.
-
-On a CPU the ranks are threads, which start at once; `tests/examples/test_rms.py` has processes. Operands are the same
-on all ranks by their seeds, of which each rank takes its columns.
-"""
+"""`collectives.rms_norm` against float64 and PyTorch: every rank's result, its gradients, odd input, its operators."""
 
 import itertools
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,122 +8,13 @@ import torch
 from torch.nn import functional
 
 import collectives
-from pyrocshmem import (  # before Triton
-    CallMismatch,
-    Heap,
-    RanksFailed,
-    message,
-    signal,
-    spawn_threads,
-    target,
-)
-
-import triton  # isort: skip
-import triton.language as tl
-
+from pyrocshmem import CallMismatch, Heap
 from reference import accuracy
-from reference import rms_norm as reference
-from reference.ops import shard_range
 from stream_k.library import name_of
-from stream_k.workspace import Workspace
-from tests.ranks import run_ranks, values
+from tests.collectives.norm_rows import CASES, EPS, F16, F32, HEAP_BYTES, MIXES, Rows, run
 
 TIER = 2
-TIMEOUT_S = 100.0
-HEAP_BYTES = 16 << 20
 CANARY = -77.0
-EPS = 1e-5
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-# Of x, the weight, the residual, the result.
-MIXES = (
-    (F32, F32, None, F32),
-    (F16, F32, F16, F16),
-    (BF16, BF16, None, BF16),
-    (F16, BF16, F32, BF16),
-    (F32, F16, BF16, F16),
-)
-# Columns that no number of ranks here divides, fewer columns than ranks, more than a program holds at a time.
-SIZES = ((1, 37), (5, 2), (70, 37), (0, 8), (3, 4611))
-# Every mix of types on one size, every size with one mix.
-CASES = [*itertools.product(SIZES[:1], MIXES), *zip(SIZES[1:], MIXES[1:], strict=True)]
-
-
-def on_process(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
-    return body(None, *args)
-
-
-def run(body: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-    """What `body(group, *args)` returns on every rank."""
-    if target.interpreted():
-        return spawn_threads(body, num_ranks, *args, timeout=TIMEOUT_S)
-    return values(run_ranks(on_process, num_ranks, body, *args, timeout=TIMEOUT_S))
-
-
-@dataclass
-class Rows:
-    """The whole of a call's operands, and what a rank has of them."""
-
-    heap: Heap
-    x: torch.Tensor
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-
-    @classmethod
-    def random(cls, heap: Heap, M: int, H: int, mix: tuple[Any, ...], seed: int) -> "Rows":
-        # Not the generator of the process, which ranks that are threads share.
-        generator = torch.Generator().manual_seed(seed)
-        x, weight, residual = (torch.randn(shape, generator=generator) for shape in ((M, H), (H,), (M, H)))
-        residual = None if mix[2] is None else residual.to(mix[2]).to(heap.device)
-        return cls(heap, x.to(mix[0]).to(heap.device), weight.to(mix[1]).to(heap.device), residual)
-
-    @property
-    def columns(self) -> slice:
-        return slice(*shard_range(self.x.shape[1], self.heap.rank, self.heap.world_size))
-
-    @property
-    def mine(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Copies of x, weight and residual of this rank."""
-        residual = None if self.residual is None else self.residual[:, self.columns].clone()
-        return self.x[:, self.columns].clone(), self.weight[self.columns].clone(), residual
-
-    @property
-    def h(self) -> torch.Tensor:
-        return (
-            self.x
-            if self.residual is None
-            else (self.x.float() + self.residual.float()).to(self.residual.dtype)
-        )
-
-    def call(
-        self, replicated: bool, eps: float = EPS, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, weight, residual = self.mine
-        found = collectives.rms_norm(
-            x,
-            weight,
-            eps,
-            group=self.heap,
-            residual=residual,
-            replicated=replicated,
-            hidden=self.x.shape[1],
-            **options,
-        )
-        return found if residual is not None else (found, None)
-
-    def in_torch(self, dtype: torch.dtype, eps: float = EPS) -> torch.Tensor:
-        """PyTorch's result of whole rows."""
-        return functional.rms_norm(self.h.float(), self.x.shape[1:], self.weight.float(), eps).to(dtype)
-
-    def wrong(
-        self, out: torch.Tensor, updated: torch.Tensor | None, replicated: bool, eps: float = EPS
-    ) -> str:
-        """What is wrong with a result, or nothing."""
-        columns = slice(None) if replicated else self.columns
-        expected = self.in_torch(out.dtype, eps)[:, columns]
-        found = reference.check(out, self.h, self.weight, eps, expected, columns)
-        if self.residual is not None and not torch.equal(updated, self.h[:, self.columns]):
-            return "x + residual differs"
-        return "" if found.ok else str(found)
 
 
 def forward_everything(group: Any) -> tuple[list[str], list[torch.Tensor]]:
@@ -303,6 +187,11 @@ def mistakes(group: Any) -> None:
             norm(x, weight, EPS, group=heap, replicated=True, out=torch.empty_like(x))
         with pytest.raises(ValueError, match="contiguous rows"):
             norm(x, weight, EPS, group=heap, out=torch.empty(8, 4, device=heap.device).t())
+        wide = torch.empty(4, 8 * heap.world_size, device=heap.device)
+        with pytest.raises(ValueError, match="out shares memory with x"):
+            norm(wide[:, :8], weight, EPS, group=heap, replicated=True, out=wide)
+        with pytest.raises(ValueError, match="out shares memory with x"):
+            norm(wide.view(-1)[:32].view(4, 8), weight, EPS, group=heap, out=wide.view(-1)[4:36].view(4, 8))
         with pytest.raises(ValueError, match="takes no out where a gradient"):
             norm(x.requires_grad_(), weight, EPS, group=heap, out=torch.empty_like(x))
         x = x.detach()
@@ -322,75 +211,6 @@ def mistakes(group: Any) -> None:
 @pytest.mark.num_ranks(2)
 def test_mistakes() -> None:
     run(mistakes, 2)
-
-
-def late_ranks(group: Any, calls: int, wait_seconds: float) -> int:
-    """Calls with data of their own, in turn a rank that is late; how many came out wrong."""
-    wrong = 0
-    with Heap(HEAP_BYTES, group) as heap:
-        workspace = Workspace(heap, wait_seconds=wait_seconds)
-        out = heap.empty(19, 34)
-        for call in range(calls):
-            rows = Rows.random(heap, 19 - call % 2, 34, (F32, F32, None, F32), call)
-            replicated = call % 3 > 0
-            if call % heap.world_size == heap.rank:
-                time.sleep(0.02)
-            into = out[: rows.x.shape[0]].fill_(float("nan")) if replicated else None
-            found, _ = rows.call(replicated, workspace=workspace, out=into)
-            wrong += bool(rows.wrong(found, None, replicated))
-            # Nobody poisons what peers of this call still write.
-            heap.vote("next")
-    return wrong
-
-
-@pytest.mark.num_ranks(2)
-def test_late_ranks() -> None:
-    assert run(late_ranks, 2, 7, 30.0) == [0, 0]
-
-
-@triton.jit
-def leave_as_it_is(messages, slot_quads, count, context, STEP: tl.constexpr):
-    """`message.restore` as it must not be: sums of three calls ago look like today's."""
-    return
-
-
-@triton.jit
-def seen_at_once(flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """`signal.wait` as it must not be."""
-    return True
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "plant"),
-    [(message, "restore", leave_as_it_is), (signal, "wait", seen_at_once)],
-    ids=["slots", "done"],
-)
-@pytest.mark.cpu
-def test_without_a_guard_late_ranks_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, plant: Any
-) -> None:
-    """The controls of the test above: the plants work in the interpreter, for all threads."""
-    monkeypatch.setattr(module, name, plant)
-    assert sum(run(late_ranks, 2, 7, 30.0)) > 0
-
-
-def missing_rank(group: Any) -> None:
-    with Heap(HEAP_BYTES, group) as heap:
-        workspace = Workspace(heap, wait_seconds=0.5)
-        rows = Rows.random(heap, 3, 16, (F32, F32, None, F32), 0)
-        rows.call(False, workspace=workspace)
-        if heap.rank == 0:
-            rows.call(False, workspace=workspace)
-            heap.synchronize()
-        heap.vote("over")
-
-
-@pytest.mark.cpu
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(RanksFailed) as caught:
-        run(missing_rank, 2)
-    assert "rms_norm" in str(caught.value)
-    assert "rank 1" in str(caught.value.__cause__)
 
 
 def operators(group: Any) -> list[str]:

@@ -1,0 +1,164 @@
+"""The protocol of `collectives.rms_norm`: late and missing ranks, graphs, threads on GPUs; each guard's control."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives import row_sums
+from pyrocshmem import (  # before Triton
+    Heap,
+    RanksFailed,
+    message,
+    signal,
+    spawn_threads,
+    target,
+    turns,
+)
+
+import triton  # isort: skip
+import triton.language as tl
+
+from stream_k.workspace import Workspace
+from tests.collectives.norm_rows import BF16, EPS, F32, HEAP_BYTES, TIMEOUT_S, Rows, run
+
+TIER = 2
+DELAY_S = 0.02
+_this = threading.local()
+
+
+@pytest.fixture
+def hesitant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank hesitates between hearing of sums and normalizing. In the interpreter only, whose kernels
+    look their helpers up each time."""
+    honest = row_sums.receive
+
+    def late(*args: Any, **more: Any) -> Any:
+        found = honest(*args, **more)
+        if getattr(_this, "hesitates", False):
+            turns.pass_on(DELAY_S)
+        return found
+
+    if target.interpreted():
+        monkeypatch.setattr(row_sums, "receive", late)
+
+
+def late_ranks(group: Any, calls: int, wait_seconds: float) -> int:
+    """Calls with data of their own, in turn a rank that is late; how many came out wrong."""
+    wrong = 0
+    with Heap(HEAP_BYTES, group) as heap:
+        workspace = Workspace(heap, wait_seconds=wait_seconds)
+        _this.hesitates = heap.rank == heap.world_size - 1
+        out = heap.empty(19, 34)
+        for call in range(calls):
+            rows = Rows.random(heap, 19 - call % 2, 34, (F32, F32, None, F32), call)
+            replicated = call % 3 > 0
+            if call % heap.world_size == heap.rank:
+                time.sleep(DELAY_S)
+            into = out[: rows.x.shape[0]].fill_(float("nan")) if replicated else None
+            found, _ = rows.call(replicated, workspace=workspace, out=into)
+            wrong += bool(rows.wrong(found, None, replicated))
+            # Nobody poisons what peers of this call still write.
+            heap.vote("next")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.usefixtures("hesitant")
+def test_late_ranks() -> None:
+    assert run(late_ranks, 2, 7, 30.0) == [0, 0]
+
+
+@triton.jit
+def leave_as_it_is(messages, slot_quads, count, context, STEP: tl.constexpr):
+    """`message.restore` as it must not be: sums of three calls ago look like today's."""
+    return
+
+
+@triton.jit
+def seen_at_once(flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """`signal.wait` as it must not be."""
+    return True
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "plant"),
+    [(message, "restore", leave_as_it_is), (signal, "wait", seen_at_once)],
+    ids=["slots", "done"],
+)
+@pytest.mark.cpu
+@pytest.mark.usefixtures("hesitant")
+def test_without_a_guard_late_ranks_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, plant: Any
+) -> None:
+    """The controls of the test above: the plants work in the interpreter, for all threads."""
+    monkeypatch.setattr(module, name, plant)
+    assert sum(run(late_ranks, 2, 7, 30.0)) > 0
+
+
+def missing_rank(group: Any) -> None:
+    with Heap(HEAP_BYTES, group) as heap:
+        workspace = Workspace(heap, wait_seconds=0.5)
+        rows = Rows.random(heap, 3, 16, (F32, F32, None, F32), 0)
+        rows.call(False, workspace=workspace)
+        if heap.rank == 0:
+            rows.call(False, workspace=workspace)
+            heap.synchronize()
+        heap.vote("over")
+
+
+@pytest.mark.cpu
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run(missing_rank, 2)
+    assert "rms_norm" in str(caught.value)
+    assert "rank 1" in str(caught.value.__cause__)
+
+
+def captured(group: Any) -> list[str]:
+    """Calls of both kinds in a CUDA graph, replayed with data of their own; what came out wrong."""
+    wrong = []
+    with Heap(HEAP_BYTES, group) as heap:
+        shape, mix = (9, 52), (BF16, BF16, BF16, BF16)
+        x, weight, residual = Rows.random(heap, *shape, mix, 0).mine
+        options = {"group": heap, "residual": residual, "hidden": 52}
+
+        def norms() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [
+                collectives.rms_norm(x, weight, EPS, replicated=each, **options) for each in (False, True)
+            ]
+
+        norms()
+        heap.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = norms()
+        for seed in range(1, 6):
+            rows = Rows.random(heap, *shape, mix, seed)
+            for static, fresh in zip((x, weight, residual), rows.mine, strict=True):
+                static.copy_(fresh)
+            for out, updated in found:
+                out.fill_(float("nan"))
+                updated.fill_(float("nan"))
+            if seed % heap.world_size == heap.rank:
+                time.sleep(DELAY_S)
+            graph.replay()
+            heap.synchronize()
+            for replicated, (out, updated) in enumerate(found):
+                if problem := rows.wrong(out, updated, bool(replicated)):
+                    wrong.append(f"replay {seed}, {replicated}: {problem}")
+    return wrong
+
+
+@pytest.mark.num_gpus(2)
+def test_in_a_graph() -> None:
+    assert run(captured, 2) == [[], []]
+
+
+@pytest.mark.num_gpus(2)
+def test_threads_on_gpus() -> None:
+    """As processes, and the same kernels: each thread's on its GPU."""
+    assert spawn_threads(late_ranks, 2, 7, 30.0, timeout=TIMEOUT_S) == [0, 0]
