@@ -16,7 +16,8 @@ from benchmarks.records import NO_MULTICAST, ROOT, read_all, write_csv
 from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
 
 # Commands that time more than one.
-_SEVERAL = {"all": tuple(OPS), "layers": tuple(LAYERS)}
+_ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
+_SEVERAL = {"all": tuple(OPS), "collectives": _ALONE, "layers": tuple(LAYERS)}
 RESULTS = ROOT / "benchmarks" / "results"
 
 app = typer.Typer(
@@ -143,7 +144,11 @@ def summary(
 
 
 for _name in (*OPS, *_SEVERAL):
-    _what = {"all": "every op at its own sets of shapes", "layers": "a transformer layer"}.get(_name, _name)
+    _what = {
+        "all": "every op at its own sets of shapes",
+        "collectives": "every collective alone",
+        "layers": "a transformer layer",
+    }.get(_name, _name)
     app.command(_name, help=f"Time {_what} beside its peers.")(_command(_name))
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
 from benchmarks.measure import Meter, Table, merged, part_of
-from benchmarks.providers import Run, Unavailable
+from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import LAYER_SIZES, Case
 from reference.timing import host_seconds
 from stream_k.nn import KVCache
@@ -258,7 +258,7 @@ def _measure(
         for name, make in _PROVIDERS.items()
         if names is None or name in names
     }
-    table = Table(makers, case.timing, case.ranks)
+    table = Table(makers, case, case.ranks)
     begin = time.time()
     seconds = meter.in_turn(table.calls, table.runs, iters)
     end = time.time()

@@ -3,8 +3,8 @@
     for case, record in measure_cases(cases, names, iters, heap, device): ...     # on every rank
 
 A sample, on a GPU: poison the output, flush the L2 cache, keep the device busy while the host enqueues, line the
-ranks up by a tiny all-reduce, start event, call, end event. `graph` cases replay a CUDA graph of GRAPH_CALLS
-calls instead of one call, and count its share. On a CPU: wall clock.
+ranks up by a tiny all-reduce, start event, call, end event. `graph` cases replay a CUDA graph of several calls
+(`shapes.graph_calls`) instead of one call, and count its share. On a CPU: wall clock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from benchmarks import check, providers
 from benchmarks.operands import Operands
-from benchmarks.providers import Run, Unavailable
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case
+from benchmarks.provider import Run, Unavailable
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case, graph_calls
 from reference.timing import host_seconds
 
-GRAPH_CALLS = 20
 WARM_UP_SECONDS = 0.5
 _WARM_UP_CALLS = 3
 _FLUSH_BYTES = 256 << 20
@@ -127,7 +126,7 @@ class Table:
     makers: by name, what makes a provider's run and calls it once. ranks: that run the case together.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Run]], timing: str, ranks: int) -> None:
+    def __init__(self, makers: Mapping[str, Callable[[], Run]], case: Case, ranks: int) -> None:
         self.ranks = ranks
         self.runs: dict[str, Run] = {}
         self.calls: dict[str, Callable[[], object]] = {}
@@ -137,7 +136,7 @@ class Table:
             self._try(name, self.runs, make)
         # When all have been called once: a workspace that one of them grew is planned anew by the others.
         for name, run in list(self.runs.items()):
-            self._try(name, self.calls, partial(_call_of, run, timing))
+            self._try(name, self.calls, partial(_call_of, run, case))
             if name not in self.calls:
                 _close(self.runs.pop(name))
 
@@ -182,7 +181,7 @@ def _measure(
         for name in providers.providers_of(case.op)
         if names is None or name in names
     }
-    table = Table(makers, case.timing, operands.ranks)
+    table = Table(makers, case, operands.ranks)
     runs = table.runs
     begin = time.time()
     seconds = meter.in_turn(table.calls, runs, iters)
@@ -201,8 +200,8 @@ def _measure(
         host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
     configs = {name: _plain(run.config) for name, run in runs.items() if run.config is not None}
     table.close()
-    operands.close()
-    return part_of(case, meter.device, table, seconds, host, errors, configs, (begin, end))
+    part = part_of(case, meter.device, table, seconds, host, errors, configs, (begin, end))
+    return part | {"weights": operands.num_weights}
 
 
 def part_of(
@@ -215,8 +214,8 @@ def part_of(
     configs: dict[str, Any],
     span: tuple[float, float],
 ) -> dict[str, Any]:
-    """A rank's part of a record, from what was measured. seconds: samples, of GRAPH_CALLS calls where timed so."""
-    calls_each = GRAPH_CALLS if case.timing == "graph" else 1
+    """A rank's part of a record, from what was measured. seconds: samples, of a graph's calls where timed so."""
+    calls_each = graph_calls(case) if case.timing == "graph" else 1
     return {
         **dataclasses.asdict(case),
         "device": _device_name(device),
@@ -238,9 +237,9 @@ def _ready(name: str, operands: Operands) -> Run:
     return run
 
 
-def _call_of(run: Run, timing: str) -> Callable[[], object]:
-    """What a sample calls: one call, or the replay of a graph of GRAPH_CALLS of them."""
-    if timing != "graph":
+def _call_of(run: Run, case: Case) -> Callable[[], object]:
+    """What a sample calls: one call, or the replay of a graph of several."""
+    if case.timing != "graph":
         run.call()
         return run.call
     stream = torch.cuda.Stream()
@@ -255,7 +254,7 @@ def _call_of(run: Run, timing: str) -> Callable[[], object]:
         # Other threads (NCCL's watchdog) may query events meanwhile.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for _ in range(GRAPH_CALLS):
+            for _ in range(graph_calls(case)):
                 run.call()
         except Exception:
             # It fails too, by then; the first error is the one that tells.

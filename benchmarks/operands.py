@@ -1,24 +1,31 @@
 """What a case computes on, and what it must compute: the operands of a rank, and samples of the true result.
 
-with_heap = Operands(case, heap, device)
-truth = with_heap.truth("result")          # float64, at rows that all ranks agree on
+operands = Operands(case, heap, device)
+truth = operands.truth("result")          # float64, at rows that all ranks agree on
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import OPS, Case
+from benchmarks.shapes import GRAPH_CALLS, OPS, Case
 from reference.accuracy import make_operand
 from reference.ops import shard_range
 
 # Rows of a result that are held to float64, spread evenly over it; all of them up to this many.
 CHECKED_ROWS = 192
 CHECKED_ELEMENTS = 1 << 20
+# Calls of a graph read copies of B in turn, so that B comes from memory and not from L2: copies of so many bytes lie
+# between two readings of one. At least twice the L2 of any GPU here (H200: 60 MB).
+COLD_BYTES = 128 << 20
+EPS = 1e-6
+# Of a broadcast.
+ROOT = 0
 
 
 @dataclass
@@ -26,7 +33,8 @@ class Truth:
     """Samples of the true result. rows: which of the result's rows, or elements where `flat`.
 
     ref64: their values in float64. magnitude: the sums of the terms' absolute values. partials: the sum over
-    ranks of the absolute values of their partial results. K: number of terms of an element.
+    ranks of the absolute values of their partial results. K: number of terms of an element. steps: roundings of the
+    value on its way that are the op's own.
     """
 
     rows: torch.Tensor
@@ -34,13 +42,15 @@ class Truth:
     magnitude: torch.Tensor
     partials: torch.Tensor
     K: int
+    steps: int = 0
 
 
 class Operands:
     """Random normal operands of one rank: a [., .] and b [., .] of a product, or x of a collective.
 
     all_gather_gemm: a is this rank's share of the M rows, [M/R, K]; gemm_all_scatter: a is the same on all
-    ranks. `share` is what the rank holds of the result's rows in gemm_reduce_scatter.
+    ranks. `share` is what the rank holds of the result's rows in gemm_reduce_scatter and reduce_scatter.
+    gemm_all_reduce_rms_norm: residual [M, N] and gain [N], the same on all ranks. num_weights: copies of b.
     """
 
     def __init__(self, case: Case, heap: Any, device: torch.device, seed: int = 0) -> None:
@@ -52,14 +62,26 @@ class Operands:
         self.kind = OPS[case.op].kind
         self.share = shard_range(case.M, self.rank, self.ranks)
         M, N, K = case.M, case.N, case.K
-        self.on_heap: list[torch.Tensor] = []
+        self.num_weights = 0
         if self.kind == "collective":
-            self.x = self.symmetric(M, N)
-            self.x.copy_(self._random((M, N), self.rank, "x"))
+            self.x = self._random((M, N), self.rank, "x")
             return
         rows = self.share[1] - self.share[0] if case.op == "all_gather_gemm" else M
         self.a = self._random((rows, K), 0 if case.op == "gemm_all_scatter" else self.rank, "a")
-        self.b = self._random((K, N), self.rank, "b")
+        weights = [self._random((K, N), self.rank, "b")]
+        if case.timing == "graph":
+            copies = COLD_BYTES // (weights[0].numel() * self.dtype.itemsize) + 1
+            weights += [weights[0].clone() for _ in range(min(copies, GRAPH_CALLS - 1))]
+        self.num_weights = len(weights)
+        self._weights = itertools.cycle(weights)
+        if case.op == "gemm_all_reduce_rms_norm":
+            self.residual = self._random((M, N), 0, "residual")
+            self.gain = self._random((1, N), 0, "gain")[0]
+
+    @property
+    def b(self) -> torch.Tensor:
+        """[K, N]; in a graph another copy for each call."""
+        return next(self._weights)
 
     def _random(self, shape: tuple[int, int], rank: int, tag: str) -> torch.Tensor:
         return make_operand(shape, self.dtype, self.seed, rank, tag=tag, device=self.device)
@@ -68,22 +90,14 @@ class Operands:
         """An ordinary tensor."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def symmetric(self, *shape: int) -> torch.Tensor:
-        """A tensor on the heap, freed by `close`. Collective."""
-        self.on_heap.append(self.heap.empty(*shape, dtype=self.dtype))
-        return self.on_heap[-1]
-
-    def close(self) -> None:
-        """Give back what lies on the heap. Collective."""
-        while self.on_heap:
-            self.heap.free(self.on_heap.pop())
-
     def result_shape(self) -> tuple[int, int]:
         """Rows and columns of this rank's result."""
         M, N = self.case.M, self.case.N
         if self.case.op in ("gemm_all_scatter", "all_scatter"):
             return M, N * self.ranks
-        if self.case.op == "gemm_reduce_scatter":
+        if self.case.op == "all_gather":
+            return M * self.ranks, N
+        if self.case.op in ("gemm_reduce_scatter", "reduce_scatter"):
             return self.share[1] - self.share[0], N
         return M, N
 
@@ -124,40 +138,83 @@ class Operands:
             partials = ref.abs()
             for each in (ref, magnitude, partials):
                 self._sum(each)
-            if case.op == "gemm_reduce_scatter":
-                begin, end = self.share
-                mine = (rows >= begin) & (rows < end)
-                rows, ref, magnitude, partials = (
-                    rows[mine] - begin,
-                    ref[mine],
-                    magnitude[mine],
-                    partials[mine],
-                )
-            return Truth(rows, ref, magnitude, partials, case.K * self.ranks)
+            if case.op == "gemm_all_reduce_rms_norm":
+                return self._normalized(rows, ref, magnitude, partials)
+            return self._own_rows(Truth(rows, ref, magnitude, partials, case.K * self.ranks))
         ref, magnitude = self._side_by_side(ref), self._side_by_side(magnitude)
         return Truth(rows, ref, magnitude, ref.abs(), case.K)
 
+    def _own_rows(self, truth: Truth) -> Truth:
+        """Those of this rank's block, where the op scatters rows."""
+        if self.case.op not in ("gemm_reduce_scatter", "reduce_scatter"):
+            return truth
+        begin, end = self.share
+        mine = (truth.rows >= begin) & (truth.rows < end)
+        ref, magnitude, partials = truth.ref64[mine], truth.magnitude[mine], truth.partials[mine]
+        return Truth(truth.rows[mine] - begin, ref, magnitude, partials, truth.K)
+
+    def _normalized(
+        self, rows: torch.Tensor, ref: torch.Tensor, magnitude: torch.Tensor, partials: torch.Tensor
+    ) -> Truth:
+        """RMSNorm of the sums plus the residual. The sum of squares has N terms more, and some for the root; its error
+        is one of the value's. The total is rounded before its norm is taken, which moves value and root."""
+        residual = self.residual[rows].double()
+        total = ref + residual
+        scale = torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * self.gain.double()
+        value, each = total * scale, scale.abs()
+        terms = self.case.K * self.ranks + self.case.N + 16
+        magnitude = magnitude * each + value.abs()
+        return Truth(rows, value, magnitude, (partials + residual.abs()) * each, terms, steps=2)
+
     def _of_collective(self) -> Truth:
-        if self.case.op == "all_scatter":
+        op = self.case.op
+        if op in ("all_gather", "all_scatter"):
             rows = self._rows()
-            ref = self._side_by_side(self.x[rows].double())
+            parts = self._gathered(self.x[rows].double())
+            if op == "all_gather":
+                ref = torch.cat(parts)
+                rows = torch.cat([rank * self.case.M + rows for rank in range(self.ranks)])
+            else:
+                ref = torch.cat(parts, dim=1)
             return Truth(rows, ref, torch.zeros_like(ref), ref.abs(), 1)
-        step = max(1, self.case.N // CHECKED_ELEMENTS)
-        columns = torch.arange(0, self.case.N, step, device=self.device)
+        if op == "reduce_scatter":
+            rows = self._rows()
+            ref = self.x[rows].double()
+            partials = ref.abs()
+            self._sum(ref)
+            self._sum(partials)
+            return self._own_rows(Truth(rows, ref, partials, partials, self.ranks))
+        columns = self._columns()
         ref = self.x[0, columns].double()
         partials = ref.abs()
+        if op == "broadcast":
+            if self.ranks > 1:
+                dist.broadcast(ref, ROOT)
+            return Truth(columns, ref[:, None], torch.zeros_like(ref)[:, None], ref.abs()[:, None], 1)
         self._sum(ref)
         self._sum(partials)
         return Truth(columns, ref[:, None], partials[:, None], partials[:, None], self.ranks)
+
+    def _columns(self) -> torch.Tensor:
+        """Of a tensor of one row: evenly spread, at another place in each step."""
+        step = max(1, self.case.N // CHECKED_ELEMENTS)
+        columns = torch.arange(0, self.case.N, step)
+        generator = torch.Generator().manual_seed(self.seed)
+        columns += torch.randint(step, columns.shape, generator=generator)
+        return columns.clamp_(max=self.case.N - 1).to(self.device)
 
     def _sum(self, x: torch.Tensor) -> None:
         if self.ranks > 1:
             dist.all_reduce(x)
 
-    def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` [m, n], as columns: [m, R x n]."""
+    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x`."""
         if self.ranks == 1:
-            return x
+            return [x]
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim=1)
+        return parts
+
+    def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x` [m, n], as columns: [m, R x n]."""
+        return torch.cat(self._gathered(x), dim=1)

@@ -20,7 +20,7 @@ import matplotlib as mpl
 from benchmarks import layers, stats
 from benchmarks.providers import ALL_PROVIDERS
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 mpl.use("Agg")
@@ -104,13 +104,21 @@ def _bandwidth(provider: str, case: dict[str, Any]) -> float | None:
     return found
 
 
+def _rows(case: dict[str, Any]) -> int:
+    return int(case["M"])
+
+
+def _bytes(case: dict[str, Any]) -> int:
+    return tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))
+
+
 def _panels(
     group: Group,
     providers: Sequence[str],
     value: Callable[[str, dict[str, Any]], float | None],
     label: str,
 ) -> Any:
-    """`value` of each provider against M, a panel for each (N, K); of a collective against the bytes sent."""
+    """`value` of each provider against M, a panel for each (N, K); of a collective against bytes."""
     collective = TIMED[group.op].kind == "collective"
     panels: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for case in group.cases:
@@ -125,14 +133,14 @@ def _panels(
     for axis, ((N, K), cases) in zip(axes.flat, panels.items(), strict=False):
         for provider in providers:
             of_case = partial(value, provider)
-            x_of = "link_bytes" if collective else "M"
-            points = sorted((case[x_of], y) for case in cases if (y := of_case(case)) is not None)
+            x_of = _bytes if collective else _rows
+            points = sorted((x_of(case), y) for case in cases if (y := of_case(case)) is not None)
             if points:
                 look = {"color": _COLOURS.get(provider), "marker": _MARKERS.get(provider), "ms": 3, "lw": 1}
                 style = "-" if provider.startswith("ours") else "--"
                 (lines[provider],) = axis.plot(*zip(*points, strict=True), style, **look)
         axis.set_xscale("log", base=2)
-        axis.set(xlabel="bytes that each rank sends" if collective else "M", ylabel=label)
+        axis.set(xlabel="bytes of the whole tensor" if collective else "M", ylabel=label)
         if value is _efficiency:
             axis.axhline(1.0, color="black", lw=0.8)
             axis.set_ylim(0, 1.15)

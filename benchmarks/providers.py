@@ -3,7 +3,8 @@
     run = prepare("torch_symm_mem", operands)      # raises Unavailable, with the reason
     run.call(); run.out
 
-A provider's `call` allocates as little as its interface lets it, and writes `out`.
+A provider's `call` allocates as little as its interface lets it, and writes `out`. Here are the products and the
+table of all; `collective_providers` and `decode_providers` have the others.
 """
 
 from __future__ import annotations
@@ -11,66 +12,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import collectives
 import stream_k
+from benchmarks import collective_providers, decode_providers
+from benchmarks.collective_providers import check_bytes, torch_shot
+from benchmarks.decode_providers import NORMS
 from benchmarks.operands import Operands
+from benchmarks.provider import Run, Unavailable, first_line, group_name, need_gpus, public
 from benchmarks.shapes import OPS
 from reference import ops as reference_ops
 from stream_k.config import PLACEMENTS
 
-SUMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_reduce")
-# Up to here it is open which algorithm is faster; beyond, a one-shot only sends more.
-_ALGORITHM_BYTES = 16 << 20
-
-
-class Unavailable(Exception):
-    """The provider can't run here, or not this case; the message is the reason."""
-
-
-@dataclass
-class Run:
-    """A provider, ready for a case.
-
-    function: the call; what it returns is the output where `out` is None. what: which truth the output is held
-    to, "result" or "product". roundings: of every rank's partial result, beyond the bound of our own ops;
-    library: whether the bound of a library applies, which may round while it adds. prepare: before each
-    call, instead of poisoning `out`: for calls that work in place. as_result: makes the output the result.
-    """
-
-    function: Callable[[], Any]
-    out: torch.Tensor | None
-    what: str = "result"
-    roundings: int = 0
-    library: bool = False
-    prepare: Callable[[], None] | None = None
-    as_result: Callable[[torch.Tensor], torch.Tensor] | None = None
-    config: Any = None
-    returns: bool = False
-    close: Callable[[], None] | None = None
-
-    def call(self) -> None:
-        """One call."""
-        made = self.function()
-        if self.returns:
-            self.out = made
-
-    def reset(self) -> None:
-        """Poison the output, or bring the input of a call in place back."""
-        if self.prepare is not None:
-            self.prepare()
-        elif self.out is not None:
-            self.out.fill_(float("nan"))
-
-    def result(self) -> torch.Tensor:
-        """The output, in the layout of the op's result."""
-        assert self.out is not None
-        return self.as_result(self.out) if self.as_result is not None else self.out
+SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
 
 
 def providers_of(op: str) -> tuple[str, ...]:
@@ -81,13 +38,6 @@ def providers_of(op: str) -> tuple[str, ...]:
 def prepare(name: str, operands: Operands) -> Run:
     """`name`, ready for a case. Collective. Raises Unavailable."""
     return _PROVIDERS[name][1](operands)
-
-
-def _public(module: Any, name: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
-    if function is None:
-        raise Unavailable(f"{module.__name__}.{name} is not there yet")
-    return function
 
 
 def _config(x: Operands, **changes: Any) -> Any:
@@ -102,8 +52,10 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
 
     def prepare_ours(x: Operands) -> Run:
         if x.kind == "collective":
-            return _our_collective(x)
-        function, config = _public(stream_k, x.case.op), _config(x, **changes)
+            return collective_providers.ours(x)
+        if x.case.op in NORMS:
+            return decode_providers.ours_with_norm(x)
+        function, config = public(stream_k, x.case.op), _config(x, **changes)
         if changes and config == _config(x):
             raise Unavailable("it is the default")
         out = x.new(*x.result_shape())
@@ -115,18 +67,11 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
     return prepare_ours
 
 
-def _our_collective(x: Operands, **options: Any) -> Run:
-    function = _public(collectives, x.case.op)
-    out = x.symmetric(*x.result_shape())
-    return Run(lambda: function(x.x, group=x.heap, out=out, **options), out)
-
-
 def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
     def prepare_algorithm(x: Operands) -> Run:
-        if x.case.M * x.case.N * x.dtype.itemsize > _ALGORITHM_BYTES:
-            raise Unavailable(f"not timed above {_ALGORITHM_BYTES >> 20} MiB")
-        if x.case.op == "all_reduce":
-            return _our_collective(x, algorithm=algorithm)
+        check_bytes(x)
+        if x.kind == "collective":
+            return collective_providers.ours(x, algorithm=algorithm)
         return _ours(algorithm=algorithm)(x)
 
     return prepare_algorithm
@@ -135,7 +80,11 @@ def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
 def _ours_16bit(x: Operands) -> Run:
     if x.dtype.itemsize != 2:
         raise Unavailable(f"{x.case.dtype} has 4 bytes")
-    return dataclasses.replace(_ours(partial_dtype=x.dtype)(x), roundings=1)
+    if x.case.op in NORMS:
+        made = decode_providers.ours_with_norm(x, partial_dtype=x.dtype)
+    else:
+        made = _ours(partial_dtype=x.dtype)(x)
+    return dataclasses.replace(made, roundings=1)
 
 
 def _ours_gemm(x: Operands) -> Run:
@@ -149,24 +98,14 @@ def _blas(x: Operands) -> Run:
 
 
 def _unfused(x: Operands) -> Run:
+    if x.kind == "collective":
+        return collective_providers.library(x)
+    if x.case.op in NORMS:
+        return decode_providers.library_with_norm(x)
     case, op = x.case, x.case.op
     M, N, K = case.M, case.N, case.K
     roundings = x.ranks if op in SUMS else 0
     rows, columns = x.result_shape()
-    if op == "all_reduce":
-        given = x.new(M, N)
-        restore = lambda: given.copy_(x.x)  # noqa: E731
-        restore()
-        return Run(lambda: dist.all_reduce(given), given, prepare=restore, roundings=roundings, library=True)
-    if op == "all_scatter":
-        given = x.new(M, N).copy_(x.x)
-        out, gathered = x.new(rows, columns), x.new(x.ranks, M, N)
-
-        def gather() -> None:
-            reference_ops.all_gather(given, out=gathered.view(x.ranks * M, N))
-            out.view(M, x.ranks, N).copy_(gathered.transpose(0, 1))
-
-        return Run(gather, out, library=True)
     a = x.new(*x.a.shape).copy_(x.a)
     out = x.new(rows, columns)
     function: Callable[[], Any]
@@ -207,7 +146,7 @@ def _unfused_stacked(x: Operands) -> Run:
 
 def _nccl_window(x: Operands) -> Run:
     """The unfused pair on buffers that NCCL has registered as symmetric windows."""
-    _need_gpus(x)
+    need_gpus(x)
     backend = dist.group.WORLD._get_backend(x.device)
     try:
         pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -216,7 +155,7 @@ def _nccl_window(x: Operands) -> Run:
         # After the buffers are there: not every torch registers those that a pool gets later.
         backend.register_mem_pool(pool, symm=True)
     except (AttributeError, TypeError, RuntimeError) as error:
-        raise Unavailable(f"torch {torch.__version__} offers none: {_first_line(error)}") from None
+        raise Unavailable(f"torch {torch.__version__} offers none: {first_line(error)}") from None
 
     def close() -> None:
         torch.cuda.synchronize(x.device)
@@ -227,11 +166,11 @@ def _nccl_window(x: Operands) -> Run:
 
 
 def _torch_symm_mem(x: Operands) -> Run:
-    _need_gpus(x)
+    need_gpus(x)
     _equal_rows(x)
     # Registers the ops.
     importlib.import_module("torch.distributed._symmetric_memory")
-    group = _group_name()
+    group = group_name()
     if x.case.op == "all_gather_gemm":
         fused = torch.ops.symm_mem.fused_all_gather_matmul
         call = lambda: fused(x.a, [x.b], 0, group, return_A=False)[1][0]  # noqa: E731
@@ -241,58 +180,27 @@ def _torch_symm_mem(x: Operands) -> Run:
     return Run(call, None, returns=True, roundings=1, library=True)
 
 
-def _torch_shot(algorithm: str) -> Callable[[Operands], Run]:
-    def prepare_shot(x: Operands) -> Run:
-        _need_gpus(x)
-        if x.case.M * x.case.N * x.dtype.itemsize % (16 * x.ranks):
-            raise Unavailable(f"size is no multiple of {16 * x.ranks} bytes")
-        symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-        given = symmetric_memory.empty(x.case.M * x.case.N, dtype=x.dtype, device=x.device)
-        group = _group_name()
-        symmetric_memory.rendezvous(given, group)
-        restore = lambda: given.copy_(x.x.view(-1))  # noqa: E731
-        restore()
-        if algorithm == "two_shot":
-            shot = torch.ops.symm_mem.two_shot_all_reduce_
-            call, out, again = lambda: shot(given, "sum", group), given, restore
-            return Run(call, out.view(1, -1), prepare=again, roundings=x.ranks, library=True)
-        one_shot, out = torch.ops.symm_mem.one_shot_all_reduce_out, x.new(x.case.M * x.case.N)
-        call = lambda: one_shot(given, "sum", group, out)  # noqa: E731
-        return Run(call, out.view(1, -1), roundings=x.ranks, library=True)
-
-    return prepare_shot
-
-
 def _kraken(x: Operands) -> Run:
     try:
         fused = importlib.import_module("kraken.fused")
     except ImportError as error:
         raise Unavailable(f"not importable: {error}") from None
-    _need_gpus(x)
+    need_gpus(x)
     _equal_rows(x)
     # Its kernels read B by columns, and A's shares from symmetric memory.
     b = x.b.T.contiguous().T
     if x.case.op == "all_gather_gemm":
         symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
         a = symmetric_memory.empty(x.a.shape, dtype=x.dtype, device=x.device)
-        symmetric_memory.rendezvous(a, _group_name())
+        symmetric_memory.rendezvous(a, group_name())
         a.copy_(x.a)
         return Run(lambda: fused.all_gather_matmul(a, b)[1], None, returns=True, library=True)
     names = {
         "gemm_reduce_scatter": "gemm_reduce_scatter",
         "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
     }
-    function = _public(fused, names[x.case.op])
+    function = public(fused, names[x.case.op])
     return Run(lambda: function(x.a, b), None, returns=True, roundings=x.ranks, library=True)
-
-
-def _need_gpus(x: Operands) -> None:
-    if x.device.type != "cuda":
-        raise Unavailable("needs GPUs")
-    if x.ranks < 2:
-        raise Unavailable("needs 2 ranks")
-    if torch.version.hip:
-        raise Unavailable("not tried on AMD GPUs, where multicast can't be ruled out")
 
 
 def _equal_rows(x: Operands) -> None:
@@ -300,31 +208,28 @@ def _equal_rows(x: Operands) -> None:
         raise Unavailable(f"M = {x.case.M} is not divisible by the {x.ranks} ranks")
 
 
-def _group_name() -> str:
-    return dist.group.WORLD.group_name
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-_FUSED = tuple(op.name for op in OPS.values() if op.kind in ("row", "column"))
-_WHOLE = ("all_reduce", "all_scatter")
+_FUSED = tuple(op.name for op in OPS.values() if op.kind in ("row", "column") and op.name not in NORMS)
+_ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
+_DECODED = ("gemm_all_reduce", *NORMS)
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(OPS), _ours()),
-    "ours_16bit": (("gemm_all_reduce", "gemm_reduce_scatter"), _ours_16bit),
+    "ours_16bit": ((*SUMS, *NORMS), _ours_16bit),
     **{f"ours_{placement}": (_FUSED, _ours(placement=placement)) for placement in PLACEMENTS},
     "ours_one_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("one_shot")),
     "ours_two_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
-    "ours_gemm": (_FUSED, _ours_gemm),
-    "blas": (("gemm", *_FUSED), _blas),
-    "unfused": ((*_FUSED, *_WHOLE), _unfused),
+    "ours_gemm": ((*_FUSED, *NORMS), _ours_gemm),
+    "blas": (("gemm", *_FUSED, *NORMS), _blas),
+    "unfused": ((*_FUSED, *NORMS, *_ALONE), _unfused),
     "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
-    "nccl_window": ((*_FUSED, *_WHOLE), _nccl_window),
+    "nccl_window": ((*_FUSED, *NORMS, *_ALONE), _nccl_window),
+    "blas_ours": (_DECODED, decode_providers.blas_ours),
+    "blas_torch_two_shot": (_DECODED, decode_providers.blas_torch_two_shot),
+    "blas_flashinfer": (_DECODED, decode_providers.blas_flashinfer),
     "torch_symm_mem": (("all_gather_gemm", "gemm_reduce_scatter"), _torch_symm_mem),
-    "torch_one_shot": (("all_reduce",), _torch_shot("one_shot")),
-    "torch_two_shot": (("all_reduce",), _torch_shot("two_shot")),
+    "torch_one_shot": (("all_reduce",), torch_shot("one_shot")),
+    "torch_two_shot": (("all_reduce",), torch_shot("two_shot")),
+    "flashinfer": (("all_reduce",), collective_providers.flashinfer),
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)

@@ -31,15 +31,18 @@ SWEEP_ROWS = tuple(256 << i for i in range(8))
 NO_TILE = (4091, 1801, 4104)
 CORPUS_SHAPES, CORPUS_LOW, CORPUS_HIGH, CORPUS_SEED = 500, 128, 8192, 20260
 TINY = ((64, 48, 32), (33, 17, 40))
+# A program a row, which costs the interpreter a tenth of a second.
+TINY_NORM = ((3, 17, 40),)
 # Tokens at a time: of one sequence, or (decode) of so many sequences with this many tokens behind them.
 LAYER_ROWS = {"all": (2048, 8192), "decode": (1, 16, 64)}
 TINY_ROWS = {"all": (8,), "decode": (3,)}
 SIZES = tuple(1 << i for i in range(10, 30))
 TINY_SIZES = (1 << 10, 5 << 10)
 
-# A call that would take less than this is timed as a replayed graph of many calls.
+# A product that would take less than this is timed as a replayed graph of many calls, collectives are at any size.
 _GRAPH_SECONDS = 50e-6
-_GRAPH_BYTES = 8 << 20
+GRAPH_CALLS = 20
+_LARGE_BYTES, _LARGE_CALLS = 64 << 20, 5
 _ROUGH_FLOPS = 7e14
 
 
@@ -83,7 +86,12 @@ class Op:
             "gemm_all_reduce": 2 * share * M * N,
             "gemm_all_scatter": (ranks - 1.0) * M * N,
             "all_reduce": 2 * share * M * N,
+            "gemm_all_reduce_rms_norm": 2 * share * M * N,
+            "all_gather": (ranks - 1.0) * M * N,
             "all_scatter": (ranks - 1.0) * M * N,
+            "reduce_scatter": share * M * N,
+            # The others pass it on.
+            "broadcast": float(ranks > 1) * M * N,
         }[self.name]  # fmt: skip
 
 
@@ -95,8 +103,12 @@ OPS = {
         Op("gemm_reduce_scatter", "row", ("llama3", "sweep")),
         Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode")),
         Op("gemm_all_scatter", "column", ("llama3", "sweep")),
+        Op("gemm_all_reduce_rms_norm", "row", ("decode",)),
         Op("all_reduce", "collective", ("sizes",)),
+        Op("all_gather", "collective", ("sizes",)),
+        Op("reduce_scatter", "collective", ("sizes",)),
         Op("all_scatter", "collective", ("sizes",)),
+        Op("broadcast", "collective", ("sizes",)),
     )
 }
 MODELS = ("llama3-8b", "llama3-70b")
@@ -142,7 +154,7 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
     local = [_shape_of_size(op, shape[0], ranks, dtype) if len(shape) == 1 else shape for shape in found]
     made = []
     for M, N, K in local:
-        small = 2 * M * N * K < _GRAPH_SECONDS * _ROUGH_FLOPS if K else M * N * _width(dtype) <= _GRAPH_BYTES
+        small = kind == "collective" or 2 * M * N * K < _GRAPH_SECONDS * _ROUGH_FLOPS
         timing = "graph" if on_gpu and (small or name == "decode") else "eager"
         made.append(Case(op, name, M, N, K, dtype, ranks if kind != "gemm" else 1, timing))
     return made
@@ -167,7 +179,7 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
             raise ValueError(f"{op} takes sizes or tiny, or bytes, not {name!r}")
         return [(size,) for size in (SIZES if name == "sizes" else TINY_SIZES)]
     if name == "tiny":
-        return list(TINY)
+        return list(TINY_NORM if op.endswith("rms_norm") else TINY)
     if name == "stream-k-corpus":
         return corpus()
     if name == "decode":
@@ -190,13 +202,25 @@ def corpus() -> list[tuple[int, ...]]:
 
 
 def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int, int]:
-    """Local (M, N, 0) of a collective on `size` bytes: of the whole tensor, for all_scatter of the result."""
+    """Local (M, N, 0) of a collective on `size` bytes (`tensor_bytes`)."""
     elements = max(1, size // _width(dtype))
-    if op == "all_reduce":
+    if op in ("all_reduce", "broadcast"):
         return 1, elements, 0
     mine = max(1, elements // ranks)
     columns = min(mine, 1024)
-    return mine // columns, columns, 0
+    rows = mine // columns
+    return rows * ranks if op == "reduce_scatter" else rows, columns, 0
+
+
+def tensor_bytes(op: str, M: int, N: int, ranks: int, dtype: str) -> int:
+    """Of the whole tensor of a collective: what gathers give, what is reduced or sent."""
+    return M * N * _width(dtype) * (ranks if op in ("all_gather", "all_scatter") else 1)
+
+
+def graph_calls(case: Case) -> int:
+    """Calls in a replayed graph: fewer of those that take a millisecond each."""
+    large = tensor_bytes(case.op, case.M, case.N, case.ranks, case.dtype) >= _LARGE_BYTES
+    return _LARGE_CALLS if TIMED[case.op].kind == "collective" and large else GRAPH_CALLS
 
 
 def _width(dtype: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import stats
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED
+from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
@@ -23,19 +23,22 @@ Made by `python -m benchmarks report` from the records named; don't edit. All ca
 
 M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
 microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on
-the same tensors. Timing `graph`: a replayed CUDA graph of 20 calls, a 20th of it; `eager`: one call between device
-events. L2 is flushed before either. `spread`: 10th and 90th percentile of the ratio of neighbouring samples. `floor` is
-the larger of the product alone (the faster of the BLAS and our GEMM) and the op's bytes over
-{LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
+the same tensors. Timing `graph`: a replayed CUDA graph of 20 calls (of collectives from 64 MiB on: 5), its share;
+`eager`: one call between device events. L2 is flushed before either, and each call of a graph reads another copy of B,
+so that B comes from memory, as the weights of successive layers do. `spread`: 10th and 90th percentile of the ratio of
+neighbouring samples. `floor` is the larger of the product alone (the faster of the BLAS and our GEMM) and the op's
+bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
 
 `ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
 library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
 two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
-`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo); of a standalone collective the library's.
-`unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
-symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast
-is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism, `torch_tp_async`: compiled, with its asynchronous
-one; peak: what a step holds beyond weights and inputs, ours with what it keeps on the heap.
+`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
+where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
+ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it). `unfused_stacked`: without the copy
+that brings the ranks' blocks side by side. `nccl_window`: unfused on registered symmetric windows. `torch_symm_mem`,
+`torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast is off for all. Of layers, `torch_tp`:
+PyTorch's tensor parallelism, `torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond
+weights and inputs, ours with what it keeps on the heap.
 """
 
 
@@ -60,11 +63,10 @@ def ratio(value: float | None, peer: bool) -> str:
 
 
 def shape(case: dict[str, Any]) -> str:
-    """Of a product; of a collective, the bytes of its result."""
+    """Of a product; of a collective, the bytes of the whole tensor."""
     if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
-    nbytes = case["M"] * case["N"] * (4 if case["dtype"] == "float32" else 2)
-    nbytes *= case["ranks"] if case["op"] == "all_scatter" else 1
+    nbytes = tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))
     step = 2 if nbytes >= 1 << 20 else 1 if nbytes >= 1 << 10 else 0
     return f"{nbytes / 1024**step:.4g} {('B', 'KiB', 'MiB')[step]}"
 
@@ -146,8 +148,18 @@ def distribution(group: Group) -> str:
     return table(header, rows)
 
 
+def behind(group: Group) -> str:
+    """Where each peer is faster than ours, and by what ratio; "" where none is."""
+    texts = []
+    for peer in stats.peers(group):
+        speeds = {shape(case): stats.speedup(case, peer) for case in group.cases}
+        lost = [f"{name} ({speed:.2f})" for name, speed in speeds.items() if speed is not None and speed < 1]
+        texts += [f"`{peer}` at {', '.join(lost)}"] if lost else []
+    return f"Ours is behind {'; '.join(texts)}.\n" if texts else ""
+
+
 def group_text(group: Group) -> str:
-    """Heading, tables, clocks, and who was skipped why."""
+    """Heading, tables, losing cases, clocks, and who was skipped why."""
     parts = [f"### {group.title}\n"]
     cases: Sequence[dict[str, Any]] = group.cases
     if len(cases) > _ALL_CASES:
@@ -155,6 +167,8 @@ def group_text(group: Group) -> str:
         cases = sorted(cases, key=lambda case: stats.speedup(case, base) or 0)[:_WORST_CASES]
         parts += [distribution(group), f"The {len(cases)} worst of {len(group.cases)} cases:\n"]
     parts.append(case_table(group, cases))
+    if len(group.cases) <= _ALL_CASES and (lost := behind(group)):
+        parts.append(lost)
     clocks = [clock for case in group.cases for clock in case.get("clock_mhz") or ()]
     if clocks:
         watts = max(case["power_w"] for case in group.cases if case.get("power_w"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import FORMAT
+from benchmarks.shapes import TIMED
 
 ENVIRONMENT: dict[str, Any] = {
     "format": FORMAT,
@@ -52,7 +53,7 @@ def case(op: str, shapes: str, M: int, N: int, K: int, **times: float) -> dict[s
         "clock_mhz": [1900.0, 1980.0],
         "power_w": 600.0,
     }
-    if op in ("all_reduce", "all_scatter"):
+    if TIMED[op].kind == "collective":
         found["bus_gb_per_s"] = {name: 1e3 / time for name, time in times.items()}
     return found
 

@@ -177,7 +177,7 @@ def test_shapes_from_a_file_and_the_command_line(tmp_path: Path) -> None:
         (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed are bfloat16"),
         (("gemm", "--iters", "0"), "iters is 0, allowed 1 or more"),
         (("gemm", "-n", "0"), "0 ranks asked for"),
-        (("broadcast",), "No such command"),
+        (("multicast",), "No such command"),
     ],
 )
 def test_bad_options(arguments: tuple[str, ...], text: str) -> None:

@@ -1,0 +1,102 @@
+"""Who computes a product of few rows and its sum over ranks: the BLAS, then somebody's all-reduce; for
+gemm_all_reduce_rms_norm then PyTorch's sum with the residual and its RMSNorm, or FlashInfer's all three in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import collectives
+import stream_k
+from benchmarks.collective_providers import Sum, flashinfer_workspace, torch_sum
+from benchmarks.operands import EPS, Operands
+from benchmarks.provider import Run, Unavailable, public
+from benchmarks.shapes import DECODE_ROWS
+
+NORMS = ("gemm_all_reduce_rms_norm",)
+
+
+def ours_with_norm(x: Operands, **options: Any) -> Run:
+    """`stream_k`'s op, which returns (its result, the sum with the residual)."""
+    function = public(stream_k, x.case.op)
+    call = lambda: function(x.a, x.b, x.residual, x.gain, EPS, group=x.heap, **options)[0]  # noqa: E731
+    return Run(call, None, returns=True)
+
+
+def library_with_norm(x: Operands) -> Run:
+    """The BLAS, NCCL (RCCL, gloo), PyTorch's norm."""
+    total = x.new(x.case.M, x.case.N)
+    return _chain(x, (total, total, lambda: dist.all_reduce(total)))
+
+
+def blas_ours(x: Operands) -> Run:
+    """The BLAS, then `collectives.all_reduce`."""
+    _check_rows(x)
+    given, total = (x.new(x.case.M, x.case.N) for _ in "gt")
+    return _chain(x, (given, total, lambda: collectives.all_reduce(given, group=x.heap, out=total)))
+
+
+def blas_torch_two_shot(x: Operands) -> Run:
+    """The BLAS, then PyTorch's two-shot on symmetric memory."""
+    _check_rows(x)
+    return _chain(x, torch_sum(x, "two_shot"))
+
+
+def blas_flashinfer(x: Operands) -> Run:
+    """The BLAS, then FlashInfer's all-reduce, with residual and norm in it where the op has them."""
+    _check_rows(x)
+    M, N = x.case.M, x.case.N
+    comm, workspace = flashinfer_workspace(x, M, N)
+    given, out = x.new(M, N), x.new(M, N)
+    patterns, fuse = comm.AllReduceFusionPattern, partial(comm.allreduce_fusion, launch_with_pdl=True)
+    if x.case.op in NORMS:
+        norm = {
+            "residual_in": x.residual, "residual_out": x.new(M, N), "norm_out": out, "rms_gamma": x.gain, "rms_eps": EPS
+        }  # fmt: skip
+        call = partial(fuse, given, workspace, patterns.kARResidualRMSNorm, **norm)
+    else:
+        call = partial(fuse, given, workspace, patterns.kAllReduce, output=out)
+
+    def both() -> None:
+        torch.mm(x.a, x.b, out=given)
+        call()
+
+    # Of partials, of their sums, of the sum with the residual.
+    return Run(both, out, roundings=x.ranks + 2, library=True, close=workspace.destroy)
+
+
+def _chain(x: Operands, summing: Sum) -> Run:
+    """The product, the sum, and what the op has behind it."""
+    given, total, call = summing
+    norm = _norm(x, total) if x.case.op in NORMS else None
+
+    def chain() -> Any:
+        torch.mm(x.a, x.b, out=given)
+        call()
+        return norm() if norm is not None else None
+
+    roundings = x.ranks + 2 if norm is not None else x.ranks
+    out = total if norm is None else None
+    return Run(chain, out, returns=norm is not None, roundings=roundings, library=True)
+
+
+def _norm(x: Operands, total: torch.Tensor) -> Callable[[], torch.Tensor]:
+    updated = torch.empty_like(total)
+
+    def norm() -> torch.Tensor:
+        torch.add(total, x.residual, out=updated)
+        return functional.rms_norm(updated, (x.case.N,), x.gain, EPS)
+
+    return norm
+
+
+def _check_rows(x: Operands) -> None:
+    most = max(DECODE_ROWS)
+    if most < x.case.M:
+        raise Unavailable(f"not timed above {most} rows")

@@ -1,0 +1,90 @@
+"""What is timed in microseconds: sizes and calls of collectives alone, copies of weights, truths that see one wrong
+element, where ours is behind.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import check, plots, providers, records, tables
+from benchmarks.operands import COLD_BYTES, Operands
+from benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
+from pyrocshmem import Heap, target
+from tests.benchmarks import made_up
+from tests.ranks import run_ranks, values
+
+TIER = 2
+ALONE = [op.name for op in OPS.values() if op.kind == "collective"]
+
+
+@pytest.mark.parametrize("op", ALONE)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.cpu
+def test_sizes(op: str, ranks: int) -> None:
+    """1 KiB to 512 MiB in powers of two, all in graphs, of fewer calls where one takes long."""
+    cases = cases_of(op, "sizes", ranks, "bfloat16", True)
+    sizes = [tensor_bytes(op, case.M, case.N, ranks, case.dtype) for case in cases]
+    assert sizes == [1 << i for i in range(10, 30)]
+    assert {case.timing for case in cases} == {"graph"}
+    assert [graph_calls(case) for case in cases] == [20] * 16 + [5] * 4
+    assert op != "reduce_scatter" or all(case.M % ranks == 0 for case in cases)
+
+
+@pytest.mark.cpu
+def test_calls_of_a_graph_read_copies_of_the_weights() -> None:
+    """In turn, each as the others, so many that L2 can't hold what lies between two readings of one."""
+    cpu = torch.device("cpu")
+    operands = Operands(Case("gemm", "decode", 3, 4096, 1024, "float16", 1, "graph"), None, cpu)
+    first = [operands.b for _ in range(operands.num_weights)]
+    assert [x.data_ptr() for x in first] == [operands.b.data_ptr() for _ in first]
+    assert len({x.data_ptr() for x in first}) == len(first) == operands.num_weights
+    assert all(torch.equal(x, first[0]) for x in first)
+    assert (len(first) - 1) * first[0].numel() * 2 >= COLD_BYTES
+    eager = Operands(Case("gemm", "decode", 3, 8, 16, "float16", 1, "eager"), None, cpu)
+    assert (eager.num_weights, eager.b is eager.b) == (1, True)
+
+
+def spoilt(rank: int, world_size: int) -> list[str]:
+    """Results of the library with one element changed by three roundings on rank 1: what is not seen there."""
+    wrong = []
+    device = target.device(rank)
+    with Heap(1 << 20) as heap:
+        for op in (*ALONE, "gemm_all_reduce_rms_norm"):
+            K = 16 if op.startswith("gemm") else 0
+            M = 1 if op in ("all_reduce", "broadcast") else 6
+            operands = Operands(Case(op, "tiny", M, 24, K, "float16", world_size, "eager"), heap, device)
+            run = providers.prepare("unfused", operands)
+            run.reset()
+            run.call()
+            # A library's bound is wider for sums: that of ours is put to the test, and there on exact results.
+            run.library, run.roundings = False, 0
+            truth = operands.truth("result")
+            if truth.magnitude.any():
+                run.out = truth.ref64.to(run.result().dtype).view(run.result().shape)
+            if check.error_of(run, truth, world_size)["num_bad"]:
+                wrong.append(f"{op}: wrong as it is")
+            run.out.view(-1)[-1] *= 1 + rank * 2**-8
+            if check.error_of(run, truth, world_size)["num_bad"] != rank:
+                wrong.append(f"{op}: rank {rank} is not seen")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_one_wrong_element_is_seen() -> None:
+    assert values(run_ranks(spoilt, 2)) == [[], []]
+
+
+@pytest.mark.cpu
+def test_where_ours_is_behind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    times = {512: (3, 4, 9), 2048: (5, 4, 3), 1 << 20: (9, 8, 12)}
+    cases = [
+        made_up.case("all_gather", "sizes", 1, n // 8, 0, ours=ours, unfused=nccl, nccl_window=window)
+        for n, (ours, nccl, window) in times.items()
+    ]
+    file = records.File(tmp_path / "x", made_up.ENVIRONMENT, cases)
+    lost = "Ours is behind `unfused` at 2 KiB (0.80), 1 MiB (0.89); `nccl_window` at 2 KiB (0.60)."
+    assert lost in tables.document([file])
+    drawn = {path.stem for path in plots.draw([file], tmp_path)}
+    assert {f"all-gather-bfloat16-4-{what}" for what in ("time", "bandwidth")} <= drawn
