@@ -72,7 +72,7 @@ class _Bench:
     def __init__(self, heap: Heap) -> None:
         self.heap, self.world = heap, heap.world_size
         self.workspace = Workspace(heap, wait_seconds=WAIT_S)
-        self.flags = self.workspace.buffer("flags", 2 + _BATCH, torch.int32)
+        self.flags = self.workspace.buffer("flags", 2 + max(_BATCH, _RING), torch.int32)
         self.data = heap.zeros(max(_BATCH * _WIDTH, 8 * _RING * _SIZE * _SIZE), dtype=torch.int32)
         self.zeros = heap.zeros(16, dtype=torch.int32)
         self.found = torch.zeros(2, dtype=torch.int32, device=heap.device)
