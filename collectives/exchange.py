@@ -210,7 +210,7 @@ def _launch(
         step = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks
     programs = piece.rows if norm else -(-piece.rows * row_units // step)
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
-    places = [t.data_ptr() for t in (x, out, finish.total) if t is not None]
+    places = [t.data_ptr() for t in (x, out, finish.residual, finish.total, finish.weight) if t is not None]
 
     sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
     places += [out.element_size() * size for size in sizes]
@@ -228,4 +228,4 @@ def _launch(
         "STEP": step,
     }
     warps = min(16, max(_THREADS // 32, step * ranks // 128)) if norm else _THREADS // 32
-    return Launch(exchange_kernel, programs, constants, warps, 1)
+    return Launch(exchange_kernel, programs, constants, warps, 1, chained=True)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from collectives import words as units
-from pyrocshmem import message, signal, trace
+from pyrocshmem import chain, message, signal, trace
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 from stream_k.epilogue import activate
@@ -46,36 +46,44 @@ def _send(slot, words, quad, part_quads, mask, context, WORLD: tl.constexpr, RAN
 def _receive(slot, QUADS: tl.constexpr, quad, part_quads, mask, deadline, context, RANKS: tl.constexpr):
     """(words of the units that every rank sent there, late)."""
     places = slot + (tl.cast(tl.arange(0, RANKS)[None, :], tl.int64) * part_quads + quad) * 4
-    words = ()
-    late = tl.zeros(mask.shape, tl.int32)
-    for k in tl.static_range(QUADS):
-        four, missing = message.poll(places + 4 * k, mask, deadline, context)
-        words = words + four
-        late |= missing
-    return words, late
+    return message.poll(places, mask, deadline, context, QUADS)
 
 
 @triton.jit
-def _finished(values, place, mask, last, finish, ACTIVATION: tl.constexpr):
-    """Sums on their way to the result, of elements from `place` to `last`: plus bias, activated, plus residual."""
+def _finished(values, added, place, mask, last, finish, ACTIVATION: tl.constexpr):
+    """Sums on their way to the result, of elements from `place` to `last`: plus bias, activated, plus `added`."""
     bias, columns, residual, total, weight, eps = finish
     done = ()
     for e in tl.static_range(len(values)):
         value = values[e]
-        here = mask & (place + e < last)
         if bias is not None:
+            here = mask & (place + e < last)
             value += tl.load(bias + (place + e) % columns, mask=here, other=0.0).to(tl.float32)
         value = activate(value, ACTIVATION)
         if residual is not None:
-            value += tl.load(residual + place + e, mask=here, other=0.0).to(tl.float32)
+            value += added[e]
         done = done + (value,)  # type: ignore[assignment]
     return done
 
 
 @triton.jit
-def _normalized(words, column, width, finish, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr):
+def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """fp32 weights of the units' columns."""
+    values = ()
+    if weight.dtype.element_ty == DTYPE:
+        values = units.unpack(
+            units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED), UNIT, DTYPE
+        )
+    else:
+        for e in tl.static_range(UNIT):
+            value = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
+            values = values + (value,)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def _normalized(words, weights, column, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
     """RMSNorm of the rows, one in each column of the blocks [U, *]: their units are all here."""
-    bias, columns, residual, total, weight, eps = finish
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
@@ -83,8 +91,7 @@ def _normalized(words, column, width, finish, mask, UNIT: tl.constexpr, DTYPE: t
     scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)[None, :]
     scaled = ()
     for e in tl.static_range(UNIT):
-        w = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
-        scaled = scaled + (values[e] * scale * w,)  # type: ignore[assignment]
+        scaled = scaled + (values[e] * scale * weights[e],)  # type: ignore[assignment]
     return units.pack(scaled, DTYPE)
 
 
@@ -117,6 +124,7 @@ def exchange_kernel(
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
     control, abort, record, heap_bases = context
+    chain.wait_for_previous()
     rank = tl.load(control + signal.RANK)
     program = tl.program_id(0)
     count, slot = message.begin(messages, slot_quads, context)
@@ -149,14 +157,25 @@ def exchange_kernel(
     _send(slot, words, unit * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
     message.restore(messages, slot_quads, count, context, STEP * RANKS)
     last = signal.is_last(context)
+    # What the sums will meet is loaded while they travel.
+    bias, columns, residual, total, weight, eps = finish
+    own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
+    added, weights = (), ()
+    if residual is not None:
+        added = units.unpack(
+            units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED), UNIT, DTYPE
+        )
+    if NORM:
+        weights = _weights(weight, column, width, valid, UNIT, DTYPE, ALIGNED)
 
     trace.mark(events, trace.WAIT, -1)
     words, late = _receive(slot, QUADS, unit * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
-        own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
-        words = units.pack(_finished(values, own + element, valid, own + mine, finish, ACTIVATION), DTYPE)
+        words = units.pack(
+            _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION), DTYPE
+        )
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
             region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
@@ -174,10 +193,9 @@ def exchange_kernel(
         tl.cast(ranks, tl.int64) * out_part + tl.cast(unit // row_units, tl.int64) * out_width + column
     )
     if NORM:
-        bias, columns, residual, total, weight, eps = finish
         if total is not None:
             units.store_unit(total, out_place, element, end, words, there, UNIT, ALIGNED)
-        words = _normalized(words, column, width, finish, valid, UNIT, DTYPE)
+        words = _normalized(words, weights, column, width, eps, UNIT, DTYPE)
     units.store_unit(out, out_place, element, end, words, there, UNIT, ALIGNED)
     if last:
         SHOTS: tl.constexpr = 1 if SUMS and GATHERS else 0

@@ -28,10 +28,11 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import signal, target
+from pyrocshmem import chain, signal, target
 from pyrocshmem.trace import now_ns
 
-SENTINEL = tl.constexpr(-786445)  # 0xFFF3FFF3
+_EMPTY = "0xFFF3FFF3"
+SENTINEL = tl.constexpr(int(_EMPTY, 16) - (1 << 32))
 QUAD_BYTES = 16
 NUM_SLOTS = 3
 
@@ -43,6 +44,7 @@ _WRAP = tl.constexpr(3 << 28)
 @triton.jit
 def begin(messages, slot_quads, context):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
+    chain.allow_next()
     count = tl.load(context[0] + signal.MESSAGES)
     return count, _slot(messages, slot_quads, count)
 
@@ -159,68 +161,93 @@ def deadline_ns(context):
     return now_ns() + tl.load(context[0] + signal.BUDGET_US).to(tl.int64) * 1000
 
 
-@triton.jit
-def poll(pointer, mask, deadline, context):
-    """Wait for the quads at `pointer` (a block of int32 pointers into the own heap) where `mask`.
+def _poll_text(quads: int) -> str:
+    """PTX: load so many quads until none has an empty word; look at the clock and the abort word every 256th time.
+    Outputs: the words, late. Inputs: address, mask, deadline, address of the abort word."""
+    words = [f"w{i}" for i in range(4 * quads)]
+    late, address, mask, deadline, abort = (f"${4 * quads + i}" for i in range(5))
+    lines = [
+        "{",
+        ".reg .pred p, q;",
+        f".reg .u32 {', '.join(words)}, n, m, gone;",
+        ".reg .u64 now;",
+        *(f"mov.u32 {word}, 0;" for word in (*words, "n", "gone")),
+        f"setp.eq.u32 p, {mask}, 0;",
+        "@p bra DONE;",
+        "AGAIN:",
+        *(
+            f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [{address} + {16 * i}];"
+            for i in range(quads)
+        ),
+        f"setp.eq.u32 q, w0, {_EMPTY};",
+        *(f"setp.eq.or.u32 q, {word}, {_EMPTY}, q;" for word in words[1:]),
+        "@!q bra DONE;",
+        "add.u32 n, n, 1;",
+        "and.b32 m, n, 255;",
+        "setp.ne.u32 p, m, 0;",
+        "@p bra AGAIN;",
+        f"ld.relaxed.sys.global.u32 m, [{abort}];",
+        "mov.u64 now, %globaltimer;",
+        f"setp.lt.u64 p, now, {deadline};",
+        "setp.eq.and.u32 p, m, 0, p;",
+        "@p bra AGAIN;",
+        "mov.u32 gone, 1;",
+        "DONE:",
+        *(f"mov.u32 ${i}, {word};" for i, word in enumerate(words)),
+        f"mov.u32 {late}, gone;",
+        "}",
+    ]
+    return "\n".join(lines)
 
-    Returns (four blocks of words, late): zeros where not `mask`; late is 1 where the data did not come before
+
+_POLL_ONE, _POLL_TWO = tl.constexpr(_poll_text(1)), tl.constexpr(_poll_text(2))
+
+
+@triton.jit
+def poll(pointer, mask, deadline, context, QUADS: tl.constexpr = 1):
+    """Wait for QUADS (1 or 2) quads each at `pointer` (a block of int32 pointers into the own heap) where `mask`.
+
+    Returns (a tuple of blocks of words, late): zeros where not `mask`; late is 1 where the data did not come before
     `deadline`, or a peer gave up.
     """
     control, abort, record, heap_bases = context
     if not _INTERPRETED and not target_info.is_hip():
         # Each thread waits for its own words: no barrier between the arrival of the last and its use.
-        w0, w1, w2, w3, late = tl.inline_asm_elementwise(
-            """{
-            .reg .pred p, q;
-            .reg .u32 a, b, c, d, n, m, gone;
-            .reg .u64 now;
-            mov.u32 a, 0; mov.u32 b, 0; mov.u32 c, 0; mov.u32 d, 0;
-            mov.u32 n, 0;
-            mov.u32 gone, 0;
-            setp.eq.u32 p, $6, 0;
-            @p bra DONE;
-            AGAIN:
-            ld.relaxed.sys.global.v4.u32 {a, b, c, d}, [$5];
-            setp.eq.u32 q, a, 0xFFF3FFF3;
-            setp.eq.or.u32 q, b, 0xFFF3FFF3, q;
-            setp.eq.or.u32 q, c, 0xFFF3FFF3, q;
-            setp.eq.or.u32 q, d, 0xFFF3FFF3, q;
-            @!q bra DONE;
-            add.u32 n, n, 1;
-            and.b32 m, n, 255;
-            setp.ne.u32 p, m, 0;
-            @p bra AGAIN;
-            ld.relaxed.sys.global.u32 m, [$8];
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 p, now, $7;
-            setp.eq.and.u32 p, m, 0, p;
-            @p bra AGAIN;
-            mov.u32 gone, 1;
-            DONE:
-            mov.u32 $0, a; mov.u32 $1, b; mov.u32 $2, c; mov.u32 $3, d;
-            mov.u32 $4, gone;
-            }""",
-            "=r,=r,=r,=r,=r,l,r,l,l", [pointer.to(tl.int64), mask.to(tl.int32), deadline, abort.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        where, there, stop = pointer.to(tl.int64), mask.to(tl.int32), abort.to(tl.int64)
+        if QUADS == 1:
+            w0, w1, w2, w3, late = tl.inline_asm_elementwise(
+                _POLL_ONE, "=r,=r,=r,=r,=r,l,r,l,l", [where, there, deadline, stop],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+            words = (w0, w1, w2, w3)
+        else:
+            w0, w1, w2, w3, w4, w5, w6, w7, late = tl.inline_asm_elementwise(
+                _POLL_TWO, "=r,=r,=r,=r,=r,=r,=r,=r,=r,l,r,l,l", [where, there, deadline, stop],
+                dtype=(
+                    tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+                ),
+                is_pure=False, pack=1,
+            )  # fmt: skip
+            words = (w0, w1, w2, w3, w4, w5, w6, w7)  # type: ignore[assignment]
     else:
-        waiting = tl.max(_missing(pointer, mask, abort))
+        waiting = tl.max(_missing(pointer, mask, abort, QUADS))
         aborted = signal.load_now(abort)
         while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
             signal.pause()
-            waiting = tl.max(_missing(pointer, mask, abort))
+            waiting = tl.max(_missing(pointer, mask, abort, QUADS))
             aborted = signal.load_now(abort)
         # The loop can't carry the words themselves: they are read once more.
-        late = _missing(pointer, mask, abort)
-        w0, w1 = signal.peek(pointer, mask, 0, abort), signal.peek(pointer + 1, mask, 0, abort)
-        w2, w3 = signal.peek(pointer + 2, mask, 0, abort), signal.peek(pointer + 3, mask, 0, abort)
-    return (w0, w1, w2, w3), late
+        late = _missing(pointer, mask, abort, QUADS)
+        words = ()  # type: ignore[assignment]
+        for k in tl.static_range(4 * QUADS):
+            words = words + (signal.peek(pointer + k, mask, 0, abort),)  # type: ignore[assignment]
+    return words, late
 
 
 @triton.jit
-def _missing(pointer, mask, abort):
+def _missing(pointer, mask, abort, QUADS: tl.constexpr):
     """1 where a word has not arrived."""
     missing = tl.where(signal.peek(pointer, mask, 0, abort) == SENTINEL, 1, 0)
-    for k in tl.static_range(1, 4):
+    for k in tl.static_range(1, 4 * QUADS):
         missing |= tl.where(signal.peek(pointer + k, mask, 0, abort) == SENTINEL, 1, 0)
     return missing

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import status, target, turns
+from pyrocshmem import chain, status, target, turns
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_us
 
@@ -282,6 +282,7 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
     """The epoch of this call. Where ENTERS, program 0 tells every peer that this rank has entered the call,
     hence finished the one before, and every program counts itself."""
     control, abort, record, heap_bases = context
+    chain.allow_next()
     epoch = tl.load(control + EPOCH) + 1
     if ENTERS:
         if tl.program_id(0) == 0:

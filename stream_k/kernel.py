@@ -294,8 +294,8 @@ def stream_k_kernel(
     if CHUNK > 0:
         tiles_m = WORLD * block_tiles(M, WORLD, BLOCK_M)
         c_end = tiles_m * BLOCK_M
-    # A rank alone is counted, too, where a gate waits for its programs.
-    epoch = signal.begin(context, WORLD > 1 or not ENDS, WORLD)
+    # A rank alone is counted, too, where a gate waits for its programs; a product alone (LAG < 0) by nobody.
+    epoch = signal.begin(context, WORLD > 1 or (LAG >= 0 and not ENDS), WORLD)
     may_write = program >= 0
     if LAG >= 0:
         trace.mark(events, trace.WAIT, -1)

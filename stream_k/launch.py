@@ -27,15 +27,24 @@ class Launch:
     on: that is what Triton specializes the code for, and nobody checks it again.
     Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
     run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
+    chained: the kernel begins with `chain.wait_for_previous`, and may be made ready before the one before it ends.
     """
 
     def __init__(
-        self, kernel: Any, grid: int, constants: dict[str, Any], num_warps: int, num_stages: int
+        self,
+        kernel: Any,
+        grid: int,
+        constants: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        chained: bool = False,
     ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
         self.constants = constants
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        if chained and target.backend() == "cuda" and not target.interpreted():
+            self.options["launch_pdl"] = True
         self._values = tuple(constants.values())
         self._run: Any = None
         self._recorded = False
