@@ -41,6 +41,7 @@ def cases() -> list[Case]:
         *made,
         *alone,
         Case("all_gather", 37, 30, 25, FP16, bias=FP16, options=UNSAVED),
+        Case("all_gather", 4, 2, 0, FP32, bias=FP32),
         Case("all_gather", 5, 1, 4, FP32, bias=FP32, options=UNSAVED),
         Case("all_gather", 38, 31, 25, FP32, bias=FP32),
         Case("gemm", 37, 30, 25, FP16, bias=FP32, activation="gelu"),
