@@ -26,20 +26,20 @@ from stream_k.workspace import Workspace
 from tests.collectives.norm_rows import BF16, EPS, F32, HEAP_BYTES, TIMEOUT_S, Rows, run
 
 TIER = 2
-DELAY_S = 0.02
+DELAY_S, HESITATION_S = 0.02, 0.2
 _this = threading.local()
 
 
 @pytest.fixture
 def hesitant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank hesitates between hearing of sums and normalizing. In the interpreter only, whose kernels
+    """The last rank hesitates between hearing of its last sums and normalizing. In the interpreter only, whose kernels
     look their helpers up each time."""
     honest = row_sums.receive
 
-    def late(*args: Any, **more: Any) -> Any:
-        found = honest(*args, **more)
-        if getattr(_this, "hesitates", False):
-            turns.pass_on(DELAY_S)
+    def late(block: Any, slot: Any, M: Any, deadline: Any, context: Any, rows: Any, *more: Any) -> Any:
+        found = honest(block, slot, M, deadline, context, rows, *more)
+        if getattr(_this, "hesitates", False) and (int(block) + 1) * int(rows) >= int(M):
+            turns.pass_on(HESITATION_S)
         return found
 
     if target.interpreted():
