@@ -87,8 +87,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.num_ranks(2)
 def test_option_of_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ("-n", "2", "-c", "reduce_scatter", "--shape", "96,64,128", "--iters", "1")
-    done = commands.invoke(app, *arguments, "--trace", str(out))
+    arguments = ("-n", "2", "-c", "reduce_scatter", "--placement", "copy_engine", "--shape", "96,64,128")
+    done = commands.invoke(app, *arguments, "--iters", "1", "--trace", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exposed communication: " in done.stdout
     assert f"timeline: {out.with_suffix('.png')}" in done.stdout
