@@ -1,0 +1,111 @@
+"""Many calls of every collective in turn, ranks late at random, data and sizes that change: the right bits each time.
+
+Bits are right when they are those of a call that nobody disturbed, which is held to float64 first, and was the same on
+all ranks.
+"""
+
+import dataclasses
+import hashlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from collectives.problems import STANDALONE, Calls, Setting
+from pyrocshmem import Heap, message, target  # before Triton
+from reference.accuracy import make_operand
+
+import triton  # isort: skip
+import triton.language as tl
+
+from tests.ranks import run_ranks, values
+
+TIER = 3
+ON_CPU = target.interpreted()
+ONE_EACH = ("reduce_scatter", "rms_norm", "barrier")  # of which ranks get results of their own
+# RMSNorm takes the interpreter long, and has late ranks of its own in test_rms_norm.py.
+NAMES = tuple(name for name in (*STANDALONE, "two_shot") if not (ON_CPU and name.startswith("rms_norm")))
+ROUNDS, UNGUARDED_ROUNDS = 25 if ON_CPU else 10_000, 3
+LONGEST_S = 0.01 if ON_CPU else 0.0003
+SHAPES = ((4, 6), (9, 24)) if ON_CPU else ((4, 6), (1, 4096), (33, 512), (9, 24), (500, 1024))
+ENTRIES = 2 if ON_CPU else 9
+DTYPES = (torch.float16, torch.float32)
+
+
+@triton.jit
+def leave_as_it_is(messages, slot_quads, count, context, STEP: tl.constexpr):
+    """`message.restore` as it must not be: data of three calls ago look like today's."""
+    return
+
+
+def prepared(heap: Heap, name: str, entry: int) -> Calls:
+    setting = Setting(heap, SHAPES[entry % len(SHAPES)], DTYPES[entry % 2], entry)
+    if name != "two_shot":
+        return STANDALONE[name].prepare(setting)
+    calls = STANDALONE["all_reduce"].prepare(setting)
+    x = make_operand(setting.shape, setting.dtype, entry, heap.rank, tag="x", device=heap.device)
+    return dataclasses.replace(
+        calls,
+        ours=lambda: collectives.all_reduce(x, group=heap, out=calls.result, algorithm="two_shot"),
+    )
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+def called(heap: Heap, pool: dict[str, list[tuple[Calls, torch.Tensor]]], rounds: int, late: float) -> int:
+    """Elements that came out wrong, of so many calls of each name, of which this share is late."""
+    order, chance = random.Random(7), random.Random(1000 + heap.rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=heap.device)
+    for number in range(rounds * len(pool)):
+        name = NAMES[number % len(pool)]
+        calls, expected = pool[name][order.randrange(len(pool[name]))]
+        if chance.random() < late:
+            time.sleep(chance.uniform(0, LONGEST_S))
+        if not ON_CPU and chance.random() < late:
+            torch.cuda._sleep(chance.randrange(100_000))
+        calls.result.fill_(float("nan"))
+        calls.ours()
+        wrong += (bits(calls.result) != bits(expected)).sum()
+    heap.synchronize()
+    heap.vote("all have called")
+    return int(wrong)
+
+
+def many_calls(rank: int, world_size: int) -> dict[str, object]:
+    """What was not right of undisturbed calls, and wrong elements of disturbed ones, with a guard and without it."""
+    unequal = []
+    with Heap(256 << 20) as heap:
+        pool: dict[str, list[tuple[Calls, torch.Tensor]]] = {name: [] for name in NAMES}
+        for name, entries in pool.items():
+            for entry in range(ENTRIES):
+                calls = prepared(heap, name, entry)
+                for out, call in ((calls.result, calls.ours), (calls.expected, calls.reference)):
+                    out.fill_(float("nan"))
+                    call()
+                    heap.synchronize()
+                found = hashlib.sha256(bits(calls.result).cpu().numpy().tobytes()).digest()
+                all_found = [b""] * world_size
+                dist.all_gather_object(all_found, found)
+                if not calls.check().ok or (name not in ONE_EACH and set(all_found) != {found}):
+                    unequal.append(f"{name} {entry}")
+                entries.append((calls, calls.result.clone()))
+        result: dict[str, object] = {"unequal": unequal, "wrong": called(heap, pool, ROUNDS, 0.25)}
+        if ON_CPU:
+            message.restore = leave_as_it_is
+            result["unguarded"] = called(heap, pool, UNGUARDED_ROUNDS, 0.5)
+        return result
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.timeout(200)
+def test_many_calls_with_random_delays() -> None:
+    """On a CPU also the control: without its guard the protocol takes data of another call."""
+    found = values(run_ranks(many_calls, 2, timeout=180.0))
+    assert [each["unequal"] for each in found] == [[], []]
+    assert [each["wrong"] for each in found] == [0, 0]
+    assert not ON_CPU or sum(each["unguarded"] for each in found) > 0
