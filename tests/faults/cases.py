@@ -104,8 +104,8 @@ CASES = (
         "call after call, changing data, nothing zeroed, the epoch started just under 2^31 and 2^32",
         "exact every time",
         _in(MANY, "cases_7_and_27_many_calls_with_random_delays_across_both_wraps")
-        + _in(PROTOCOL, "epochs_wrap_around", "a_late_rank", "a_late_rank_of_three")
-        + _in(SIGNALS, "data_then_flag", "epochs_wrap"),
+        + _in(PROTOCOL, "epochs_wrap_around", "a_late_rank")
+        + _in(SIGNALS, "epochs_wrap"),
     ),
     Fault(
         8,
@@ -139,7 +139,7 @@ CASES = (
         12,
         "data, then flag, between every pair of ranks in both directions",
         "no stale read",
-        _in(LITMUS, "no_stale_read", "who_has_met_misses_nothing") + _in(SIGNALS, "data_then_flag"),
+        _in(LITMUS, "no_stale_read", "who_has_met_misses_nothing"),
     ),
     Fault(
         13,
@@ -281,9 +281,7 @@ GUARD_LIST = (
     Guard(
         "barrier before a release",
         "a flag is raised while other threads' stores are under way",
-        _in("tests/compile/test_kernels.py", "kernel")
-        + _in(SIGNALS, "data_then_flag")
-        + _in(LITMUS, "no_stale_read"),
+        _in("tests/compile/test_kernels.py", "kernel") + _in(LITMUS, "no_stale_read"),
         _in(HARNESS, "missing_barrier_in_publish_is_found")
         + _in(SIGNALS, "flag_before_data_is_found")
         + _in(LITMUS, "a_guard_that_is_left_out_is_missed"),
@@ -305,7 +303,7 @@ GUARD_LIST = (
     Guard(
         "epoch",
         "a flag of the call before passes for a fresh one",
-        _in(PROTOCOL, "a_late_rank") + _in(SIGNALS, "data_then_flag"),
+        _in(PROTOCOL, "a_late_rank") + _in(SIGNALS, "epochs_wrap"),
         _in(PROTOCOL, "a_constant_epoch_is_caught") + _in(SIGNALS, "constant_epoch_is_found"),
     ),
     Guard(

@@ -6,8 +6,8 @@
     python -m tests.stress --minutes 10 --json stress.json
     python -m tests.faults.report cpu.xml compile.xml gpu.xml --stress stress.json
 
-Exits 1 when a test failed, or when a fault or guard has no test that passed. The results of a pass may lie in several
-files, and one file may hold several runs: each test counts once a target, with the worst of its verdicts.
+Exits 1 when a test failed, or when a fault or guard has no test that passed. Of a test's runs in one file, with other
+parameters, the worst verdict counts; a later file replaces what an earlier one says of the same test and target.
 """
 
 import json
@@ -50,13 +50,15 @@ def read(paths: Iterable[Path]) -> list[Result]:
     """One result a test and target, in the order of the files. Only tests that carry the properties of conftest.py."""
     found: dict[tuple[str, str], Result] = {}
     for path in paths:
+        of_file: dict[tuple[str, str], Result] = {}
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
             if "test" not in properties:
                 continue
             one = _result(case, properties)
             key = (one.test, one.target)
-            found[key] = _worst(found[key], one) if key in found else one
+            of_file[key] = _worst(of_file[key], one) if key in of_file else one
+        found |= of_file
     return list(found.values())
 
 
