@@ -83,15 +83,15 @@ def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def _normalized(words, weights, column, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of the rows, one in each column of the blocks [U, *]: their units are all here."""
+    """RMSNorm of the rows, one in each column of the blocks [U, ranks]: their units are all here."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
-        squares += tl.where(column + e < width, values[e] * values[e], 0.0)
-    scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)[None, :]
+        squares += tl.where((column + e < width)[:, None], values[e] * values[e], 0.0)
+    scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)
     scaled = ()
     for e in tl.static_range(UNIT):
-        scaled = scaled + (values[e] * scale * weights[e],)  # type: ignore[assignment]
+        scaled = scaled + (values[e] * scale[None, :] * weights[e][:, None],)  # type: ignore[assignment]
     return units.pack(scaled, DTYPE)
 
 
@@ -133,8 +133,7 @@ def exchange_kernel(
 
     row_units = tl.cdiv(width, UNIT)
     part_units = rows * row_units
-    ranks = tl.arange(0, RANKS)[None, :]
-    lane = tl.arange(0, STEP)[:, None]
+    lane = tl.arange(0, STEP)
     if NORM:
         # A program has a row: its units may be fewer than STEP.
         unit = program * row_units + lane
@@ -142,19 +141,21 @@ def exchange_kernel(
     else:
         unit = program * STEP + lane
         valid = unit < part_units
+    row = tl.cast(unit // row_units, tl.int64)
     column = unit % row_units * UNIT
-    element = tl.cast(unit // row_units, tl.int64) * width + column
-    there = valid & (ranks < WORLD)
+    element = row * width + column
+    row_end = (row + 1) * width
+
+    ranks = tl.arange(0, RANKS)[None, :]
+    units_of, elements = unit[:, None], element[:, None]
+    there = valid[:, None] & (ranks < WORLD)
     sent, heard = there, there
     if BROADCASTS:
-        sent = there & (unit < tl.where(rank == root, part_units, 1))
-        heard = there & (unit < tl.where(ranks == root, part_units, 1))
-
-    row_end = element - column + width
-    start, end = _part(ranks, row_end, n, x_part, longer, extra, limit)
-    place = start + element
-    words = units.clean(units.load_unit(x, place, element, end, there, UNIT, ALIGNED))
-    _send(slot, words, unit * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
+        sent = there & (units_of < tl.where(rank == root, part_units, 1))
+        heard = there & (units_of < tl.where(ranks == root, part_units, 1))
+    start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
+    words = units.clean(units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED))
+    _send(slot, words, units_of * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
     message.restore(messages, slot_quads, count, context, STEP * RANKS)
     last = signal.is_last(context)
     # What the sums will meet is loaded while they travel.
@@ -162,41 +163,38 @@ def exchange_kernel(
     own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
     added, weights = (), ()
     if residual is not None:
-        added = units.unpack(
-            units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED), UNIT, DTYPE
-        )
+        more = units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED)
+        added = units.unpack(more, UNIT, DTYPE)
     if NORM:
         weights = _weights(weight, column, width, valid, UNIT, DTYPE, ALIGNED)
 
     trace.mark(events, trace.WAIT, -1)
-    words, late = _receive(slot, QUADS, unit * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
+    words, late = _receive(slot, QUADS, units_of * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
-        words = units.pack(
-            _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION), DTYPE
-        )
+        values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
+        words = units.spread(units.pack(values, DTYPE), RANKS)
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
             region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
-            _send(region, units.spread(words, RANKS), unit, part_units, there, context, WORLD, RANKS)
+            _send(region, words, units_of, part_units, there, context, WORLD, RANKS)
             trace.mark(events, trace.WAIT, -1)
-            words, later = _receive(region, 1, unit, part_units, there, deadline, context, RANKS)
+            words, later = _receive(region, 1, units_of, part_units, there, deadline, context, RANKS)
             late |= later
         else:
-            ranks, end, there = tl.zeros((1, 1), tl.int32), mine, valid
+            there, end = valid[:, None] & (ranks == 0), mine[:, None]
+            ranks = tl.zeros_like(ranks)
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
         there &= ranks == root
         ranks = tl.zeros_like(ranks)
-    out_place = (
-        tl.cast(ranks, tl.int64) * out_part + tl.cast(unit // row_units, tl.int64) * out_width + column
-    )
+    place = tl.cast(ranks, tl.int64) * out_part + (row * out_width + column)[:, None]
     if NORM:
         if total is not None:
-            units.store_unit(total, out_place, element, end, words, there, UNIT, ALIGNED)
+            units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
         words = _normalized(words, weights, column, width, eps, UNIT, DTYPE)
-    units.store_unit(out, out_place, element, end, words, there, UNIT, ALIGNED)
+    units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     if last:
         SHOTS: tl.constexpr = 1 if SUMS and GATHERS else 0
         message.advance(count, WORLD * part_units * (QUADS + SHOTS) * 4, context)

@@ -100,18 +100,22 @@ def clean(words):
 
 @triton.jit
 def sum_ranks(values, valid):
-    """Sums [U, 1] over the ranks of blocks [U, ranks], where `valid`."""
+    """Sums [U] over the ranks of blocks [U, ranks], where `valid`."""
     sums = ()
     for e in tl.static_range(len(values)):
         # -0.0 is what changes no sum, not even one of zeros.
-        sums = sums + (tl.sum(tl.where(valid, values[e], -0.0), axis=1, keep_dims=True),)  # type: ignore[assignment]
+        sums = sums + (tl.sum(tl.where(valid, values[e], -0.0), axis=1),)  # type: ignore[assignment]
     return sums
 
 
 @triton.jit
 def spread(words, ranks: tl.constexpr):
-    """Blocks [U, 1] as [U, ranks], the same for every rank."""
+    """Blocks [U] as [U, ranks], the same for every rank.
+
+    What is made of messages stays in blocks of one of these two shapes: to bring others, [U, 1] say, into the layout
+    of messages, the compiler would have every word wait for its message once more.
+    """
     wide = ()
     for k in tl.static_range(len(words)):
-        wide = wide + (tl.broadcast_to(words[k], [words[k].shape[0], ranks]),)  # type: ignore[assignment]
+        wide = wide + (tl.broadcast_to(words[k][:, None], [words[k].shape[0], ranks]),)  # type: ignore[assignment]
     return wide
