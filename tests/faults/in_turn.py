@@ -19,7 +19,7 @@ from tests.faults.heap_support import mapped_files
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, digest, judge, run_case
 from tests.stream_k.products import Frame
 
-WAIT_S, LONG_WAIT_S, VOTE_S = 2.0, 20.0, 30.0
+WAIT_S, LATE_WAIT_S, LONG_WAIT_S, VOTE_S = 1.0, 2.0, 20.0, 30.0
 VICTIM = 1
 
 
@@ -101,12 +101,14 @@ def _die() -> None:
 
 def _late(meeting: Meeting) -> dict[str, Any]:
     """Case 3."""
+    meeting.wait_budget(LATE_WAIT_S)
     undelayed = meeting.right()
     meeting.heap.barrier()
     start = time.monotonic()
     if meeting.rank == VICTIM:
-        time.sleep(0.8 * WAIT_S)
+        time.sleep(0.8 * LATE_WAIT_S)
     late = meeting.right()
+    meeting.wait_budget(WAIT_S)
     return {"same": late == undelayed, "seconds": time.monotonic() - start}
 
 

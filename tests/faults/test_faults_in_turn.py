@@ -12,7 +12,7 @@ import torch
 from pyrocshmem import target
 from reference.problems import PROBLEMS
 from tests.faults.heap_support import assert_next_job_works, existing
-from tests.faults.in_turn import VICTIM, WAIT_S, faults_in_turn
+from tests.faults.in_turn import LATE_WAIT_S, VICTIM, WAIT_S, faults_in_turn
 from tests.fused.cases import Case
 from tests.ranks import run_ranks, values
 
@@ -22,8 +22,12 @@ pytestmark = [pytest.mark.num_ranks(2), pytest.mark.alone]
 NUM_RANKS = 3 if target.interpreted() else min(3, torch.cuda.device_count())
 SLACK_S, PROMPT_S = 2.0, 1.0
 CASES = [
-    Case("all_reduce", 40, 33, 48, torch.float32).with_config(placement="inside", algorithm="one_shot"),
-    Case("reduce_scatter", 41, 33, 48, torch.float32).with_config(placement="copy_engine"),
+    Case("all_reduce", 20, 33, 32, torch.float32).with_config(placement="inside", algorithm="one_shot"),
+    # On the CPU target copies are made by the host, and a start of the ranks more has no room in CI.
+    pytest.param(
+        Case("reduce_scatter", 41, 33, 48, torch.float32).with_config(placement="copy_engine"),
+        marks=pytest.mark.gpu,
+    ),
 ]
 
 
@@ -99,7 +103,7 @@ def test_case_2_a_peer_is_stopped_and_resumed(ends: dict[str, Any], record_prope
 def test_case_3_a_peer_that_is_late_changes_nothing(ends: dict[str, Any], record_property: Any) -> None:
     found = [ends["victim"]["3"], *(each["3"] for each in ends["survivors"])]
     assert all(each["same"] for each in found)
-    assert all(each["seconds"] >= 0.8 * WAIT_S for each in found)
+    assert all(each["seconds"] >= 0.8 * LATE_WAIT_S for each in found)
     record_property("seconds", max(each["seconds"] for each in found))
 
 

@@ -25,8 +25,8 @@ from tests.stream_k.products import integers, small_config
 TIER = 2
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
-SHORT_S, LONG_S, WAIT_S = 0.4, 2.5, 20.0
-SHAPE = (40, 33, 24)
+SHORT_S, LONG_S, WAIT_S = 0.4, 2.0, 20.0
+SHAPE = (20, 16, 24)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ TIER = 3
 ON_CPU = target.interpreted()
 SIZE = 64
 CALLS = 100 if ON_CPU else 5_000
-EVERY = 10 if ON_CPU else 3
+EVERY = 20 if ON_CPU else 3
 LONGEST_S = 0.004 if ON_CPU else 0.0002
 REPLAYS = 50
 

@@ -19,7 +19,7 @@ TIER = 2
 pytestmark = [pytest.mark.num_ranks(2), pytest.mark.alone]
 
 SHORT_S, PROMPT_S, WAIT_S = 0.5, 2.0, 20.0
-SHAPE = (40, 33, 24)
+SHAPE = (20, 16, 24)
 
 
 def _out_of_step(heap: Heap) -> dict[str, Any]:
