@@ -8,7 +8,8 @@ x and out are ordinary tensors, anywhere, of any size: the data travel as messag
 through slots on the group's heap. All ranks of the group make the same calls in the same order, with the same shapes
 and dtypes. Nothing waits for the device: a fault of a peer shows at the next call, or at `heap.synchronize()`; the
 result then holds garbage. All raise TypeError and ValueError before any launch; `CallMismatch` where ranks disagree,
-`PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+`PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`. All but `barrier` can be differentiated, and traced by
+`torch.compile`, where `out` is not given: `collectives.library`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pyrocshmem import status
 from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.config import cheaper_algorithm
+from stream_k.library import dispatched, name_of
 from stream_k.operands import share_memory
 from stream_k.workspace import Workspace, find_workspace
 
@@ -46,6 +48,8 @@ def all_reduce(
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}, allowed are {', '.join(ALGORITHMS)}")
+    if dispatched(x):
+        return _operator("all_reduce", x, 0, out, algorithm, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
     if algorithm == "auto":
@@ -61,6 +65,8 @@ def all_gather(
     x: [M, ...], the same shape on every rank; float16, bfloat16 or float32; the values arrive bit by bit, but for the
     payload of one NaN. out: [R x M, ...], and x may be its part of it; None: a new tensor. Returns out.
     """
+    if dispatched(x):
+        return _operator("all_gather", x, 1, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x, dimensions=1)
     shape = (x.shape[0] * heap.world_size, *x.shape[1:])
@@ -75,6 +81,8 @@ def reduce_scatter(
     x: [M, ...]; float16, bfloat16 or float32. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
     one more on the first M % R ranks. out: these rows; None: a new tensor. Returns out.
     """
+    if dispatched(x):
+        return _operator("reduce_scatter", x, 1, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x, dimensions=1)
     first, last = shard_range(x.shape[0], heap.rank, heap.world_size)
@@ -90,10 +98,12 @@ def all_scatter(
     x: [M, N], the same shape on every rank; float16, bfloat16 or float32. out: [M, R x N]; None: a new tensor.
     Returns out.
     """
+    if isinstance(x, torch.Tensor) and x.ndim != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
+    if dispatched(x):
+        return _operator("all_scatter", x, 2, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
     shape = (x.shape[0], heap.world_size * x.shape[1])
     return _exchanged(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out)
 
@@ -111,6 +121,8 @@ def broadcast(
     x: any shape, the same on every rank; float16, bfloat16 or float32; on the others its values don't matter. root: a
     rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out.
     """
+    if dispatched(x):
+        return _operator("broadcast", x, 0, out, root, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
     if not 0 <= root < heap.world_size:
@@ -131,14 +143,31 @@ def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
 
 def check(heap: Heap, x: torch.Tensor, dimensions: int = 0) -> None:
     """TypeError, ValueError unless `x` is a tensor that can be sent, of so many dimensions at least."""
+    _check_kind(x, dimensions)
+    if x.device != heap.device:
+        raise ValueError(f"x is on {x.device}, the group's heap on {heap.device}; both must be one device")
+
+
+def _check_kind(x: torch.Tensor, dimensions: int) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
         raise TypeError(
             f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
         )
-    if x.device != heap.device or x.ndim < dimensions:
+    if x.ndim < dimensions:
+        raise ValueError(f"x has shape {tuple(x.shape)}, {dimensions} dimensions or more are needed")
+
+
+def _operator(
+    name: str, x: torch.Tensor, dimensions: int, out: torch.Tensor | None, *more: Any
+) -> torch.Tensor:
+    """The call by way of torch.library."""
+    if out is not None:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} on {x.device}; {dimensions} dimensions or more on {heap.device} are needed"
+            f"{name} takes no out where a gradient is needed or torch.compile traces it; leave it out, or call it "
+            "eagerly under torch.no_grad()"
         )
+    _check_kind(x, dimensions)
+    return getattr(torch.ops.collectives, name)(x, *more)
 
 
 def _exchanged(

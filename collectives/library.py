@@ -1,0 +1,132 @@
+"""The collectives on whole tensors in `torch.library`: schemas, shapes for tracing, gradients, order.
+
+    torch.ops.collectives.all_reduce(x, "auto", stream_k.library.name_of(group))
+
+A public function (`collectives.by_message`) comes here where a gradient is needed or `torch.compile` traces it, and
+launches its kernel without the dispatcher otherwise. With g the gradient of the result, that of x is
+
+    all_reduce       g
+    all_gather       the own rows of g
+    all_scatter      the own columns of g
+    broadcast        g on the root, zeros elsewhere
+    reduce_scatter   g of all ranks, by rows
+
+A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only the last one
+communicates; it can be differentiated once. Graphs keep each call, and their order, as with the fused ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
+
+from collectives import by_message
+from stream_k.autograd import ranks
+from stream_k.library import find
+
+_SCHEMAS = {
+    "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",
+    "all_gather": "(Tensor x, str group) -> Tensor",
+    "reduce_scatter": "(Tensor x, str group) -> Tensor",
+    "all_scatter": "(Tensor x, str group) -> Tensor",
+    "broadcast": "(Tensor x, int root, str group) -> Tensor",
+}
+
+
+def _run(name: str) -> Any:
+    """The public function, by the schema's arguments. Below the dispatcher nothing needs a gradient."""
+    option = {"all_reduce": "algorithm", "broadcast": "root"}.get(name)
+    function = getattr(by_message, name)
+
+    def run(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        *options, label = more
+        group, workspace = find(label)
+        chosen = {option: options[0]} if option is not None else {}
+        with torch.no_grad():
+            return function(x, group=group, workspace=workspace, **chosen)
+
+    return run
+
+
+def _num_rows(rows: int, rank: int, world_size: int) -> int:
+    """Of the rank's block of `torch.tensor_split`, without a branch on a size that may be symbolic."""
+    return (rows + world_size - 1 - rank) // world_size
+
+
+def _shape(name: str) -> Any:
+    def make(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        rank, world_size = ranks(more[-1])
+        shape = list(x.shape)
+        if name == "all_gather":
+            shape[0] *= world_size
+        elif name == "all_scatter":
+            shape[1] *= world_size
+        elif name == "reduce_scatter":
+            shape[0] = _num_rows(shape[0], rank, world_size)
+        return x.new_empty(shape)
+
+    return make
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, *options, ctx.group = inputs
+    ctx.length = x.shape[0] if x.ndim else 1
+    ctx.root = options[0] if options else None
+
+
+def _of_all_reduce(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return g, None, None
+
+
+def _of_all_gather(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+    rank, _ = ranks(ctx.group)
+    return g.narrow(0, rank * ctx.length, ctx.length), None
+
+
+def _of_all_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+    rank, world_size = ranks(ctx.group)
+    width = g.shape[1] // world_size
+    return g.narrow(1, rank * width, width), None
+
+
+def _of_broadcast(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return (g if ranks(ctx.group)[0] == ctx.root else torch.zeros_like(g)), None, None
+
+
+@once_differentiable
+def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+    _, world_size = ranks(ctx.group)
+    gather = torch.ops.collectives.all_gather
+    if ctx.length % world_size == 0:
+        return gather(g, ctx.group), None
+    # Blocks of one length travel.
+    longest = -(-ctx.length // world_size)
+    block = g.new_zeros(longest, *g.shape[1:])
+    block[: g.shape[0]] = g
+    blocks = gather(block, ctx.group).split(longest)
+    sizes = (_num_rows(ctx.length, rank, world_size) for rank in range(world_size))
+    return torch.cat([each[:size] for each, size in zip(blocks, sizes, strict=True)]), None
+
+
+def _register() -> None:
+    backward = {
+        "all_reduce": _of_all_reduce,
+        "all_gather": _of_all_gather,
+        "reduce_scatter": _of_reduce_scatter,
+        "all_scatter": _of_all_scatter,
+        "broadcast": _of_broadcast,
+    }
+    for name, schema in _SCHEMAS.items():
+        op = f"collectives::{name}"
+        torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(op, "default", _run(name))
+        torch.library.register_fake(op, _shape(name))
+        torch.library.register_autograd(op, backward[name], setup_context=_keep)
+        # Ranks whose graphs differ would wait for one another's.
+        torch.library._register_effectful_op(op, EffectType.ORDERED)
+
+
+_register()

@@ -1,0 +1,166 @@
+"""The collectives on whole tensors in `torch.library`: gradients of the whole model, opcheck, one graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives
+from collectives import by_message
+from pyrocshmem import Heap, target
+from stream_k.library import name_of
+from tests.ranks import run_ranks, values
+
+TIER = 3
+TIMEOUT_S = 110.0
+ROOT = 1
+HALF, FLOAT = torch.float16, torch.float32
+# Rows that 2 ranks don't divide, fewer than ranks, none.
+CASES = (((7, 3), HALF), ((4, 6), FLOAT), ((1, 5), FLOAT), ((0, 4), HALF))
+# Of the x of all ranks, what the result is as a whole.
+MODELS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "all_reduce": lambda parts: torch.stack(parts).sum(0),
+    "all_gather": torch.cat,
+    "reduce_scatter": lambda parts: torch.stack(parts).sum(0),
+    "all_scatter": lambda parts: torch.cat(parts, 1),
+    "broadcast": lambda parts: parts[ROOT],
+}
+
+
+def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    device = (
+        torch.device("cpu") if target.interpreted() else torch.device("cuda", torch.cuda.current_device())
+    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def call(name: str, x: torch.Tensor, heap: Heap, **more: Any) -> torch.Tensor:
+    more |= {"root": ROOT} if name == "broadcast" else {}
+    return getattr(collectives, name)(x, group=heap, **more)  # type: ignore[no-any-return]
+
+
+class Ops(TorchDispatchMode):
+    """Names of the operators that go through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "collectives":
+            self.seen.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(heap: Heap) -> list[str]:
+    """Each gradient is that of the loss of the model as one, in float64: values are moved, so it is exact. Twice it is
+    not, which is the mistake of tensors that every rank has."""
+    wrong = []
+    for name, model in MODELS.items():
+        for number, (shape, dtype) in enumerate(
+            (shape, dtype) for shape in SHAPES for dtype in (HALF, FLOAT)
+        ):
+            parts = [random(shape, 10 * number + rank, dtype) for rank in range(heap.world_size)]
+            leaves = [part.double().requires_grad_() for part in parts]
+            whole = model(leaves)
+            weight = random(tuple(whole.shape), 1000 + number, dtype)
+            (expected,) = torch.autograd.grad(whole, leaves[heap.rank], weight.double(), allow_unused=True)
+            expected = (
+                torch.zeros(shape, dtype=torch.float64).to(weight.device) if expected is None else expected
+            )
+            x = parts[heap.rank].requires_grad_()
+            with Ops() as forward:
+                found = call(name, x, heap)
+            mine = weight.tensor_split(heap.world_size)[heap.rank] if name == "reduce_scatter" else weight
+            with Ops() as backward:
+                found.backward(mine)
+            with Ops() as plain, torch.no_grad():
+                same = call(name, x, heap)
+            grad = x.grad
+            assert grad is not None
+            if not torch.equal(grad.double(), expected) or grad.dtype != dtype:
+                wrong.append(f"{name} {shape} {dtype}: {grad} instead of {expected}")
+            if expected.any() and torch.equal(2 * grad.double(), expected):
+                wrong.append(f"{name}: twice the gradient would pass")
+            gathers = ["all_gather"] if name == "reduce_scatter" else []
+            if (forward.seen, backward.seen, plain.seen) != ([name], gathers, []):
+                wrong.append(f"{name}: {forward.seen}, {backward.seen}, {plain.seen}")
+            if not torch.equal(found, same):
+                wrong.append(f"{name}: another result by way of the dispatcher")
+    return wrong
+
+
+def traced(heap: Heap) -> list[str]:
+    """opcheck of each, and all of them in one graph, whose gradients are those of the same calls one by one."""
+    wrong = []
+    for name in MODELS:
+        options = {"all_reduce": ("two_shot",), "broadcast": (ROOT,)}.get(name, ())
+        arguments = (random((3, 4), heap.rank, FLOAT).requires_grad_(), *options, name_of(heap))
+        op = getattr(torch.ops.collectives, name).default
+        for test, outcome in torch.library.opcheck(op, arguments, raise_exception=False).items():
+            if outcome != "SUCCESS":
+                wrong.append(f"{name}: {test}: {outcome}")
+
+    def everything(x: torch.Tensor) -> torch.Tensor:
+        rows = call("reduce_scatter", call("all_reduce", x, heap), heap)
+        wide = call("all_scatter", call("broadcast", x, heap), heap)
+        return (call("all_gather", rows[:2], heap).square() * wide[:4, :3]).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for rows in (5, 6):
+        x = random((rows, 3), 50 + heap.rank, FLOAT).requires_grad_()
+        pairs = [(function(x), x) for function in (everything, compiled)]
+        eager, other = ((loss, *torch.autograd.grad(loss, leaf)) for loss, leaf in pairs)
+        wrong += [f"{rows} rows" for a, b in zip(eager, other, strict=True) if not torch.equal(a, b)]
+    return wrong
+
+
+def calls_made(heap: Heap) -> int:
+    """Of three calls in a graph, two of them alike and one whose result nobody reads."""
+    made, honest = [], by_message._exchanged
+
+    def counting(*args: Any) -> torch.Tensor:
+        made.append(args)
+        return honest(*args)
+
+    def three(x: torch.Tensor) -> torch.Tensor:
+        call("broadcast", x, heap)
+        return call("all_reduce", x, heap) * call("all_reduce", x, heap)
+
+    torch._dynamo.reset()
+    by_message._exchanged = counting
+    # With the partitioner of the backends that ship, which merges what is equal.
+    x = random((2, 3), 1, FLOAT).requires_grad_()
+    torch.compile(three, fullgraph=True, backend="aot_eager_decomp_partition")(x)
+    by_message._exchanged = honest
+    return len(made)
+
+
+def operators(rank: int, world_size: int) -> list[str]:
+    with Heap(16 << 20) as heap:
+        x = random((4, 3), 1, FLOAT).requires_grad_()
+        with pytest.raises(ValueError, match="all_reduce takes no out where a gradient is needed"):
+            collectives.all_reduce(x, group=heap, out=torch.empty_like(x))
+        with pytest.raises(TypeError, match=r"x is torch.float64, a tensor is needed of torch.float16"):
+            collectives.all_gather(x.double(), group=heap)
+        with pytest.raises(ValueError, match="1 dimensions or more"):
+            collectives.reduce_scatter(x[0, 0], group=heap)
+        with pytest.raises(ValueError, match="a matrix is needed"):
+            collectives.all_scatter(x[0], group=heap)
+        with pytest.raises(ValueError, match="root is 2, the group has ranks 0 to 1"):
+            collectives.broadcast(x, 2, group=heap)
+        wrong = gradients(heap) + traced(heap)
+        assert calls_made(heap) == 3
+        # The control: without effects some are lost.
+        for name in MODELS:
+            torch.library._register_effectful_op(f"collectives::{name}", None)
+        assert calls_made(heap) < 3
+        return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_operators() -> None:
+    assert values(run_ranks(operators, 2, timeout=TIMEOUT_S)) == [[], []]
