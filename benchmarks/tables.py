@@ -153,7 +153,7 @@ def behind(group: Group) -> str:
     texts = []
     for peer in stats.peers(group):
         speeds = {shape(case): stats.speedup(case, peer) for case in group.cases}
-        lost = [f"{name} ({speed:.2f})" for name, speed in speeds.items() if speed is not None and speed < 1]
+        lost = [f"{name} ({speed:.3f})" for name, speed in speeds.items() if speed is not None and speed < 1]
         texts += [f"`{peer}` at {', '.join(lost)}"] if lost else []
     return f"Ours is behind {'; '.join(texts)}.\n" if texts else ""
 

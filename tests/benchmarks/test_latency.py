@@ -84,7 +84,7 @@ def test_where_ours_is_behind(tmp_path: Path) -> None:
         for n, (ours, nccl, window) in times.items()
     ]
     file = records.File(tmp_path / "x", made_up.ENVIRONMENT, cases)
-    lost = "Ours is behind `unfused` at 2 KiB (0.80), 1 MiB (0.89); `nccl_window` at 2 KiB (0.60)."
+    lost = "Ours is behind `unfused` at 2 KiB (0.800), 1 MiB (0.889); `nccl_window` at 2 KiB (0.600)."
     assert lost in tables.document([file])
     drawn = {path.stem for path in plots.draw([file], tmp_path)}
     assert {f"all-gather-bfloat16-4-{what}" for what in ("time", "bandwidth")} <= drawn
