@@ -227,5 +227,6 @@ def _launch(
         "RANKS": ranks,
         "STEP": step,
     }
-    warps = min(16, max(_THREADS // 32, step * ranks // 128)) if norm else _THREADS // 32
+    # A row's units are waited for side by side: a thread that has several waits for one after another.
+    warps = min(32, max(_THREADS, step * ranks) // 32) if norm else _THREADS // 32
     return Launch(exchange_kernel, programs, constants, warps, 1, chained=True)

@@ -237,7 +237,7 @@ def _small(block_m: int, block_n: int) -> Config:
     """As many bytes in flight as fit beside the tile on its way out, in fp32."""
     large = block_m * block_n >= 128 * 128
     block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
-    subtiles = 2 if large else 1
+    subtiles = 2 if block_m * block_n >= 128 * 64 else 1
     stages = (_SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
     return Config(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
