@@ -27,10 +27,13 @@ WAYS = [
     ("all_reduce", "inside", "one_shot"),
     ("all_reduce", "inside", "two_shot"),
     ("all_reduce", "copy_engine", "two_shot"),
+    ("all_reduce", "messages", "one_shot"),
+    ("all_reduce", "messages", "two_shot"),
     ("all_scatter", "after", "two_shot"),
     ("all_scatter", "beside", "two_shot"),
     ("all_scatter", "own_stream", "two_shot"),
     ("all_scatter", "inside", "two_shot"),
+    ("all_scatter", "messages", "two_shot"),
 ]
 
 
@@ -61,8 +64,8 @@ def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
 
 
 def placed(case: Case, placement: str, algorithm: str) -> Case:
-    """Row blocks come without squares."""
-    squares = case.squares and placement != "copy_engine"
+    """Row blocks and messages come without squares."""
+    squares = case.squares and placement not in ("copy_engine", "messages")
     return dataclasses.replace(case, squares=squares).with_config(
         placement=placement, algorithm=algorithm, chunk=1
     )
