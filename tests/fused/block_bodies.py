@@ -7,16 +7,20 @@ import time
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from pyrocshmem import Heap, signal
-from pyrocshmem.errors import PeerAborted, PeerTimeout
+from pyrocshmem import Heap, message, signal
+from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from stream_k.workspace import Workspace
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import small_config
 
-AHEAD_S, SHORT_S, LONG_S = 1.5, 0.5, 20.0
+AHEAD_S, SHORT_S, LONG_S, PAUSE_S = 1.5, 0.5, 20.0, 0.1
 CALLS = 3
+PLANTS = KEPT, TWO_SLOTS, NEVER_EMPTIED = "kept", "two slots", "never emptied"
+Way = tuple[str, str, str]
 
 
 def without_entering() -> None:
@@ -87,7 +91,9 @@ def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) ->
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
         assert integer_call(heap, 50, shape, config, workspace, op)
-        if rank == 1:
+        if rank == 1 and name == "messages":
+            message.push = lambda *args: None
+        elif rank == 1:
             keep_back(workspace.buffer(name, 1, torch.int32, local=name == "local flags"))
             if name == "flags":
                 keep_back_copies(*workspace.plans.values())
@@ -104,3 +110,53 @@ def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) ->
         except (PeerTimeout, PeerAborted) as error:
             return type(error).__name__, getattr(error, "op", ""), error.peer
         return "", "", None
+
+
+@triton.jit
+def slot_of_two(messages, slot_quads, count):
+    """`message._slot` as it must not be."""
+    return messages + tl.cast(count % 2, tl.int64) * slot_quads * 4
+
+
+def messages_ahead(rank: int, world_size: int, ways: list[Way]) -> dict[str, dict[Way, int]]:
+    """By plant and way (op, placement, algorithm): calls that were wrong or ended in a fault."""
+    honest = message.restore, message._slot
+    found: dict[str, dict[Way, int]] = {}
+    for plant in PLANTS:
+        message._slot = slot_of_two if plant == TWO_SLOTS else honest[1]
+        found[plant] = {way: _wrong_behind(way, plant, honest[0]) for way in ways}
+    return found
+
+
+def _wrong_behind(way: Way, plant: str, restore: Any) -> int:
+    """Rank 1 empties the slot of the call before only when rank 0 has sent it what it has for the next call, or can't.
+    The calls are counted past the end of the numbers."""
+    op, placement, algorithm = way
+    config = small_config(placement=placement, algorithm=algorithm)
+    message.restore = restore
+    wrong = 0
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S if plant == KEPT else SHORT_S)
+        word = int(signal.MESSAGES.value)
+        workspace.control[word] = int(message._WRAP.value) - 2
+        ahead = heap.peer_view(workspace.control, 0)
+        late = heap.rank == 1
+
+        def behind(messages: Any, slot_quads: Any, count: Any, *rest: Any) -> None:
+            deadline = time.monotonic() + SHORT_S / 2
+            while late and ahead[word] == workspace.control[word] and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(PAUSE_S if late else 0.0)
+            # The slot of the call before, of two: the next one's.
+            restore(messages, slot_quads, count + 1 if plant == TWO_SLOTS else count, *rest)
+
+        message.restore = behind if plant != NEVER_EMPTIED else lambda *args: None
+        try:
+            for call in range(2 + CALLS):
+                time.sleep(PAUSE_S if late and plant == NEVER_EMPTIED else 0.0)
+                wrong += not integer_call(heap, call, (40, 24, 24), config, workspace, op)
+                heap.synchronize()
+            heap.vote("done")
+        except ShmemError:
+            wrong += 1
+    return wrong

@@ -15,10 +15,15 @@ SHAPE = (40, 24, 24)
 SMALL, LARGE = (20, 30, 24), (60, 30, 24)
 PLACEMENTS = ("after", "beside", "own_stream", "inside")
 BLOCKS = [(op, "copy_engine", "two_shot") for op in ("all_gather", "reduce_scatter", "all_reduce")]
+MESSAGES = [
+    *(("all_reduce", "messages", algorithm) for algorithm in ("one_shot", "two_shot")),
+    *((op, "messages", "two_shot") for op in ("all_gather", "reduce_scatter", "all_scatter")),
+]
 WAYS = [
     *(("all_reduce", p, a) for p in PLACEMENTS for a in ("one_shot", "two_shot")),
     ("all_scatter", "own_stream", "two_shot"),
     *BLOCKS,
+    *MESSAGES,
 ]
 # The first step of a call waits until the peers are in it. An all-reduce can't get ahead: it ends with its peers' rows.
 PUSHED = [op for op, _, _ in BLOCKS if op != "all_reduce"]
@@ -84,6 +89,8 @@ def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
         ("all_reduce", "own_stream", "flags"),
         ("all_scatter", "own_stream", "flags"),
         ("all_scatter", "own_stream", "local flags"),
+        ("all_reduce", "messages", "messages"),
+        ("all_gather", "messages", "messages"),
     ],
 )
 @pytest.mark.cpu
@@ -112,6 +119,20 @@ def test_a_single_slot_is_caught(placement: str) -> None:
     """The control of the test above."""
     ends = run_ranks(bodies.stalled_reader, 2, [[SHAPE]], placement, True, timeout=TIMEOUT_S)
     assert sum(wrong for (wrong,) in values(ends)) > 0
+
+
+@pytest.mark.cpu
+def test_messages_of_a_rank_that_is_a_call_ahead() -> None:
+    """Fault 8: what it sends of the next call stays, though its peer has yet to empty the slot of the call before.
+    Then the controls: with two slots that is the slot that it sends to; without emptying, old data look new."""
+    kept, two_slots, never_emptied = block_bodies.PLANTS
+    ways = MESSAGES[:3]
+    first, second = values(run_ranks(block_bodies.messages_ahead, 2, ways, timeout=TIMEOUT_S))
+    assert first[kept] == second[kept] == dict.fromkeys(ways, 0)
+    for way in ways:
+        # A two-shot ends with what the late rank sends after it has emptied the slot: nobody gets ahead of that.
+        assert first[two_slots][way] + second[two_slots][way] > 0 or way == MESSAGES[1], way
+        assert first[never_emptied][way] + second[never_emptied][way] > 0, way
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
