@@ -24,6 +24,8 @@ import triton.language as tl
 from tests.ranks import run_ranks, values
 
 TIER = 3
+# GPUs that other processes share take turns, and a call is several.
+pytestmark = [] if target.interpreted() else [pytest.mark.alone]
 ON_CPU = target.interpreted()
 ONE_EACH = ("reduce_scatter", "rms_norm", "barrier")  # of which ranks get results of their own
 # RMSNorm takes the interpreter long, and has late ranks of its own in test_rms_norm.py.

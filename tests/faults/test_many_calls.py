@@ -19,6 +19,8 @@ from tests.ranks import run_ranks, values
 from tests.stream_k.products import Frame, small_config
 
 TIER = 3
+# GPUs that other processes share take turns, and a call is several.
+pytestmark = [] if target.interpreted() else [pytest.mark.alone]
 ON_CPU = target.interpreted()
 SIZE = 64
 CALLS = 100 if ON_CPU else 5_000

@@ -22,6 +22,9 @@ COPIES, CONTROL_ROUNDS = (400, 40) if ON_CPU else (1_000_000, 200_000)
 TILES = 1 if ON_CPU else 8
 TIMEOUT_S = 150.0 if ON_CPU else 500.0
 pytestmark = [pytest.mark.num_ranks(2), pytest.mark.timeout(TIMEOUT_S + 20)]
+if not ON_CPU:
+    # GPUs that other processes share take turns, and a round is two turns.
+    pytestmark.append(pytest.mark.alone)
 
 GUARDED = {
     "push": Litmus("push", ROUNDS),
