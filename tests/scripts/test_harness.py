@@ -15,6 +15,7 @@ from tests.scripts import support
 TIER = 1
 pytestmark = pytest.mark.cpu
 
+HARNESS = ("run.sh", "conftest.py", "__init__.py", "faults/cases.py")
 CHEAP = """
 import pytest
 TIER = 0
@@ -58,9 +59,7 @@ class cuda:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """The harness with tests of its own. The dear module sorts first by name, and its /dev/shm is a folder here."""
-    tree = support.copy_tree(
-        tmp_path, "tests/run.sh", "tests/conftest.py", "tests/__init__.py", *support.ACTIVATION
-    )
+    tree = support.copy_tree(tmp_path, *(f"tests/{name}" for name in HARNESS), *support.ACTIVATION)
     support.fake_module(tree, "pyrocshmem", target=TARGET)
     support.fake_module(tree, "torch", __init__=TORCH)
     (tree / "shm").mkdir()
