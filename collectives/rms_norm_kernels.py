@@ -11,7 +11,7 @@ all add them in the same order, so all scale a row by the same bits. Then each n
     done[block][rank] >= epoch  replicated: the rank's columns of a block of rows have arrived here
 
 A rank writes into a peer's result only after it has heard of its sums in this call: by then the peer has done with
-what the result held before.
+what the result held before. A rank that comes too late hears of them as well, so it looks at the abort word, too.
 
 Backward (the derivative of the formula above): with t = sum over H of g w h, times s / H, the gradient of h is
 s (g w - h s t), and that of the weight the sum over rows of g h s, which needs no peer.
@@ -89,9 +89,12 @@ def rms_norm_kernel(
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
+            told = program - program
+            if REPLICATED:
+                told = signal.load_now(abort)
             sums, missing = row_sums.receive(block, slot, M, deadline, context, ROWS, WORLD, RANKS)
             absent = tl.maximum(absent, missing)
-            if tl.max(missing, axis=0) == 0:
+            if (tl.max(missing, axis=0) == 0) & (told == 0):
                 trace.mark(events, trace.STORE, block)
                 row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
                 scale = tl.math.rsqrt(sums / H + eps)

@@ -18,6 +18,8 @@ call before; the next but one will use that again:
 Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call
 n + 1 only after its call n has put the sentinels back. Hence the one rule for callers: in every call every rank
 hears from every rank, be it 16 bytes. Ranks whose data are late make `poll` give up after the wait budget.
+What such a rank still pushes when its peers have given up lands in their slots alone, which nobody takes for a
+result: the peers' record stands until `Heap.recover`, which empties the slots.
 
 The protocol is NCCL's and FlashInfer's "low latency" idea, as published with NVIDIA's Lamport all-reduce kernels.
 A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four

@@ -20,6 +20,8 @@ Rules that the rest of the project relies on:
   rank, peer, tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the
   kernel runs to its end without touching what it did not get. `Heap.check` turns the record into
   `PeerTimeout` or `PeerAborted`.
+- Who gives up tells its peers before it publishes anything more, and `end` looks at the abort word: what they
+  took of it passes for nothing. So does `wait_entered`: a rank that comes too late writes to nobody.
 - No other file uses `tl.atomic_*` on a flag.
 
 `context` is the tuple (control, abort, status, heap_bases): `control` int32 words as laid out below (on the
@@ -107,12 +109,8 @@ def settle():
     else:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0;\nbar.sync 0;\nmov.u32 $0, 0;",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -125,14 +123,9 @@ def _acquire(scope: tl.constexpr):
             "buffer_inv sc0 sc1\ns_waitcnt vmcnt(0)", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
-    elif scope == "gpu":
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu;\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
-            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
     else:
         tl.inline_asm_elementwise(
-            "fence.acq_rel.sys;\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
+            "fence.acq_rel." + scope + ";\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -217,13 +210,13 @@ def _pick(values, lane, lanes):
 def report(
     peer, tile, expected, seen, waited_us, call, context, OP: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
-    """Record that a wait of call number `call` ended without what it waited for; when this rank is the first
-    to give up, tell the others. The first record stands: it names the cause, later ones its consequences."""
+    """Record that a wait of call number `call` ended without what it waited for; when no rank gave up before,
+    tell the others. The first record stands: it names the cause, later ones its consequences."""
     control, abort, record, heap_bases = context
+    rank = tl.load(control + RANK)
+    aborter = load_now(abort) - 1
+    aborted = aborter >= 0
     if tl.load(record + _WORD_CODE, volatile=True) == 0:
-        rank = tl.load(control + RANK)
-        aborter = load_now(abort) - 1
-        aborted = aborter >= 0
         tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
         tl.store(record + _WORD_RANK, rank.to(tl.int64))
         tl.store(record + _WORD_PEER, tl.where(aborted, aborter, peer).to(tl.int64))
@@ -234,29 +227,33 @@ def report(
         tl.store(record + _WORD_EPOCH, tl.cast(call, tl.int64))
         settle()
         tl.store(record + _WORD_CODE, tl.where(aborted, _ABORTED, _TIMEOUT).to(tl.int64))
-        if not aborted:
-            # After the record is whole: a program of this rank that sees the word must find it.
-            if WORLD > 1:
-                everyone = tl.arange(0, MAX_WORLD)
-                publish(abort, 1 + rank, everyone, heap_bases, everyone < WORLD)
-            else:
-                settle()
-                raise_flag(abort, 1 + rank)
+    if not aborted:
+        if WORLD > 1:
+            lanes = tl.arange(0, MAX_WORLD)
+            publish(abort, 1 + rank, lanes, heap_bases, (lanes < WORLD) & (lanes != rank))
+        # The own word last: who goes on because of it finds the record whole, and publishes what may be wrong.
+        settle()
+        raise_flag(abort, 1 + rank)
 
 
 @triton.jit
 def wait(
     flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr, scope: tl.constexpr = _SYSTEM,
-    call=None,
+    call=None, FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Wait until all of `flags` (a block of addresses in the own memory, where `mask`) have reached `epoch`.
 
     True: what they announce is there to be read. False: gave up; do not read it. `OP` (a `status.Op`),
     `tiles` and `peers` (a block each, or one number for all lanes) only name, in the record, what was waited
-    for; `call` does where `epoch` is not the number of the call.
+    for; `call` does where `epoch` is not the number of the call. FIRST: an abort word that is set counts
+    for more than flags that are up.
     """
     control, abort, record, heap_bases = context
+    if FIRST:
+        told = load_now(abort)
     up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
+    if FIRST:
+        up = tl.where(told == 0, up, 0)
     if up == 0:
         budget = tl.load(control + BUDGET_US)
         start = now_us()
@@ -304,12 +301,12 @@ def wait_begun(count, context, OP: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def wait_entered(epoch, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """Wait until every peer has entered call `epoch`. False: gave up."""
+    """Wait until every peer has entered call `epoch`. False: gave up, or a peer did, though all have entered."""
     control, abort, record, heap_bases = context
     lanes = tl.arange(0, MAX_WORLD)
     # A rank alone tells nobody that it enters, and is the only one that could be late.
     peers = (lanes < WORLD) & (WORLD > 1)
-    return wait(control + ENTERED + lanes, peers, epoch, -1, lanes, context, OP, WORLD)
+    return wait(control + ENTERED + lanes, peers, epoch, -1, lanes, context, OP, WORLD, FIRST=WORLD > 1)
 
 
 @triton.jit
@@ -317,10 +314,14 @@ def end(context, epoch):
     """Close the call: the last program of the grid to come here writes the number that the next call counts
     from. True in that program."""
     control, abort, record, heap_bases = context
+    told = load_now(abort)  # its latency hides behind the ticket's
     last = is_last(context)
     if last:
         tl.store(control + BEGUN, 0)
         tl.store(control + EPOCH, epoch)
+    if told != 0:
+        # What this program took may be what a peer published after it had given up.
+        report(0, -1, epoch, epoch, epoch - epoch, epoch, context, 0, 1)
     return last
 
 

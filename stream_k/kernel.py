@@ -121,14 +121,15 @@ def _multiply(
 @triton.jit
 def _add_partials(
     parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """`parts` plus the workspace tiles of programs [first, last), in that order."""
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
     one = tl.arange(0, 1)
     for program in range(first, last):
         trace.mark(events, trace.WAIT, tile)
-        signal.wait(fix_up_flags + program + one, one == 0, epoch, tile, program, context, _FIX_UP, 1, "gpu")
+        flag = fix_up_flags + program + one
+        signal.wait(flag, one == 0, epoch, tile, program, context, _FIX_UP, WORLD, "gpu")
         trace.mark(events, trace.FIX_UP, tile)
         row = program * BLOCK_M
         if SUBTILES == 1:
@@ -205,7 +206,7 @@ def _split_tiles(
             first = program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
             parts = _add_partials(
                 parts, first, program, epoch, tile, workspace, fix_up_flags, context, events,
-                BLOCK_M, BLOCK_N, SUBTILES,
+                WORLD, BLOCK_M, BLOCK_N, SUBTILES,
             )  # fmt: skip
             trace.mark(events, trace.STORE, tile)
             EPILOGUE(

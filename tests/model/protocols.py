@@ -13,7 +13,7 @@ guards, each of which can be left out:
     abort     a wait watches the abort word
     tell      who gives up sets it at the peers
     heed      what a wait that gave up was for is left out
-    end       the program that ends a call looks at the abort word once more: not in `signal.end` yet, see LACKING
+    end       the programs of a call look at the abort word once more when it ends (`signal.end`)
 """
 
 from collections.abc import Callable
@@ -21,9 +21,6 @@ from collections.abc import Callable
 from tests.model.checker import EPOCHS, Model, Step
 
 GUARDS = frozenset({"settle", "epoch", "wrap", "entered", "slots", "restore", "abort", "tell", "heed", "end"})
-# What the kernels don't have, and the protocols that then go wrong when a wait gives up.
-LACKING = frozenset({"end"})
-BROKEN = ("copy_rows", "split_tile")
 FIRST_EPOCH = 5
 
 Builder = Callable[[int, int, frozenset[str]], Model]

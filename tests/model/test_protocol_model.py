@@ -1,18 +1,14 @@
 """The protocols hold in every interleaving of 2 and 3 ranks; take a guard out, and the checker shows how they break.
 
-One guard the kernels lack (`protocols.LACKING`): tests say where that shows, and that it would be enough.
-
 A counterexample is printed: `pytest -s tests/model -k "guard and slots"`.
 """
 
-import inspect
 import re
 
 import pytest
 
-from pyrocshmem import signal
 from tests.model.checker import Model, Step, explore
-from tests.model.protocols import BROKEN, GUARDS, LACKING, PROTOCOLS
+from tests.model.protocols import GUARDS, PROTOCOLS
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -44,7 +40,7 @@ NEEDED = [
 @pytest.mark.parametrize("name", PROTOCOLS)
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 3)])
 def test_a_protocol_holds(name: str, ranks: int, calls: int) -> None:
-    found, states = explore(PROTOCOLS[name](ranks, calls, GUARDS - LACKING))
+    found, states = explore(PROTOCOLS[name](ranks, calls, GUARDS))
     assert found is None, f"\n{found}"
     assert states > 100
 
@@ -53,27 +49,14 @@ def test_a_protocol_holds(name: str, ranks: int, calls: int) -> None:
 @pytest.mark.parametrize("dies", [False, True], ids=["late", "dead"])
 def test_a_protocol_holds_when_waits_give_up(name: str, dies: bool) -> None:
     """Any rank may be late by more than the budget at any wait, or die at any step: who raises nothing is right."""
-    guards = GUARDS if name in BROKEN else GUARDS - LACKING
-    found, states = explore(PROTOCOLS[name](2, 3, guards), may_time_out=True, crash=1 if dies else None)
+    found, states = explore(PROTOCOLS[name](2, 3, GUARDS), may_time_out=True, crash=1 if dies else None)
     assert found is None, f"\n{found}"
     assert states > 100
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_the_kernels_lack(name: str) -> None:
-    """A rank gave up, and what it sent nevertheless reaches one that then calls its own call done. A static look at
-    `signal.end` says when it has learned to look at the abort word: then LACKING must be emptied."""
-    source = inspect.getsource(signal.end.fn) + inspect.getsource(signal.is_last.fn)
-    assert "abort)" not in source, "the guard is there now: empty tests.model.protocols.LACKING"
-    found, _ = explore(PROTOCOLS[name](2, 2, GUARDS - LACKING), may_time_out=True)
-    assert found is not None
-    assert re.search(WRONG_DATA, found.wrong)
-    assert any("waits its budget out" in line for line in found.trace), str(found)
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_three_ranks_that_give_up(name: str) -> None:
-    found, states = explore(PROTOCOLS[name](3, 2, GUARDS - LACKING), may_time_out=True)
+    found, states = explore(PROTOCOLS[name](3, 2, GUARDS), may_time_out=True)
     assert found is None, f"\n{found}"
     assert states > 1000
 
