@@ -21,12 +21,14 @@ from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.launch import Launch
 from stream_k.operands import aligned, check_apart, check_output, check_product, kind
-from stream_k.product import Product, make_product
+from stream_k.product import Product, make_product, schedule_of
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
 Arguments = tuple[Any, ...]
 _SIDE = 0
+# Long enough for every rule that splits tiles.
+_ENDLESS_K = 1 << 40
 _WITHOUT_SQUARES = ("copy_engine", "messages")
 
 
@@ -68,7 +70,7 @@ class Call:
 
     request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or one like it.
     direct: peers can write `out` itself. config: the one to use. num_rows: M of the whole product. longest_k: the
-    largest inner size of all ranks.
+    largest inner size of all ranks, where their schedules depend on it; at least 1.
     """
 
     request: Request
@@ -84,7 +86,7 @@ class Call:
 
     def product(self, stores_fp32: bool) -> Product:
         """The GEMM of the call."""
-        comm = self.config.num_comm_programs if self.config.placement == "beside" else 0
+        comm = _comm_programs(self.config)
         return make_product(
             self.a,
             self.b,
@@ -265,9 +267,11 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
     # What each rank multiplies by columns of its own is its own affair, its configuration too.
-    shown, share, tiling = (
-        (f"{M} x {K}", 0, f", {config.placement}") if op.own_columns else (f"{M} x {N}", K, f", {config}")
-    )
+    if op.own_columns:
+        shown, share, tiling = f"{M} x {K}", 0, f", {config.placement}"
+    else:
+        share = K if _depends_on_k(config, M, N, heap.device) else 0
+        shown, tiling = f"{M} x {N}", f", {config}"
     text = (
         f"{name}({shown} {dtype}, bias={bias is not None}, activation={request.activation}, "
         f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, "
@@ -291,6 +295,20 @@ def _make_plan(
         heap.vote(f"{text}: ready")
     workspace.plans[key] = plan
     return plan
+
+
+def _comm_programs(config: Config) -> int:
+    """Programs of the GEMM's launch that consume."""
+    return config.num_comm_programs if config.placement == "beside" else 0
+
+
+def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
+    """Whether ranks must agree on the longest of their inner sizes: where tiles may be split, it says which program
+    finishes which tile, and who waits for whom. Whole tiles have one order, and what consumes row blocks and whole
+    products waits for the own rank's tiles alone: there a share of K is its rank's own affair."""
+    if config.placement in ("copy_engine", "messages"):
+        return False
+    return schedule_of(config, M, N, _ENDLESS_K, device, _comm_programs(config)).has_shared_tiles
 
 
 def consumer_launches(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, target, trace
+from pyrocshmem import signal, status, target, trace
 from stream_k.config import Config
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
@@ -106,6 +106,21 @@ def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
     return a.new_zeros(a.shape[0], 1), b.new_zeros(1, b.shape[1])
 
 
+def _counted_apart(workspace: Workspace) -> Workspace:
+    """The workspace of this rank's products alone, beside the one of a heap: a product whose tiles are split is
+    counted as a call, and may be split on some ranks only, which must not put them out of step. Its faults are
+    the heap's."""
+    if workspace.heap is None:
+        return workspace
+    if workspace.own is None:
+        workspace.own = own = Workspace(device=workspace.device)
+        for word in (int(signal.RANK.value), int(signal.BUDGET_US.value)):
+            own.control[word] = workspace.control[word]
+        own.context = (own.control, *workspace.context[1:])
+        own._captured = True  # graphs are captured on the heap's: nothing that grows is given back
+    return workspace.own
+
+
 class GemmPlan:
     """The launch of a GEMM for operands of one kind."""
 
@@ -125,8 +140,9 @@ class GemmPlan:
         )
         how = how_to_write(out)
         self.c_template = template(out, how, config.block_m, product.part_n)
-        self.context = workspace.context
-        self.fix_up = product.fix_up(workspace)
+        own = _counted_apart(workspace)
+        self.context = own.context
+        self.fix_up = product.fix_up(own)
         self.strides = (out.stride(0), out.stride(1))
         options = (ACTIVATIONS.index(activation), int(bias is not None), how)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing

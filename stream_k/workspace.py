@@ -33,7 +33,7 @@ DEFAULT_WAIT_SECONDS = 10.0
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
 
-_MESSAGES = f"{torch.int32}:messages"
+_MESSAGES = f"symmetric:{torch.int32}:messages"
 _FEWEST_MESSAGE_WORDS = 1 << 18
 
 
@@ -79,6 +79,7 @@ class Workspace:
         self._retired: list[Any] = []
         self._lost = False
         self._captured = False
+        self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
@@ -173,7 +174,7 @@ class Workspace:
         Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would
         grow under CUDA graph capture.
         """
-        key = f"{dtype}:{name}"
+        key = f"{'local' if local else 'symmetric'}:{dtype}:{name}"
         found = self._buffers.get(key)
         if found is not None and found.numel() >= count:
             return found
@@ -189,7 +190,6 @@ class Workspace:
                 "use a larger one or smaller blocks"
             )
         self._release(self._buffers.pop(key, None))
-        on_heap = self.heap is not None and not local
         if self.heap is not None and not local:
             made = self.heap.empty(count, dtype=dtype)
         else:
@@ -199,7 +199,7 @@ class Workspace:
         elif key == _MESSAGES:
             made.fill_(int(message.SENTINEL.value))
         self._buffers[key] = made
-        if on_heap:
+        if not local:
             self._agree(name)
         return made
 
@@ -319,7 +319,8 @@ class Workspace:
 
     def nbytes_in_use(self) -> int:
         """Bytes of all buffers, local and symmetric."""
-        return sum(x.numel() * x.element_size() for x in self._buffers.values())
+        own = self.own.nbytes_in_use() if self.own is not None else 0
+        return own + sum(x.numel() * x.element_size() for x in self._buffers.values())
 
 
 _local: dict[torch.device, Workspace] = {}
