@@ -159,6 +159,20 @@ def call_kernel(seen, closed, context, WORLD: tl.constexpr):
 
 
 @triton.jit
+def aborted_kernel(word, context, LOOKS: tl.constexpr, WORLD: tl.constexpr):
+    """A call during which a peer sets the abort word to `word` (0: none does), after this rank's last wait. LOOKS: it
+    ends as it must; the control ends without a look."""
+    epoch = signal.begin(context, False, WORLD)
+    if tl.program_id(0) == 0:
+        tl.store(context[1], tl.load(word))
+    signal.settle()
+    if LOOKS:
+        signal.end(context, epoch)
+    elif signal.is_last(context):
+        tl.store(context[0] + signal.EPOCH, epoch)
+
+
+@triton.jit
 def chain_kernel(flags, seen, context, WORLD: tl.constexpr):
     """Program p waits for program p - 1, whose number it finds in `seen`."""
     epoch = signal.begin(context, False, WORLD)

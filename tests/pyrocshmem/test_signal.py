@@ -7,7 +7,7 @@ the data. That its barrier is there on GPUs is read in the assembly (tests/compi
 import pytest
 import torch
 
-from pyrocshmem import Heap, target
+from pyrocshmem import Heap, PeerAborted, status, target
 from stream_k.workspace import Workspace
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
@@ -103,6 +103,25 @@ def test_calls_are_counted_once_whatever_the_grid(programs: int) -> None:
         assert closed.item() == call
         assert (seen[:programs] == call).all()
         assert (seen[programs:] == -9).all()
+
+
+@pytest.mark.parametrize(("word", "looks"), [(3, True), (3, False), (0, True)], ids=["told", "blind", "well"])
+def test_a_call_that_a_peer_gave_up_on_ends_with_a_fault(word: int, looks: bool) -> None:
+    """Though none of its own waits did: what it took may be wrong. Blind is the control."""
+    device = target.device()
+    workspace = Workspace(device=device)
+    value = torch.tensor([word], dtype=torch.int32, device=device)
+    kernels.run(kernels.aborted_kernel, 3, value, workspace.context, LOOKS=looks, WORLD=1)
+    assert workspace.epoch() == 1
+    record = workspace.status.tolist()
+    if word and looks:
+        facts = (status.Word.CODE, status.Word.PEER, status.Word.EPOCH)
+        assert [record[fact] for fact in facts] == [status.Code.ABORTED, word - 1, 1]
+        with pytest.raises(PeerAborted):
+            workspace.check()
+    else:
+        assert record == [0] * status.NUM_WORDS
+    assert workspace.context[1].item() == word
 
 
 def test_a_chain_longer_than_what_is_resident_ends() -> None:

@@ -1,0 +1,157 @@
+"""Fault 2: a rank that comes when its peers have given up sees the abort, and writes nothing into their memory.
+
+Rank 1 is held in the middle of its launch, where its host's check is behind it; rank 0 waits its budget out, raises,
+and fills its result with canaries; then rank 1 goes on, and finds all flags up that it needs to write. The control is
+a rank that doesn't look at its abort word. The plants work in Triton's interpreter, where a kernel looks its helpers
+up each time it calls them.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+import stream_k
+from pyrocshmem import Heap, PeerTimeout, ShmemError, signal, status
+from stream_k.workspace import Workspace
+from tests.fused.cases import HEAP_BYTES
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import integers, small_config
+
+TIER = 2
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+
+SHORT_S, BLIND_S, WAIT_S = 0.3, 0.4, 20.0
+CANARY = 77.0
+M, N, K = 40, 24, 16
+
+# (op, placement, algorithm) of those whose kernels write into their peers' results as soon as all flags are up.
+WRITES = [
+    ("gemm_all_scatter", "inside", "two_shot"),
+    ("gemm_all_scatter", "after", "two_shot"),
+    ("gemm_all_reduce", "after", "two_shot"),
+    ("rms_norm", "", ""),
+]
+# And of those that don't, lack what rank 0 has not sent, or look at the word between copies: they must raise, too.
+KEEPS = [
+    ("gemm_all_reduce", "copy_engine", "two_shot"),
+    ("gemm_all_reduce", "inside", "two_shot"),
+    ("all_gather_gemm", "copy_engine", "two_shot"),
+    ("gemm_reduce_scatter", "copy_engine", "two_shot"),
+]
+
+
+class _Meeting:
+    """Words by which the ranks of a heap that has a fault still tell one another where they are."""
+
+    def __init__(self, heap: Heap) -> None:
+        self.words = heap.zeros(4, dtype=torch.int32)
+        self.peers = heap.peer_view(self.words, 1 - heap.rank)
+
+    def tell(self, word: int, number: int) -> None:
+        self.peers[word] = number
+
+    def wait(self, word: int, number: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while int(self.words[word]) != number:
+            assert time.monotonic() < deadline, "the other rank did not come"
+            time.sleep(0.002)
+
+
+def _call(way: tuple[str, str, str], heap: Heap, workspace: Workspace, out: torch.Tensor, seed: int) -> None:
+    name, placement, algorithm = way
+    if name == "rms_norm":
+        x, weight = integers(M, N, torch.float32, seed), torch.ones(N)
+        collectives.rms_norm(x, weight, 1e-5, group=heap, replicated=True, out=out, workspace=workspace)
+        return
+    rows, more = M, {}
+    if name == "all_gather_gemm":
+        rows, more = M // heap.world_size, {"num_rows": M}
+    a, b = integers(rows, K, torch.float32, seed), integers(K, N, torch.float32, seed + 1)
+    config = small_config(placement=placement, algorithm=algorithm, chunk=1)
+    getattr(stream_k, name)(a, b, group=heap, out=out, config=config, workspace=workspace, **more)
+
+
+def _shape(name: str, world_size: int) -> tuple[int, int]:
+    if name in ("gemm_all_scatter", "rms_norm"):
+        return M, N * world_size
+    return (M // world_size if name == "gemm_reduce_scatter" else M), N
+
+
+def _late(
+    heap: Heap, workspace: Workspace, meeting: _Meeting, way: tuple[str, str, str], number: int, blind: bool
+) -> tuple[int, bool]:
+    """(code of this rank's record, whether its canaries are whole)."""
+    workspace.control[int(signal.BUDGET_US.value)] = int(1e6 * WAIT_S)
+    out = heap.zeros(*_shape(way[0], heap.world_size))
+    _call(way, heap, workspace, out, number)
+    heap.synchronize()
+    budget_s = SHORT_S if heap.rank == 0 else BLIND_S if blind else WAIT_S
+    workspace.control[int(signal.BUDGET_US.value)] = int(1e6 * budget_s)
+    heap.barrier()
+    if heap.rank == 0:
+        with pytest.raises(PeerTimeout):
+            _call(way, heap, workspace, out, number)
+        out.fill_(CANARY)
+        meeting.tell(0, number)
+        meeting.wait(1, number)
+    else:
+        with pytest.MonkeyPatch.context() as plant:
+            _hold_launches(plant, lambda: meeting.wait(0, number))
+            if blind:
+                honest = signal.load_now
+                plant.setattr(signal, "load_now", lambda words: honest(words) * 0)
+            with pytest.raises(ShmemError):
+                _call(way, heap, workspace, out, number)
+        meeting.tell(1, number)
+    code, whole = int(heap.status[status.Word.CODE]), bool((out == CANARY).all())
+    heap.recover()
+    return code, whole
+
+
+def _hold_launches(plant: pytest.MonkeyPatch, hold: Callable[[], None]) -> None:
+    """The next launches of this rank stand still, when they have begun, until `hold` returns."""
+    honest: Any = signal.begin
+
+    def late(*args: Any, **more: Any) -> Any:
+        epoch = honest(*args, **more)
+        hold()
+        return epoch
+
+    plant.setattr(signal, "begin", late)
+
+
+def late_ranks(rank: int, world_size: int) -> dict[bool, list[tuple[int, bool]]]:
+    with Heap(HEAP_BYTES, timeout=WAIT_S) as heap:
+        ways = {False: WRITES + KEEPS, True: WRITES}
+        place = Workspace(heap), _Meeting(heap)
+        return {
+            blind: [_late(heap, *place, way, 1 + i + 100 * blind, blind) for i, way in enumerate(ways[blind])]
+            for blind in (False, True)
+        }
+
+
+@pytest.fixture(scope="module")
+def ends() -> list[dict[bool, list[tuple[int, bool]]]]:
+    return values(run_ranks(late_ranks, 2, timeout=120.0))
+
+
+def test_a_late_rank_sees_the_abort_and_writes_nothing(
+    ends: list[dict[bool, list[tuple[int, bool]]]],
+) -> None:
+    waited, late = ends[0][False], ends[1][False]
+    assert [code for code, _ in waited] == [status.Code.TIMEOUT] * len(waited)
+    assert [way for way, (_, whole) in zip(WRITES + KEEPS, waited, strict=True) if not whole] == []
+    assert [
+        way for way, (code, _) in zip(WRITES + KEEPS, late, strict=True) if code != status.Code.ABORTED
+    ] == []
+
+
+def test_a_rank_that_does_not_look_overwrites_its_peers_results(
+    ends: list[dict[bool, list[tuple[int, bool]]]],
+) -> None:
+    """The control: what each of them would have written."""
+    assert [way for way, (_, whole) in zip(WRITES, ends[0][True], strict=True) if whole] == []
