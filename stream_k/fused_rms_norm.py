@@ -9,6 +9,7 @@ with the GEMM, and normalize afterwards.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from pyrocshmem.heap import Heap
 from stream_k.config import Config
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, gemm, with_inner_size
-from stream_k.library import dispatched
-from stream_k.operands import check_product, kind
+from stream_k.library import dispatched, name_of
+from stream_k.operands import DTYPES, check_product, kind
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
@@ -45,18 +46,26 @@ def gemm_all_reduce_rms_norm(
     every rank, the same bits on all of them.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
-    on every rank; None: none. weight: [N]. eps: added to the mean of squares. bias: [N], added once, to the sum.
+    on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
+    more. bias: [N], added once, to the sum.
     group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is not
-    "messages" makes the all-reduce that way, and normalizes afterwards.
+    "messages" makes the all-reduce that way, and normalizes afterwards; its sum is then rounded before the residual is
+    added, too.
 
-    Where a gradient is needed or torch.compile traces it, it is `gemm_all_reduce` and PyTorch's own sum and norm.
+    Where a gradient is needed or torch.compile traces it, and on one rank, it is `gemm_all_reduce` and PyTorch's own
+    sum and norm.
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
     M, N, K = check_product(a, b, bias, "none")
-    _check_norm(a, weight, N, residual, (M, N))
+    _check_norm(a, weight, eps, N)
+    _check_residual(a, residual, (M, N))
+    if config is not None and partial_dtype is not None:
+        raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
     if not dispatched(a, b, bias, residual, weight):
         heap, workspace = find_workspace(group, workspace)
+        if a.device != heap.device:
+            raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
         if config is None:
             config = choose(
                 "gemm_all_reduce",
@@ -78,7 +87,10 @@ def gemm_all_reduce_rms_norm(
     )  # fmt: skip
     if residual is not None:
         total = total + residual
-    return functional.rms_norm(total, (N,), weight.to(total.dtype), eps), total
+    if weight.dtype == total.dtype:
+        return functional.rms_norm(total, (N,), weight, eps), total
+    # PyTorch wants one type: neither total nor weight is rounded for that.
+    return functional.rms_norm(total.float(), (N,), weight.float(), eps).to(total.dtype), total
 
 
 def gemm_rms_norm_all_scatter(
@@ -96,26 +108,53 @@ def gemm_rms_norm_all_scatter(
     """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, R x N], on every rank.
 
     a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
-    bias, weight: [N], of these columns. eps: added to the mean of squares. config: of the GEMM. group, workspace: as in
-    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
-    columns and pushes them to all (`collectives.rms_norm`).
+    bias, weight: [N], of these columns, as many on every rank. eps: added to the mean of squares, 0 or more. config: of
+    the GEMM. group, workspace: as in `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their
+    columns; then each normalizes its columns and pushes them to all (`collectives.rms_norm`).
 
-    Has a gradient; that of the result must be the same on all ranks. Raises as `gemm_all_reduce_rms_norm` does.
+    Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Raises as
+    `gemm_all_reduce_rms_norm` does.
     """
-    M, N, _ = check_product(a, b, bias, "none")
-    _check_norm(a, weight, N, None, (M, N))
+    _, N, _ = check_product(a, b, bias, "none")
+    _check_norm(a, weight, eps, N)
+    if dispatched(a, b, bias, weight):
+        a = _Replicated.apply(a, name_of(group, workspace))
     block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config)
     value = rms_norm(block, weight, eps, group=group, replicated=True, workspace=workspace)
     assert isinstance(value, torch.Tensor)
     return value
 
 
-def _check_norm(
-    a: torch.Tensor, weight: torch.Tensor, N: int, residual: torch.Tensor | None, shape: tuple[int, int]
-) -> None:
-    """ValueError for a weight or a residual that doesn't fit."""
-    if not isinstance(weight, torch.Tensor) or weight.shape != (N,) or weight.device != a.device:
-        raise ValueError(f"weight is {getattr(weight, 'shape', weight)}, ({N},) on {a.device} is needed")
+class _Replicated(torch.autograd.Function):
+    """x as it is, which every rank has whole: its gradient is the sum over ranks of what each makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.collectives.all_reduce(gradients[0].contiguous(), "auto", ctx.group), None
+
+
+def _check_norm(a: torch.Tensor, weight: torch.Tensor, eps: float, N: int) -> None:
+    """TypeError or ValueError for a weight or an eps that doesn't fit."""
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+    if weight.shape != (N,) or weight.device != a.device or not weight.is_contiguous():
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} on {weight.device}, strides {weight.stride()}; contiguous ({N},) on "
+            f"{a.device} is needed"
+        )
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+
+
+def _check_residual(a: torch.Tensor, residual: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    """ValueError for a residual that doesn't fit."""
     if residual is not None and (
         residual.shape != shape or residual.dtype != a.dtype or residual.device != a.device
     ):
@@ -140,7 +179,9 @@ class _Plan:
     ) -> None:
         shape = (a.shape[0], b.shape[1])
         size = shape[0] * shape[1]
-        dtype = config.partial_dtype or torch.float32
+        # Whole quads are sent: a unit of fp32 results would be half a quad of 16-bit parts.
+        wide = a.dtype == torch.float32
+        dtype = torch.float32 if wide else config.partial_dtype or torch.float32
         self.product = workspace.buffer("product", size, dtype, local=True)[:size].view(shape)
         self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
         op = status.Op.GEMM_ALL_REDUCE_RMS_NORM

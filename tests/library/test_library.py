@@ -89,6 +89,7 @@ def test_traced() -> None:
     for found in values(run_ranks(tracing.traced, 2, timeout=TIMEOUT_S)):
         assert found["opcheck"] == []
         assert found["groups"] == []
+        assert found["norms"] == []
         assert found["compiled"] == []
         assert found["calls"] == [made, made]
         assert all(len(calls) < len(made) for calls in found["control"])

@@ -15,6 +15,7 @@ import stream_k
 from pyrocshmem import Heap
 from stream_k import library
 from stream_k.workspace import Workspace
+from tests.fused import norm_gradients
 from tests.library.bodies import BACKWARD, HEAP_BYTES, Model
 from tests.stream_k.products import ON_CPU, device, random
 
@@ -156,6 +157,7 @@ def traced(rank: int, world_size: int) -> dict[str, Any]:
         found: dict[str, Any] = {"control": calls_made(heap)}
         with_effects(EffectType.ORDERED)
         found |= {"calls": calls_made(heap), "opcheck": checked(heap), "groups": groups(heap)}
+        found["norms"] = norm_gradients.traced(heap)
         found["compiled"] = compiled(heap, "aot_eager" if ON_CPU else "inductor")
         return found
 

@@ -1,0 +1,125 @@
+"""`gemm_all_reduce_rms_norm` and `gemm_rms_norm_all_scatter`: right and equal on all ranks; odd rows; gradients;
+refused calls. tests/library traces them. Starts of ranks are few: a start runs many checks.
+"""
+
+from typing import Any
+
+import pytest
+
+from pyrocshmem import Heap, target
+from tests.fused import norm_bodies as bodies
+from tests.fused.cases import HEAP_BYTES
+from tests.fused.norm_bodies import BF16, F16, F32, Case
+from tests.fused.norm_gradients import gradients
+from tests.ranks import run_ranks, values
+
+TIER = 3
+TIMEOUT_S = 110.0
+ONE, TWO = ((("algorithm", algorithm),) for algorithm in ("one_shot", "two_shot"))
+
+
+def cases(few: bool) -> list[Case]:
+    """Rows that ranks don't divide, fewer than ranks, one, none; columns that units don't divide, fewer than a unit;
+    shares of K of different lengths, and none."""
+    return [
+        Case(2, 37, 25, F16, F32, config=TWO),
+        Case(7, 37, 25, F16, F32, residual=False, bias=F32),
+        Case(1, 45, 24, F32, BF16, bias=F32, config=TWO),
+        Case(4, 3, 24, F32, F16, residual=False, config=ONE),
+        Case(5, 40, 33, F32, F32, wire=F16, config=ONE),
+        Case(6, 33, 25, BF16, F32, residual=False),
+        Case(70, 40, 130, F16, F32, wire=F16, config=TWO),
+        *(
+            []
+            if few
+            else [
+                Case(1, 72, 24, F16, F16, bias=F16, config=ONE),
+                Case(0, 24, 16, F16, F16, residual=False),
+                Case(3, 24, 0, F16, F32, bias=F16),
+                Case(6, 33, 25, BF16, BF16, bias=F32, config=TWO),
+                Case(6, 33, 25, F16, F32, config=(("placement", "after"), *TWO)),
+                Case(40, 40, 24, F16, F32, residual=False, config=None),
+                Case(3, 2100, 8, F16, F16, config=TWO),
+            ]
+        ),
+    ]
+
+
+def body(rank: int, world_size: int, few: bool) -> dict[str, Any]:
+    with Heap(HEAP_BYTES) as heap:
+        found: dict[str, Any] = {"forward": bodies.forward(heap, cases(few))}
+        if not few:
+            found["late"] = bodies.late(heap, True)
+            found["unguarded"] = bodies.late(heap, False) if target.interpreted() else None
+            found |= {"same_bits": bodies.same_bits(heap), "odd_rows": bodies.odd_rows(heap)}
+            found |= {"mistakes": bodies.mistakes(heap), "gradients": gradients(heap)}
+        return found
+
+
+def assert_right(found: list[dict[str, Any]]) -> None:
+    assert [wrong for wrong, _ in (each["forward"] for each in found)] == [[]] * len(found)
+    bits = [each["forward"][1] for each in found]
+    assert all(each == bits[0] for each in bits)
+    assert len(bits[0]) > 2 * len(cases(few=True))
+
+
+@pytest.mark.num_ranks(3)
+def test_three_ranks() -> None:
+    assert_right(values(run_ranks(body, 3, True, timeout=TIMEOUT_S)))
+
+
+# How each error begins, and what it must say.
+MISTAKES = {
+    "length": ("ValueError", "weight is (23,)"),
+    "strides": ("ValueError", "contiguous (24,)"),
+    "dtype": ("TypeError", "int64"),
+    "no weight": ("TypeError", "NoneType"),
+    "eps": ("ValueError", "eps is -1.0"),
+    "residual": ("ValueError", "residual is (3, 24)"),
+    "residual's dtype": ("ValueError", "float16"),
+    "twice": ("ValueError", "beside a config"),
+    "rows differ": ("CallMismatch", "3 x 24"),
+    "eps differ": ("CallMismatch", "eps="),
+    "residuals differ": ("CallMismatch", "residual=False"),
+    "weights differ": ("CallMismatch", "weight=torch.float16"),
+    "length of a shard's": ("ValueError", "weight is (23,)"),
+    "columns differ": ("CallMismatch", "rms_norm"),
+    "rows of columns differ": ("CallMismatch", "rms_norm"),
+}
+
+
+@pytest.mark.num_ranks(2)
+def test_two_ranks() -> None:
+    """All sizes, in one start; late ranks, with their control; the same bits; odd rows; mistakes; gradients."""
+    found = values(run_ranks(body, 2, False, timeout=TIMEOUT_S))
+    assert_right(found)
+    for each in found:
+        assert each["late"] == 0
+        assert each["same_bits"] == []
+        assert each["odd_rows"] == []
+        assert each["gradients"] == []
+        assert each["mistakes"].keys() == MISTAKES.keys()
+        for name, (error, part) in MISTAKES.items():
+            assert each["mistakes"][name].startswith(f"{error}: "), f"{name}: {each['mistakes'][name]!r}"
+            assert part in each["mistakes"][name], f"{name}: {each['mistakes'][name]!r}"
+    if target.interpreted():
+        assert sum(each["unguarded"] for each in found) > 0
+
+
+@pytest.mark.num_ranks(1)
+def test_one_rank() -> None:
+    assert_right(values(run_ranks(body, 1, True, timeout=TIMEOUT_S)))
+
+
+def test_a_spoilt_result_is_seen() -> None:
+    """Of what judges here: one element off by two roundings, one row normalized on its own columns."""
+    case = Case(4, 24, 16, F32, F32)
+    with Heap(1 << 20) as heap:
+        whole = bodies.Whole(case, heap, 1)
+        y, total = whole.all_reduce()
+        assert not whole.wrong_total(total)
+        assert not whole.wrong_norm(y, total)
+        for x, judge in ((total, whole.wrong_total), (y, lambda y: whole.wrong_norm(y, total))):
+            spoilt = x.clone()
+            spoilt[2, 3] *= 1.0001
+            assert "1 of 96 elements bad" in judge(spoilt)
