@@ -1,5 +1,7 @@
 """Every kernel configuration that ships compiles for every target, and its assembly is what it should be."""
 
+import re
+
 import pytest
 import triton
 
@@ -58,7 +60,9 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     if kernel.kernel not in (*SUMS, *MESSAGES):
         wrong += rules.unacquired_polls(kernel)
     if kernel.kernel == "stream_k_kernel" and case.dtype != "float32":
-        matrix = r"\bwgmma\.mma_async" if kernel.nvidia else r"\bv_mfma_f32_"
+        # Hopper's own take 64 rows.
+        hopper = "wgmma.mma_async" if int(kernel.constants["BLOCK_M"]) >= 64 else "mma.sync"
+        matrix = rf"\b{re.escape(hopper)}" if kernel.nvidia else r"\bv_mfma_f32_"
         if not kernel.count(matrix):
             wrong.append("no matrix instructions")
     allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel != "stream_k_kernel" else 0
@@ -67,7 +71,7 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     if case.hot and kernel.spills > allowed:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
     if kernel.kernel in MESSAGES:
-        wrong += _wrong_messages(kernel)
+        wrong += _wrong_messages(case, kernel)
     elif kernel.kernel not in ("stream_k_kernel", *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
@@ -79,16 +83,46 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     return wrong
 
 
-def _wrong_messages(kernel: Assembly) -> list[str]:
-    """Messages go past the caches: what peers poll for would else stay in them."""
+_QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
+
+
+def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
+    """Messages go past the caches: what peers poll for would else stay in them. On NVIDIA each is polled for once."""
     if kernel.nvidia:
         ways = {
             "store": r"\bst\.relaxed\.sys\.global\.v4\.u32",
-            "load": r"\bld\.relaxed\.sys\.global\.v4\.u32",
+            "load": _QUAD_LOADS,
         }
     else:
         ways = {"store": r"\bglobal_store_dword.* sc0 sc1", "load": r"\bglobal_load_dword.* sc0 sc1"}
-    return [f"no {name} of messages past the caches" for name, way in ways.items() if not kernel.count(way)]
+    wrong = [f"no {name} of messages past the caches" for name, way in ways.items() if not kernel.count(way)]
+    return wrong + _repeated_polls(case, kernel)
+
+
+def _repeated_polls(case: Case, kernel: Assembly) -> list[str]:
+    """A layout conversion of what was polled for may make the compiler poll again, for every thread's every word."""
+    constants = kernel.constants
+    if not kernel.nvidia or constants.get("ALIGNED") != "True":
+        return []
+    # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one.
+    sums = constants["SUMS"] == "True"
+    wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
+    hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
+        sums and constants["GATHERS"] == "True"
+    )
+    units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
+    found = kernel.count(_QUAD_LOADS)
+    return [] if found == hops * units else [f"{found} loads of messages, {hops * units} are needed"]
+
+
+def test_a_repeated_poll_is_found() -> None:
+    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three."""
+    constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
+    load = "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n"
+    for op, needed in (("all_reduce", 2), ("gemm_all_reduce", 3)):
+        for count in range(1, 6):
+            kernel = Assembly("sm_90", "exchange_kernel", constants, load * count, 0, 0, 0)
+            assert bool(_repeated_polls(Case(op), kernel)) == (count != needed)
 
 
 def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
@@ -98,7 +132,8 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
     if kernel.kernel in SUMS:
         return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
-    if case.op != "gemm" and not scopes["sys"]:
+    # A product before or after messages tells nobody.
+    if kernel.constants["WORLD"] != "1" and not scopes["sys"]:
         wrong.append("no release reaches the peers")
     allowed = _gpu_scope_releases(kernel)
     # A compiler may double the code of a tile's end (whole and split tiles have one each), never invent one.
