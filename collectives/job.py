@@ -1,10 +1,12 @@
-"""One run of a collective on whole tensors, from the command line: `./run.sh -c rms_norm --shape 64,4096`.
+"""One run of a collective on whole tensors, or of a product with RMSNorm, from the command line:
+`./run.sh -c rms_norm --shape 64,4096`.
 
 `run` starts the ranks, prints what `python -m stream_k` prints for a fused op, and says whether all were right.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from rich.console import Console
 
 from collectives.exchange import PIECE_BYTES
-from collectives.problems import STANDALONE, Setting
+from collectives.problems import Setting, Standalone
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
 from pyrocshmem.launch import spawn
@@ -29,10 +31,10 @@ _SLOTS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a name of STANDALONE, its sizes (M, N), and how many calls to time."""
+    """What to run, its sizes, as many as its defaults have, and how many calls to time."""
 
-    collective: str
-    shape: tuple[int, int]
+    problem: Standalone
+    shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int = 0
     iters: int = 10
@@ -51,7 +53,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     size = job.shape[0] * job.shape[1] * job.dtype.itemsize
     messages = _SLOTS * min(world_size * size, PIECE_BYTES)
     with Heap(_HEAP_BYTES + 8 * size + messages) as heap:
-        calls = STANDALONE[job.collective].prepare(Setting(heap, job.shape, job.dtype, job.seed))
+        calls = job.problem.prepare(Setting(heap, job.shape, job.dtype, job.seed))
         providers = {"ours": (calls.ours, calls.result), "reference": (calls.reference, calls.expected)}
         seconds = time_in_turn(providers, job.iters, heap.device)
         heap.synchronize()
@@ -60,7 +62,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
 
 def run(
     console: Console,
-    collective: str,
+    problem: Standalone,
     num_ranks: int,
     shape: str | None,
     dtype: str,
@@ -68,37 +70,44 @@ def run(
     iters: int,
     json_path: Path | None,
 ) -> bool:
-    """Run a collective of STANDALONE and print everything; whether every rank's result is right. ValueError for
-    sizes that make no sense."""
-    problem = STANDALONE[collective]
+    """Run a collective and print everything; whether every rank's result is right. ValueError for sizes that make no
+    sense."""
     on_gpu = target.backend() != "host"
-    sizes = _parse(shape) if shape else problem.gpu_shape if on_gpu else problem.cpu_shape
+    sizes = problem.gpu_shape if on_gpu else problem.cpu_shape
+    letters = "MNK"[: len(sizes)]
+    if shape:
+        sizes = _parse(shape, letters)
+    if problem.even and sizes[1] % num_ranks != 0:
+        raise ValueError(f"N is {sizes[1]}, a multiple of the {num_ranks} ranks is needed")
     if iters < 1:
         raise ValueError(f"iters is {iters}, allowed 1 or more")
     facts = {
         "runs on": target.describe(),
         "reference": f"{problem.steps} ({'NCCL/RCCL' if on_gpu else 'gloo'})",
-        "sizes": f"M N = {sizes[0]} {sizes[1]}, {dtype}, {num_ranks} ranks, seed {seed}",
+        "sizes": f"{' '.join(letters)} = {' '.join(map(str, sizes))}, {dtype}, {num_ranks} ranks, seed {seed}",
         "per rank": problem.holds,
         "bound": problem.bound,
     }
-    report.print_facts(console, f"collectives.{collective}", facts)
-    results = spawn(run_rank, num_ranks, Job(collective, sizes, getattr(torch, dtype), seed, iters))
+    report.print_facts(console, problem.function or f"collectives.{problem.collective}", facts)
+    results = spawn(run_rank, num_ranks, Job(problem, sizes, getattr(torch, dtype), seed, iters))
     accuracy = [result.accuracy for result in results]
     timings = [
         report.Timing(who, report.slowest([result.seconds[who] for result in results]))
         for who in results[0].seconds
     ]
     report.print_errors(console, accuracy)
-    size = sizes[0] * sizes[1] * getattr(torch, dtype).itemsize
-    report.print_times(console, timings, size, "GB/s of the tensor")
+    if len(sizes) == 3:
+        report.print_times(console, timings, 2.0 * math.prod(sizes))
+    else:
+        size = math.prod(sizes) * getattr(torch, dtype).itemsize
+        report.print_times(console, timings, size, "GB/s of the tensor")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
 
 
-def _parse(text: str) -> tuple[int, int]:
+def _parse(text: str, letters: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--shape of a collective alone must be M,N, two sizes of 1 or more, got {text!r}")
-    return int(parts[0]), int(parts[1])
+    if len(parts) != len(letters) or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--shape must be {','.join(letters)} here, sizes of 1 or more, got {text!r}")
+    return tuple(map(int, parts))

@@ -5,7 +5,7 @@
     calls.ours(); calls.reference(); calls.check().ok
 
 M x N is what a rank brings, of the RMSNorms what all bring together. One more collective is one more entry of
-`STANDALONE`, and a line in stream_k/usage.txt.
+`STANDALONE`, and a line in stream_k/usage.txt; `stream_k.norm_problems` has the RMSNorms of products.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Setting:
     """Where and on what a collective is run."""
 
     heap: Heap
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int
 
@@ -53,15 +53,18 @@ class Calls:
 @dataclass(frozen=True)
 class Standalone:
     """steps: what the reference does; holds: what a rank brings and gets; bound: what the error is held to; in words.
-    gpu_shape, cpu_shape: M, N where none are asked for."""
+    gpu_shape, cpu_shape: the sizes, where none are asked for: M, N; of a product M, N, K. function: its name, where it
+    is not that of `collectives`. even: N must be a multiple of the ranks."""
 
     collective: str
     steps: str
     holds: str
     bound: str
     prepare: Callable[[Setting], Calls]
-    gpu_shape: tuple[int, int]
-    cpu_shape: tuple[int, int]
+    gpu_shape: tuple[int, ...]
+    cpu_shape: tuple[int, ...]
+    function: str = ""
+    even: bool = False
 
 
 def _rms_norm(setting: Setting, replicated: bool) -> Calls:
@@ -223,21 +226,21 @@ def _barrier(setting: Setting) -> Calls:
     )
 
 
-_SHAPES = {"gpu_shape": (4096, 8192), "cpu_shape": (64, 512)}
+_SHAPES = ((4096, 8192), (64, 512))
 _SUM = "error of the reference + sqrt(R) 2^-23 sum |x| + one rounding"
 _COPY = "none: the values are moved, not computed"
 _RMS_STEPS = "add the residual, square, all_reduce of the sums, scale"
 _RMS_BOUND = "error of the reference + sqrt(N + 16) 2^-23 |result| + one rounding"
 _ALL = (
-    Standalone("all_gather", "all_gather", "x; the x of all, by rows", _COPY, _all_gather, **_SHAPES),
-    Standalone("all_reduce", "all_reduce", "x; the sum over ranks", _SUM, _all_reduce, **_SHAPES),
+    Standalone("all_gather", "all_gather", "x; the x of all, by rows", _COPY, _all_gather, *_SHAPES),
+    Standalone("all_reduce", "all_reduce", "x; the sum over ranks", _SUM, _all_reduce, *_SHAPES),
     Standalone(
         "all_scatter",
         "all_gather, then copies of the column blocks",
         "x; the x of all, by columns",
         _COPY,
         _all_scatter,
-        **_SHAPES,
+        *_SHAPES,
     ),
     Standalone(
         "reduce_scatter",
@@ -245,9 +248,9 @@ _ALL = (
         "x; its own rows of the sum over ranks",
         _SUM,
         _reduce_scatter,
-        **_SHAPES,
+        *_SHAPES,
     ),
-    Standalone("broadcast", "broadcast", f"x; the x of rank {ROOT}", _COPY, _broadcast, **_SHAPES),
+    Standalone("broadcast", "broadcast", f"x; the x of rank {ROOT}", _COPY, _broadcast, *_SHAPES),
     Standalone(
         "barrier",
         "an all_reduce of one number before and after the ranks write to one another",

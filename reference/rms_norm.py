@@ -1,4 +1,5 @@
-"""`collectives.rms_norm`'s counterpart of torch.distributed: squares, all-reduce of their sums, scaling.
+"""`collectives.rms_norm`'s counterpart of torch.distributed: squares, all-reduce of their sums, scaling; and those of
+the products with RMSNorm, made of it and of `reference.ops`.
 
     y, h = rms_norm(x, weight, 1e-6, residual=residual)              # own columns; the default process group
     check(y, whole_h, whole_weight, 1e-6, baseline).ok               # against float64
@@ -8,12 +9,15 @@ Sums are fp32; h = x + residual is rounded to the residual's dtype, the result o
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from reference import accuracy
-from reference.accuracy import Accuracy
-from reference.ops import Group, gather_columns, shard_range
+from reference.accuracy import EPS32, Accuracy
+from reference.ops import Group, gather_columns, gemm_all_reduce, shard_range
 
 
 def rms_norm(
@@ -47,6 +51,27 @@ def rms_norm(
     return gather_columns(block.to(x.dtype if out_dtype is None else out_dtype), columns, group, out=out), h
 
 
+def gemm_all_reduce_rms_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: Group = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the total, the total: sum over ranks of a @ b, plus residual), all of one dtype, as
+    `stream_k.gemm_all_reduce_rms_norm` has them; matmul, all_reduce, add, rms_norm."""
+    total = gemm_all_reduce(a, b, group).add_(residual)
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def gemm_rms_norm_all_gather(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, group: Group = None
+) -> torch.Tensor:
+    """RMSNorm over the columns of all ranks of a @ b, on every rank, as `stream_k.gemm_rms_norm_all_scatter` has it."""
+    return rms_norm(torch.matmul(a, b), weight, eps, group, replicated=True)[0]
+
+
 def in_float64(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The formula for whole rows h [M, H], weight [H]."""
     h, weight = h.double(), weight.double()
@@ -69,3 +94,31 @@ def check(
     ref64 = in_float64(h, weight, eps)[:, columns]
     allowed = accuracy.bound(ref64, baseline, ref64.abs(), h.shape[1] + 16, out.dtype)
     return accuracy.compare(out, ref64, baseline, allowed)
+
+
+def check_product(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    baseline: torch.Tensor,
+) -> Accuracy:
+    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64, beside `baseline`.
+
+    The bound: as in `check`, and what the norm makes of an error of h, to first order. That may be, elementwise,
+    sqrt(K) 2^-23 (|a| @ |b| + |residual|) and a rounding to a's dtype of the product and of h.
+    """
+    product = a.double() @ b.double()
+    size = a.double().abs() @ b.double().abs()
+    h = product
+    if residual is not None:
+        h, size = product + residual.double(), size + residual.double().abs()
+    rounding = torch.finfo(a.dtype).eps / 2 * (product.abs() + h.abs())
+    error = math.sqrt(max(a.shape[1], 1)) * EPS32 * size + rounding
+    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
+    passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
+    ref64 = in_float64(h, weight, eps)
+    allowed = accuracy.bound(ref64, baseline, ref64.abs(), h.shape[1] + 16, out.dtype)
+    return accuracy.compare(out, ref64, baseline, allowed + passed * scale * weight.double().abs())

@@ -85,6 +85,7 @@ def _run(
     from reference.problems import PROBLEMS, find_problem
     from stream_k import timeline_files
     from stream_k.job import Job, check_job, run_rank
+    from stream_k.norm_problems import NORMS
 
     on_gpu = target.backend() != "host"
     present = target.num_devices()
@@ -97,15 +98,18 @@ def _run(
     calls = iters if iters is not None else 20 if on_gpu else 3
     # Some have a namesake with a GEMM before it: two sizes are a tensor's.
     alone = collective not in PROBLEMS or (shape is not None and shape.count(",") == 1)
-    if collective in STANDALONE and alone:
+    whole = {**STANDALONE, **NORMS}
+    if collective in whole and alone:
         if options["placement"] != "auto" or partial_dtype is not None or trace_path is not None:
-            raise ValueError(f"{collective} has no GEMM: leave --placement, --partial-dtype and --trace out")
-        return standalone.run(console, collective, num_ranks, shape, name, options["seed"], calls, json_path)
+            why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
+            raise ValueError(f"{collective} {why}: leave --placement, --partial-dtype and --trace out")
+        problem, seed = whole[collective], options["seed"]
+        return standalone.run(console, problem, num_ranks, shape, name, seed, calls, json_path)
     if collective not in PROBLEMS:
-        names = dict.fromkeys((*PROBLEMS, *STANDALONE))
+        names = dict.fromkeys((*PROBLEMS, *whole))
         raise ValueError(f"collective is {collective!r}, allowed {', '.join(names)}")
-    problem = find_problem(collective)
-    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
+    product = find_problem(collective)
+    sizes = parse_shape(shape) if shape else product.default_shape(num_ranks, on_gpu)
     wire = (
         getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
     )
@@ -117,7 +121,7 @@ def _run(
     if trace_path is not None:
         timeline_files.check_path(trace_path)
     facts = _facts(job, num_ranks)
-    report.print_facts(console, "stream_k." + problem.op, facts)
+    report.print_facts(console, "stream_k." + product.op, facts)
     results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
     timings = [
@@ -129,7 +133,7 @@ def _run(
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        _write_timeline(console, timeline, trace_path, f"{problem.op}, {facts['C = A x B']}")
+        _write_timeline(console, timeline, trace_path, f"{product.op}, {facts['C = A x B']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
@@ -163,7 +167,8 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
     )
     algorithm = f"{config.algorithm}, " if problem.op == "gemm_all_reduce" else ""
-    where = "by copy engines" if config.placement == "copy_engine" else f"{config.placement} the GEMM"
+    ways = {"copy_engine": "by copy engines", "messages": "by messages, before or after the GEMM"}
+    where = ways.get(config.placement, f"{config.placement} the GEMM")
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
     dtype = str(job.dtype).removeprefix("torch.")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"

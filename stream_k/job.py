@@ -76,8 +76,12 @@ def _padded(problem: Problem, shape: Shape, num_ranks: int) -> Shape:
 
 
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
-    """The configuration that the run uses."""
+    """The configuration that the run uses. ValueError where these ranks can't run the job with it."""
     problem = find_problem(job.collective)
+    if job.placement == "messages" and problem.a_cut == "M" and job.shape[0] % num_ranks != 0:
+        raise ValueError(
+            f"placement is 'messages', for as many rows on each rank: M is {job.shape[0]} on {num_ranks} ranks"
+        )
     local = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement
     return choose(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype, placement)

@@ -20,8 +20,8 @@ SHAPE = (7, 10)
 def every_name(rank: int, world_size: int) -> list[str]:
     """What went wrong, of a job for each name; and of a result with one element changed, which must be found."""
     wrong = []
-    for name in STANDALONE:
-        found = run_rank(rank, world_size, Job(name, SHAPE, torch.float16, seed=3, iters=1))
+    for name, problem in STANDALONE.items():
+        found = run_rank(rank, world_size, Job(problem, SHAPE, torch.float16, seed=3, iters=1))
         if not found.accuracy.ok or set(found.seconds) != {"ours", "reference"}:
             wrong.append(f"{name}: {found}")
     with Heap(32 << 20) as heap:

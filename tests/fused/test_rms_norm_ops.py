@@ -2,11 +2,13 @@
 refused calls. tests/library traces them. Starts of ranks are few: a start runs many checks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pyrocshmem import Heap, target
+from reference import rms_norm as reference
 from tests.fused import norm_bodies as bodies
 from tests.fused.cases import HEAP_BYTES
 from tests.fused.norm_bodies import BF16, F16, F32, Case
@@ -119,7 +121,14 @@ def test_a_spoilt_result_is_seen() -> None:
         y, total = whole.all_reduce()
         assert not whole.wrong_total(total)
         assert not whole.wrong_norm(y, total)
-        for x, judge in ((total, whole.wrong_total), (y, lambda y: whole.wrong_norm(y, total))):
+        operands = (whole.a, whole.b, whole.residual, whole.weight)
+        judges: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+            (total, whole.wrong_total),
+            (y, lambda y: whole.wrong_norm(y, total)),
+            # What the command line judges by.
+            (y, lambda spoilt: str(reference.check_product(spoilt, *operands, bodies.EPS, y))),
+        )
+        for x, judge in judges:
             spoilt = x.clone()
             spoilt[2, 3] *= 1.0001
             assert "1 of 96 elements bad" in judge(spoilt)

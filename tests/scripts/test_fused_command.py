@@ -8,6 +8,7 @@ import pytest
 from collectives.problems import STANDALONE
 from reference.problems import PROBLEMS
 from stream_k.__main__ import app
+from stream_k.norm_problems import NORMS
 from tests import commands
 from tests.scripts import support
 
@@ -34,10 +35,26 @@ def test_run(collective: str, tmp_path: Path) -> None:
     for part in (f"stream_k.{problem.op}", problem.steps, problem.describe_share((97, 43, 131), 3)):
         assert part in done.stdout
     assert ("partials in fp32" in done.stdout) == problem.sums
-    assert ("by copy engines" in done.stdout) == (problem.op in ("all_gather_gemm", "gemm_reduce_scatter"))
+    # As many rows on each rank is what gathering by messages needs.
+    assert ("by copy engines" if collective == "all_gather" else "by messages") in done.stdout
     assert done.stdout.count("right") == 3
     result = json.loads(out.read_text())
     assert result["ok"] is True
+    assert all(0 < found["max_error"] <= found["bound_at_max"] for found in result["accuracy"])
+    assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}
+
+
+@pytest.mark.parametrize("collective", NORMS)
+@pytest.mark.num_ranks(2)
+def test_run_with_a_norm(collective: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ("--shape", "3,44,131", "--dtype", "float16", "--iters", "2", "--json", str(out))
+    done = commands.invoke(app, "-n", "2", "-c", collective, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in (NORMS[collective].function, NORMS[collective].steps, "M N K = 3 44 131", "GFLOP/s"):
+        assert part in done.stdout
+    assert done.stdout.count("right") == 2
+    result = json.loads(out.read_text())
     assert all(0 < found["max_error"] <= found["bound_at_max"] for found in result["accuracy"])
     assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}
 
@@ -58,12 +75,19 @@ def test_default_shape_on_one_rank(collective: str) -> None:
             "is 'multicast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, broadcast, barrier",
         ),
         (("-c", "all_reduce", "--shape", "7,50", "--placement", "inside"), "all_reduce has no GEMM"),
-        (("-c", "broadcast", "--shape", "7,50,3"), "must be M,N, two sizes of 1 or more, got '7,50,3'"),
-        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, auto"),
-        (("-c", "reduce_scatter", "--placement", "within"), "is 'within', allowed copy_engine, auto"),
+        (("-c", "broadcast", "--shape", "7,50,3"), "must be M,N here, sizes of 1 or more, got '7,50,3'"),
+        (("-c", "gemm_rms_norm", "--shape", "7,50"), "must be M,N,K here, sizes of 1 or more, got '7,50'"),
+        (("-c", "gemm_rms_norm", "--placement", "messages"), "gemm_rms_norm chooses its GEMM itself"),
+        (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
+        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, messages, auto"),
+        (("-n", "2", "-c", "all_gather", "--placement", "messages", "--shape", "7,8,9"), "M is 7 on 2 ranks"),
+        (
+            ("-c", "reduce_scatter", "--placement", "within"),
+            "is 'within', allowed copy_engine, messages, auto",
+        ),
         (
             ("-c", "all_reduce", "--placement", "within"),
-            "is 'within', allowed after, beside, own_stream, inside, copy_engine, auto",
+            "is 'within', allowed after, beside, own_stream, inside, copy_engine, messages, auto",
         ),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
@@ -87,4 +111,5 @@ def test_a_mistake_has_no_traceback() -> None:
 
 def test_help_has_every_collective() -> None:
     usage = (support.ROOT / "stream_k/usage.txt").read_text()
-    assert all(f"\n  {collective} " in usage for collective in PROBLEMS | STANDALONE)
+    names = (line.split()[0] for line in usage.splitlines() if line.startswith("  ") and line.split())
+    assert not {**PROBLEMS, **STANDALONE, **NORMS}.keys() - set(names)
