@@ -36,7 +36,9 @@ def gemm_all_reduce(
     run.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
-    same on all ranks, shares of K may differ.
+    same on all ranks, shares of K may differ. Where `config` is given, and has split="none" or one of the placements
+    "copy_engine" and "messages", a share may change from call to call on some ranks alone; otherwise in the same calls
+    on all: a call that is new is compared by all ranks, and one that comes alone ends in `PeerTimeout`.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
