@@ -189,9 +189,8 @@ def file_text(file: File) -> str:
     env = file.environment
     gpu = env["gpus"][0].split(",")[0] if env["gpus"] else "CPU"
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl", "python") if env[name])
-    dirty = f" with {len(env['uncommitted'])} files changed since" if env["uncommitted"] else ""
     return (
-        f"- `{env['command']}` on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{dirty}, "
+        f"- `{env['command']}` on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{_changed(env)}, "
         f"{env['started']}; {versions}. Records: `{file.path.name}`.\n"
     )
 
@@ -240,20 +239,33 @@ def readme_table(files: Sequence[File]) -> str:
             ]
             efficiency = number(stats.geometric_mean(stats.efficiencies(group, name)), 2)
             count = max(len(found) for found in peers.values())
-            rows.append([f"`{group.op}`", group.shapes, name, str(count), efficiency, "; ".join(texts)])
+            where = f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
+            rows.append(
+                [f"`{group.op}`", group.shapes, where, name, str(count), efficiency, "; ".join(texts)]
+            )
     header = [
         "op",
         "shapes",
+        "on",
         "variant",
         "cases",
         "overlap efficiency",
         "speed over: geometric mean (worst case)",
     ]
-    env = files[-1].environment
-    gpu = env["gpus"][0].split(",")[0] if env["gpus"] else "CPU"
+    runs = {_run(file.environment): None for file in files if file.environment["gpus"]}
+    return f"Multicast is off for all. {'; '.join(runs)}.\n\n{table(header, rows)}"
+
+
+def _changed(env: dict[str, Any]) -> str:
+    """What is not of the commit that a run names."""
+    return f" with {len(env['uncommitted'])} files changed since" if env["uncommitted"] else ""
+
+
+def _run(env: dict[str, Any]) -> str:
+    """Where and of what a run was made, in a few words; docs/results.md has its command."""
+    gpu = env["gpus"][0].split(",")[0]
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
-    made = f"{env['num_ranks']} x {gpu}, {versions}, multicast off, commit `{env['commit'][:10]}`, `{env['command']}`"
-    return f"{made}:\n\n{table(header, rows)}"
+    return f"{env['num_ranks']} x {gpu}: {versions}, commit `{env['commit'][:7]}`{_changed(env)}"
 
 
 def write(files: Sequence[File], plots: Sequence[Path], root: Path) -> None:

@@ -87,7 +87,7 @@ def test_report(tmp_path: Path) -> None:
     assert "SM clock 1900 to 1980 MHz, at most 600 W" in text
     assert "| 4 KiB | eager | 10 | 20 (2.00) | 9 (**0.90**) |" in text
     readme = (root / "README.md").read_text()
-    assert readme.startswith(f"before\n{tables.BEGIN}\n4 x GPU X, torch 2.11")
+    assert readme.startswith(f"before\n{tables.BEGIN}\nMulticast is off for all. 4 x GPU X: torch 2.11")
     assert readme.endswith(f"{tables.END}\nafter\n")
     assert "old" not in readme
     assert "unfused 1.00 (worst 0.50)" in readme
