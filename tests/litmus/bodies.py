@@ -119,7 +119,7 @@ class _Bench:
         arguments = (
             words, tiles, self.zeros, self.flags, self.found, self.start, *pair, each.rounds, self.workspace.context
         )  # fmt: skip
-        guards = {name: name not in each.without for name in ("SETTLED", "DRAINED", "ACQUIRED")}
+        guards = {name: name not in each.without for name in ("SETTLED", "ACQUIRED")}
         sizes = {"WORLD": self.world, "RING": _RING, "PIECES": each.pieces, "SIZE": _SIZE}
         launch = kernels.message_kernel, arguments, {"HOW": each.how, **guards, **sizes}
         self._load(launch)
