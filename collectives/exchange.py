@@ -27,7 +27,7 @@ PIECE_BYTES = 64 << 20
 
 # A program has a unit for each of 128 threads, and so has each rank of it. In the interpreter, where a program costs
 # more than its data, it has more.
-_THREADS = 128
+_THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
 
 # SUMS, GATHERS, BROADCASTS.
@@ -228,5 +228,6 @@ def _launch(
         "STEP": step,
     }
     # A row's units are waited for side by side: a thread that has several waits for one after another.
-    warps = min(32, max(_THREADS, step * ranks) // 32) if norm else _THREADS // 32
+    lanes = 64 if target.backend() == "hip" else 32
+    warps = min(_MOST_THREADS, max(_THREADS, step * ranks)) // lanes if norm else _THREADS // 32
     return Launch(exchange_kernel, programs, constants, warps, 1, chained=True)

@@ -110,6 +110,10 @@ def _call(case: "Case") -> None:
     if case.op == "gemm":
         # A workspace of its own: plans are kept there, and the next target must make its own.
         stream_k.gemm(a, b, config=config, workspace=Workspace(device=heap.device), **arguments)
+    elif case.op == "gemm_all_reduce_rms_norm":
+        weight = torch.empty(N, dtype=getattr(torch, arguments.get("weight", case.dtype)))
+        residual = torch.empty(M, N, dtype=dtype)
+        stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, group=heap, config=config)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
 
@@ -140,7 +144,8 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     partial = changes.pop("partial_dtype", None)
     world = 1 if case.op == "gemm" else case.world_size
     partial_dtype = None if partial is None else getattr(torch, str(partial))
-    config = stream_k.choose(case.op, *case.shape, dtype, world, device, partial_dtype)
+    op = case.op.removesuffix("_rms_norm")
+    config = stream_k.choose(op, *case.shape, dtype, world, device, partial_dtype)
     if config.placement == "own_stream" != changes.get("placement", "own_stream"):
         # Programs and rows were chosen for that placement.
         names = ("num_programs", "num_comm_programs", "comm_warps", "comm_rows")
