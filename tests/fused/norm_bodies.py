@@ -23,7 +23,7 @@ from tests.stream_k.products import ON_CPU, check_product, device, small_config
 
 EPS = 1e-5
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-DELAY_S, CALLS = 0.1, 6 if ON_CPU else 20
+DELAY_S, CALLS = 0.1, 4 if ON_CPU else 20
 
 
 @dataclasses.dataclass(frozen=True)
