@@ -95,7 +95,9 @@ class Exchange:
         heap = workspace.heap
         assert heap is not None
         world = heap.world_size
-        pieces = _pieces(kind, x, out.dtype, world, by_rows=finish.weight is not None)
+        # A bias counts columns from the first element of a piece.
+        by_rows = finish.weight is not None or finish.bias is not None
+        pieces = _pieces(kind, x, out.dtype, world, by_rows)
         largest = max(_slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
         messages, slot_quads = workspace.messages(largest)
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
@@ -211,7 +213,6 @@ def _launch(
     programs = piece.rows if norm else -(-piece.rows * row_units // step)
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
     places = [t.data_ptr() for t in (x, out, finish.residual, finish.total, finish.weight) if t is not None]
-
     sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
     places += [out.element_size() * size for size in sizes]
     sums, gathers, broadcasts = _KINDS[kind]

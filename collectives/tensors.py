@@ -14,8 +14,6 @@ from stream_k.workspace import Workspace
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# Elements that one program moves at a time: 8 warps of 32 lanes with two 16-byte loads of bf16 each.
-BLOCK = 4096
 NUM_WARPS = 8
 
 

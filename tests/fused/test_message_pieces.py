@@ -1,0 +1,61 @@
+"""Messages larger than a slot may be go in pieces: the same results, bias and norm included."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional
+
+import stream_k
+from collectives import exchange
+from pyrocshmem import Heap, target
+from tests.ranks import run_ranks, values
+
+TIER = 2
+SHAPES = ((40, 51, 33), (7, 64, 16))
+# A few rows of either product.
+PIECE_BYTES = 2048
+
+
+def in_pieces(rank: int, world_size: int) -> list[str]:
+    """Every sum with a bias, in many pieces; what is further from float64 than fp32 sums are."""
+    exchange.PIECE_BYTES = PIECE_BYTES
+    device = target.device(rank)
+    wrong = []
+    with Heap(32 << 20) as heap:
+        for M, N, K in SHAPES:
+            generator = torch.Generator().manual_seed(M)
+            a, b, bias, residual = (
+                torch.randn(*shape, generator=generator).to(device)
+                for shape in ((M, K * world_size), (K * world_size, N), (N,), (M, N))
+            )
+            share = slice(rank * K, rank * K + K)
+            operands = (a[:, share], b[share])
+            product = a.double() @ b.double() + bias.double()
+            total = product + residual.double()
+            config = stream_k.choose("gemm_all_reduce", M, N, K, a.dtype, world_size, device)
+            for algorithm in ("one_shot", "two_shot"):
+                chosen = dataclasses.replace(config, placement="messages", algorithm=algorithm)
+                common = {"group": heap, "bias": bias, "config": chosen}
+                found = {
+                    "sum": (stream_k.gemm_all_reduce(*operands, activation="relu", **common), product.relu()),
+                    "rows": (
+                        stream_k.gemm_reduce_scatter(*operands, **common),
+                        torch.tensor_split(product, world_size)[rank],
+                    ),
+                }
+                weight = torch.ones(N, device=device)
+                normed, kept = stream_k.gemm_all_reduce_rms_norm(*operands, residual, weight, 1e-6, **common)
+                found["norm"] = normed, functional.rms_norm(total, (N,), eps=1e-6)
+                found["total"] = kept, total
+                heap.synchronize()
+                for name, (value, expected) in found.items():
+                    error = (value.double() - expected).abs().max().item()
+                    if not error <= 1e-5 * expected.abs().max().item():
+                        wrong.append(f"{name} {M} x {N}, {algorithm}: off by {error}")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_in_pieces() -> None:
+    assert values(run_ranks(in_pieces, 2, timeout=90.0)) == [[]] * 2
