@@ -69,7 +69,8 @@ CASES = (
         2,
         "a peer is stopped, later resumed",
         "the same; the late rank sees the abort, raises, writes nothing; the same heap recovers",
-        _in(IN_TURN, "case_2_a_peer_is_stopped_and_resumed"),
+        _in(IN_TURN, "case_2_a_peer_is_stopped_and_resumed")
+        + _in(f"{FAULTS}test_late_ranks.py", "a_late_rank_sees_the_abort_and_writes_nothing"),
     ),
     Fault(
         3,
@@ -111,7 +112,8 @@ CASES = (
         8,
         "a fast rank one call ahead, its peer stalled between flag and read",
         "exact",
-        _in(PROTOCOL, "a_stalled_reader", "a_rank_that_is_a_call_ahead", "slow_flags"),
+        _in(PROTOCOL, "a_stalled_reader", "a_rank_that_is_a_call_ahead", "slow_flags")
+        + _in(PROTOCOL, "messages_of_a_rank_that_is_a_call_ahead"),
     ),
     Fault(
         9,
@@ -307,10 +309,10 @@ GUARD_LIST = (
         _in(PROTOCOL, "a_constant_epoch_is_caught") + _in(SIGNALS, "constant_epoch_is_found"),
     ),
     Guard(
-        "two slots",
+        "two slots, of messages three",
         "what a peer still reads is overwritten",
-        _in(PROTOCOL, "a_stalled_reader"),
-        _in(PROTOCOL, "a_single_slot_is_caught"),
+        _in(PROTOCOL, "a_stalled_reader", "messages_of_a_rank_that_is_a_call_ahead"),
+        _in(PROTOCOL, "a_single_slot_is_caught", "messages_of_a_rank_that_is_a_call_ahead"),
     ),
     Guard(
         "abort watch",
