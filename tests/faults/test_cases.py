@@ -82,7 +82,7 @@ def test_a_page_of_two_targets(tmp_path: Path) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| 2 | a peer is stopped")]
     assert rows == [
         "| 2 | a peer is stopped, later resumed | the same; the late rank sees the abort, raises, writes nothing; "
-        "the same heap recovers | passed, 1 runs, 1.2 s, to the error 0.50 s | passed, 1 runs, 1.2 s, to the error "
+        "the same heap recovers | passed, 2 runs, 2.5 s, to the error 0.50 s | passed, 2 runs, 2.5 s, to the error "
         "0.75 s |"
     ]
     assert "| case | what happens | what must follow | CPU | 2 x NVIDIA H200 |" in text
