@@ -93,7 +93,7 @@ def test_a_page_of_two_targets(tmp_path: Path) -> None:
 
 def test_what_is_not_green_is_said(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    (failing,) = CASES[1].tests
+    failing = CASES[1].tests[0]
     code, output = run(results(tmp_path / "a.xml", CPU, failing=failing), "--out", page, "--commit", "x")
     assert code == 1
     assert f"{failing} failed on CPU" in output

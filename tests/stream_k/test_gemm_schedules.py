@@ -202,7 +202,7 @@ def test_a_lost_iteration_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @triton.jit
 def without_fix_up(
     parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
     return parts
 
