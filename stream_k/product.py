@@ -10,7 +10,7 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
-from stream_k.kernel import nothing, stream_k_kernel
+from stream_k.kernel import COLUMN, POINTER, nothing, stream_k_kernel
 from stream_k.launch import Launch
 from stream_k.operands import as_argument, filled, how_to_read, template
 from stream_k.schedule import Schedule, make_schedule
@@ -142,6 +142,8 @@ def make_product(
     tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     a_how, b_how = how_to_read(a), how_to_read(b)
+    if a_how == COLUMN and not _blocks_are_aligned(M, row_blocks, a.element_size()):
+        a_how = POINTER
     templates = (
         template(a, a_how, config.block_m, config.block_k),
         template(b, b_how, config.block_k, config.block_n),
@@ -150,6 +152,14 @@ def make_product(
     return Product(
         M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles
     )
+
+
+def _blocks_are_aligned(num_rows: int, row_blocks: int, element_size: int) -> bool:
+    """Whether all blocks of rows start at multiples of 16 bytes of a column, where a descriptor may read from."""
+    starts = (
+        block * (num_rows // row_blocks) + min(block, num_rows % row_blocks) for block in range(row_blocks)
+    )
+    return all(start * element_size % 16 == 0 for start in starts)
 
 
 def tiles_of_block(num_rows: int, row_blocks: int, block_m: int) -> int:

@@ -63,6 +63,8 @@ def cases_of(op: str, placement: str) -> list[Case]:
     made = [
         Case(op, 97, 45, 51, FP16, config=(("comm_rows", 8),)),
         Case(op, 50, 40, 64, FP32, "symmetric", layout="transposed"),
+        # Columns that descriptors read; blocks of rows start where they may not.
+        Case(op, 52, 40, 64, FP32, "new", layout="transposed"),
         Case(op, 2, 70, 40, BF16, "ordinary", bias="own", activation="gelu"),
         Case(op, 2, 33, 40, FP32, "symmetric", bias="fp32"),
         Case(op, 33, 40, 0, FP32, "strided", bias="fp32"),
