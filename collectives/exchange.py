@@ -104,19 +104,13 @@ class Exchange:
         for piece in pieces:
             rest = (messages, slot_quads, workspace.context, x.numel() - piece.first, *piece[2:], root)
             launch = _launch(heap, op, kind, x, out, finish, piece)
-            launch.compile((x, out, _at(finish, piece), *rest))
+            launch.compile((*_at(piece, x, out, finish), *rest))
             self.launches.append((launch, piece, rest))
 
     def run(self, x: torch.Tensor, out: torch.Tensor, finish: Finish = _NOTHING) -> None:
         """Enqueue it for tensors of this kind."""
         for launch, piece, rest in self.launches:
-            if piece.first or piece.out_first:
-                # Pointers to the first elements.
-                launch(
-                    (x.view(-1)[piece.first :], out.view(-1)[piece.out_first :], _at(finish, piece), *rest)
-                )
-            else:
-                launch((x, out, _at(finish, piece), *rest))
+            launch((*_at(piece, x, out, finish), *rest))
 
 
 def exchange(
@@ -139,13 +133,13 @@ def exchange(
         plan.run(x, out)
 
 
-def _at(finish: Finish, piece: _Piece) -> tuple[Any, ...]:
-    """`finish` as the kernel takes it, from the first element of a piece on."""
-    residual, total = (
-        t if t is None or not piece.first else t.view(-1)[piece.first :]
-        for t in (finish.residual, finish.total)
-    )
-    return finish.bias, finish.columns, residual, total, finish.weight, finish.eps
+def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, finish: Finish) -> tuple[Any, ...]:
+    """x, out and `finish` as the kernel takes them: from the first element of a piece on."""
+    residual, total = finish.residual, finish.total
+    if piece.first:
+        x, out = x.view(-1)[piece.first :], out.view(-1)[piece.out_first :]
+        residual, total = (t if t is None else t.view(-1)[piece.first :] for t in (residual, total))
+    return x, out, (finish.bias, finish.columns, residual, total, finish.weight, finish.eps)
 
 
 def _slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dtype, world_size: int) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch._library.effects import EffectType
 
-from collectives.rms_norm_kernels import as_rows, backward, columns_of, forward
+from collectives.rms_norm_kernels import as_rows, backward, forward
 from collectives.tensors import DTYPES
+from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.library import dispatched, find, name_of
 from stream_k.operands import share_memory
@@ -66,7 +67,7 @@ def rms_norm(
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else x.dtype
     tensors = {"x": x, "weight": weight, "residual": residual, "out": out}
-    columns = columns_of(hidden, rank, world_size)
+    columns = shard_range(hidden, rank, world_size)
     _check(tensors, eps, hidden, (rank, *columns), out_dtype, replicated)
     if dispatches:
         if out is not None:

@@ -30,6 +30,7 @@ from collectives.row_sums import Blocks
 from collectives.tensors import agree, run
 from pyrocshmem import message, signal, status, trace
 from pyrocshmem.device import others
+from reference.ops import shard_range
 from stream_k.workspace import Workspace
 
 _OP = tl.constexpr(int(status.Op.RMS_NORM))
@@ -202,13 +203,6 @@ def rms_norm_backward_kernel(
     trace.mark(events, trace.END, -1)
 
 
-def columns_of(hidden: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[first, end) column of a rank: `torch.tensor_split` of `hidden` columns."""
-    base, more = divmod(hidden, world_size)
-    first = rank * base + min(rank, more)
-    return first, first + base + (rank < more)
-
-
 def forward(
     workspace: Workspace,
     x: torch.Tensor,
@@ -227,7 +221,7 @@ def forward(
     world, device = heap.world_size, heap.device
     rows = as_rows(x)
     M, N = rows.shape
-    first = columns_of(hidden, heap.rank, world)[0]
+    first = shard_range(hidden, heap.rank, world)[0]
     shape = (*x.shape[:-1], hidden if replicated else N)
     # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
     given = out if out is not None else torch.empty(shape, dtype=out_dtype, device=device)
@@ -286,7 +280,7 @@ def backward(
     world, device = heap.world_size, heap.device
     rows = as_rows(h)
     M, N = rows.shape
-    first = columns_of(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
+    first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
     gradient = as_rows(g)[:, first : first + N]
     blocks = Blocks.of(M, N, device)
     grad = torch.empty(h.shape, dtype=dtype, device=device)

@@ -13,6 +13,7 @@ import torch
 
 from pyrocshmem import signal, status, trace
 from pyrocshmem.heap import Heap
+from reference.ops import shard_range
 from stream_k.config import Config
 from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
@@ -21,7 +22,7 @@ from stream_k.launch import Launch
 from stream_k.library import Options, differentiable, dispatched
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, filled, how_to_write, template
-from stream_k.row_plan import block_rows, step_launch
+from stream_k.row_plan import step_launch
 from stream_k.workspace import Workspace
 
 _COPIES = 0
@@ -78,7 +79,7 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
 def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
     rows = request.a.shape[0]
     total = rows * heap.world_size if request.num_rows is None else request.num_rows
-    first, last = block_rows(total, heap.rank, heap.world_size)
+    first, last = shard_range(total, heap.rank, heap.world_size)
     if rows != last - first:
         raise ValueError(
             f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
@@ -98,7 +99,7 @@ class _Plan(FusedPlan):
         M, K = call.num_rows, call.a.shape[1]
         self.flags = workspace.flags(1)
         self.rows = workspace.buffer("gathered", M * K, call.a.dtype)[: M * K].view(M, K)
-        self.block = first, last = block_rows(M, heap.rank, world)
+        self.block = first, last = shard_range(M, heap.rank, world)
         own, flag = self.rows[first:last], self.flags[heap.rank : heap.rank + 1]
         self.places = [
             (heap.peer_view(own, peer), heap.peer_view(flag, peer))

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from pyrocshmem.heap import Heap
+from reference.ops import shard_range
 from stream_k.config import Config
 from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
 from stream_k.library import Options, differentiable, dispatched
 from stream_k.message_plan import MessagePlan
-from stream_k.row_plan import RowsPlan, block_rows
+from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
 
 
@@ -56,7 +57,7 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
 
 def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
     rows = request.a.shape[0]
-    first, last = block_rows(rows, heap.rank, heap.world_size)
+    first, last = shard_range(rows, heap.rank, heap.world_size)
     return rows, (last - first, request.b.shape[1])
 
 

@@ -20,8 +20,10 @@ import torch
 
 from collectives.exchange import Exchange, Finish
 from pyrocshmem import status
+from stream_k.config import Config
 from stream_k.fused import Call, FusedPlan
 from stream_k.gemm import GemmPlan
+from stream_k.workspace import Workspace
 
 _KINDS = {
     "all_gather_gemm": (status.Op.ALL_GATHER_GEMM, "all_gather"),
@@ -29,6 +31,18 @@ _KINDS = {
     "gemm_all_reduce": (status.Op.GEMM_ALL_REDUCE, ""),
     "gemm_all_scatter": (status.Op.GEMM_ALL_SCATTER, "all_scatter"),
 }
+
+
+def partial_dtype(config: Config, out_dtype: torch.dtype) -> torch.dtype:
+    """What partial products travel in. The exchange sends whole quads: a unit of fp32 results would be half a quad of
+    16-bit parts."""
+    return torch.float32 if out_dtype == torch.float32 else config.partial_dtype or torch.float32
+
+
+def product_buffer(workspace: Workspace, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Where a whole product waits for its exchange."""
+    size = shape[0] * shape[1]
+    return workspace.buffer("product", size, dtype, local=True)[:size].view(shape)
 
 
 class MessagePlan(FusedPlan):
@@ -61,12 +75,8 @@ class MessagePlan(FusedPlan):
             self.between = workspace.buffer("own gathered", size, call.a.dtype, local=True)[:size].view(M, -1)
             a, c, bias, activation = self.between, call.out, request.bias, request.activation
         else:
-            # The exchange sends whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
-            partial = (
-                torch.float32 if call.out.dtype == torch.float32 else config.partial_dtype or torch.float32
-            )
-            dtype = partial if self.sums else call.a.dtype
-            self.between = workspace.buffer("product", M * N, dtype, local=True)[: M * N].view(M, N)
+            dtype = partial_dtype(config, call.out.dtype) if self.sums else call.a.dtype
+            self.between = product_buffer(workspace, (M, N), dtype)
             a, c = call.a, self.between
             bias, activation = (None, "none") if self.sums else (request.bias, request.activation)
         # A rank without columns only sends its rows.

@@ -13,6 +13,7 @@ import torch
 
 from collectives import row_blocks
 from pyrocshmem import signal, status, trace
+from reference.ops import shard_range
 from stream_k.config import num_multiprocessors
 from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
@@ -25,13 +26,6 @@ _MAIN, _TILES, _COPIES, _SUMS = range(4)
 
 # A program of the sums: 2048 elements at a time, 16 of each partial a thread.
 _ROWS, _COLUMNS, _WARPS = 8, 256, 4
-
-
-def block_rows(num_rows: int, block: int, world_size: int) -> tuple[int, int]:
-    """[first, last) row of row block `block`: those of `torch.tensor_split`."""
-    size, extra = divmod(num_rows, world_size)
-    first = block * size + min(block, extra)
-    return first, first + size + (block < extra)
 
 
 def step_launch(op: int, world_size: int, *, enters: bool = False, ends: bool = False) -> Launch:
@@ -88,7 +82,7 @@ class RowsPlan(FusedPlan):
         height = self.chunk * call.config.block_m
         for turn in range(1, self.world):
             owner = (self.rank + turn) % self.world
-            first, last = block_rows(self.product.M, owner, self.world)
+            first, last = shard_range(self.product.M, owner, self.world)
             begin, end = (min(row, last - first) for row in (step * height, (step + 1) * height))
             source = rows[owner * block + begin : owner * block + end]
             # At the owner, the blocks from its peers follow those of its own, its neighbour's first.
@@ -150,7 +144,7 @@ class RowsPlan(FusedPlan):
         )
 
     def _sum_arguments(self, step: int) -> tuple[Any, ...]:
-        first, last = block_rows(self.product.M, self.rank, self.world)
+        first, last = shard_range(self.product.M, self.rank, self.world)
         height = self.chunk * self.product.config.block_m
         rows = min(step * height, last - first), min((step + 1) * height, last - first)
         bias = self.results if self.bias is None else self.bias

@@ -84,7 +84,7 @@ def _call(case: "Case") -> None:
 
     import collectives
     import stream_k
-    from stream_k.row_plan import block_rows
+    from reference.ops import shard_range
     from stream_k.workspace import Workspace
     from tests.compile.planning_heap import PlanningHeap, operand
 
@@ -100,7 +100,7 @@ def _call(case: "Case") -> None:
         return
     if case.op == "all_gather_gemm":
         arguments["num_rows"] = M
-        first, last = block_rows(M, heap.rank, case.world_size)
+        first, last = shard_range(M, heap.rank, case.world_size)
         M = last - first
     a = operand(M, K, dtype, case.layouts[0])
     b = operand(K, N, dtype, case.layouts[1])

@@ -13,9 +13,10 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference.ops import shard_range
 from stream_k import order
 from stream_k.product import tiles_of_block
-from stream_k.row_plan import RowsPlan, block_rows
+from stream_k.row_plan import RowsPlan
 from tests.pyrocshmem.kernels import run
 
 TIER = 1
@@ -70,7 +71,7 @@ def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_star
     expected = [part.tolist() for part in torch.arange(M).tensor_split(world)]
     starts, sizes, tiles = out.tolist()
     found = [list(range(starts[block], starts[block] + sizes[block])) for block in range(world)]
-    if found != expected or [block_rows(M, block, world) for block in range(world)] != [
+    if found != expected or [shard_range(M, block, world) for block in range(world)] != [
         (starts[block], starts[block] + sizes[block]) for block in range(world)
     ]:
         return f"blocks start at {starts[:world]}, sizes {sizes[:world]}"
