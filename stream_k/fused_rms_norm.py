@@ -18,7 +18,7 @@ from torch.nn import functional
 from collectives.exchange import Exchange, Finish
 from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
-from pyrocshmem.heap import Heap
+from stream_k import message_plan
 from stream_k.config import Config
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, gemm, with_inner_size
@@ -57,30 +57,40 @@ def gemm_all_reduce_rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
+    by_hand = not dispatched(a, b, bias, residual, weight)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        given = tuple(kind(x) for x in (a, b, residual, weight, bias))
+        recorded = trace.recorder() is not None
+        key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded)
+        plan: _Plan | None = space.plans.get(key)
+        if plan is not None:
+            return plan.run(a, b, residual, weight, eps, bias)
     M, N, K = check_product(a, b, bias, "none")
     _check_norm(a, weight, eps, N)
     _check_residual(a, residual, (M, N))
     if config is not None and partial_dtype is not None:
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
-    if not dispatched(a, b, bias, residual, weight):
-        heap, workspace = find_workspace(group, workspace)
+    if by_hand:
         if a.device != heap.device:
             raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
         if config is None:
-            config = choose(
-                "gemm_all_reduce",
-                max(M, 1),
-                max(N, 1),
-                K,
-                a.dtype,
-                heap.world_size,
-                heap.device,
-                partial_dtype,
-            )
+            where = (a.dtype, heap.world_size, heap.device)
+            config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *where, partial_dtype)
         exact = target.interpreted() and a.dtype == torch.bfloat16
         if config.placement == "messages" and heap.world_size > 1 and min(M, N) > 0 and not exact:
-            return _by_messages(a, b, residual, weight, eps, bias, allow_tf32, config, heap, workspace)
-        group, partial_dtype = heap, None
+            call = (
+                f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, "
+                f"weight={weight.dtype}, eps={eps}, bias={bias is not None}, tf32={allow_tf32}, "
+                f"recorded={recorded}, {config})"
+            )
+            chosen = config
+            plan = space.planned_together(
+                call, lambda: _Plan(a, b, residual, weight, eps, bias, allow_tf32, chosen, space)
+            )
+            space.plans[key] = plan
+            return plan.run(a, b, residual, weight, eps, bias)
+        group, workspace, partial_dtype = heap, space, None
     total = gemm_all_reduce(
         a, b, group=group, bias=bias, allow_tf32=allow_tf32, partial_dtype=partial_dtype, config=config,
         workspace=workspace,
@@ -165,61 +175,57 @@ def _check_residual(a: torch.Tensor, residual: torch.Tensor | None, shape: tuple
 
 
 class _Plan:
-    """A GEMM into `product`, and the exchange that sums, adds and normalizes."""
+    """A GEMM into `product`, and the exchange that sums, adds and normalizes, for operands of one kind."""
 
     def __init__(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
-        out: torch.Tensor,
-        finish: Finish,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
         allow_tf32: bool,
         config: Config,
         workspace: Workspace,
     ) -> None:
-        shape = (a.shape[0], b.shape[1])
-        size = shape[0] * shape[1]
-        # Whole quads are sent: a unit of fp32 results would be half a quad of 16-bit parts.
-        wide = a.dtype == torch.float32
-        dtype = torch.float32 if wide else config.partial_dtype or torch.float32
-        self.product = workspace.buffer("product", size, dtype, local=True)[:size].view(shape)
+        self.workspace, self.shape = workspace, (a.shape[0], b.shape[1])
+        dtype = message_plan.partial_dtype(config, a.dtype)
+        self.product = message_plan.product_buffer(workspace, self.shape, dtype)
+        a, b = with_inner_size(a, b)
         self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
+        out, finish = self._results(a, residual, weight, eps, bias)
         op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
 
+    def _results(
+        self,
+        a: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Finish]:
+        """(a new result, what becomes of the sums on their way to it)."""
+        out, total = (torch.empty(self.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+        if residual is not None:
+            residual = residual.contiguous()
+        return out, Finish(bias, self.shape[1], "none", residual, total, weight, eps)
 
-def _by_messages(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    bias: torch.Tensor | None,
-    allow_tf32: bool,
-    config: Config,
-    heap: Heap,
-    workspace: Workspace,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    M, N = a.shape[0], b.shape[1]
-    a, b = with_inner_size(a, b)
-    if residual is not None:
-        residual = residual.contiguous()
-    out, total = (torch.empty(M, N, dtype=a.dtype, device=a.device) for _ in range(2))
-    finish = Finish(bias, N, "none", residual, total, weight, eps)
-    recorded = trace.recorder() is not None
-    given = tuple(kind(x) for x in (a, b, residual, weight, bias))
-    key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, config, recorded)
-    plan: _Plan | None = workspace.plans.get(key)
-    if plan is None:
-        call = (
-            f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, weight={weight.dtype}, "
-            f"eps={eps}, bias={bias is not None}, tf32={allow_tf32}, recorded={recorded}, {config})"
-        )
-        plan = workspace.planned_together(
-            call, lambda: _Plan(a, b, out, finish, allow_tf32, config, workspace)
-        )
-        workspace.plans[key] = plan
-    with workspace:
-        plan.gemm.launch(plan.gemm.arguments(a, b, None, plan.product))
-        plan.exchange.run(plan.product, out, finish)
-    return out, total
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the call; returns (the norm, the total)."""
+        a, b = with_inner_size(a, b)
+        out, finish = self._results(a, residual, weight, eps, bias)
+        with self.workspace:
+            self.gemm.launch(self.gemm.arguments(a, b, None, self.product))
+            self.exchange.run(self.product, out, finish)
+        assert finish.total is not None
+        return out, finish.total
