@@ -55,7 +55,7 @@ def message_kernel(
     HOW: "push", into the receiver's heap; "pull", at home, from where the receiver reads; "tma", as push, by
     `tiles`, a descriptor of the receiver's `data`. data: int32 [RING, PIECES x SIZE, SIZE]: a round has a place and
     a flag (word 2 + place) of its own among RING of them, which are used again once all have been compared. found:
-    rounds with a stale word, rounds played.
+    rounds with a stale word, rounds played, and a sum that keeps the early reads.
     Controls: not SETTLED leaves out all of `signal.settle`, not ACQUIRED what follows a wait. (The drain of TMA stores
     has none: without it 200,000 rounds each way between two H200s were right; tests/compile reads it in the assembly.)
     """
@@ -66,6 +66,7 @@ def message_kernel(
     one = tl.arange(0, 1)
     bad = 0
     played = 0
+    sums = 0
     free = first > 0
     for i in range(rounds):
         epoch = first + i
@@ -93,14 +94,17 @@ def message_kernel(
                     signal.raise_flag(remote(flag, receiver, heap_bases), epoch)
                 played += 1
         else:
+            place = mine
+            if HOW == "pull":
+                place = remote(mine, sender, heap_bases)
+            # What is read before its flag has come lies in L1, where only the acquire looks past it.
+            for piece in range(PIECES):
+                sums += tl.max(tl.load(place + piece * SIZE * SIZE + offsets), axis=0)
             if ACQUIRED:
                 came = signal.wait(flag + one, one == 0, epoch, i, sender, context, _OP, WORLD)
             else:
                 came = _spin(flag, epoch, context)
             if came:
-                place = mine
-                if HOW == "pull":
-                    place = remote(mine, sender, heap_bases)
                 stale = 0
                 for piece in range(PIECES):
                     value = tl.load(place + piece * SIZE * SIZE + offsets)
@@ -111,6 +115,7 @@ def message_kernel(
                     signal.publish(flags + 1, epoch, sender, heap_bases)
     tl.store(found, bad)
     tl.store(found + 1, played)
+    tl.store(found + 2, sums)
 
 
 @triton.jit

@@ -35,7 +35,6 @@ GUARDED = {
 }
 CONTROLS = {
     "no barrier": Litmus("push", CONTROL_ROUNDS, ("SETTLED",)),
-    # The words of the ring's last turn may still be in the receiver's L1.
     "no acquire": Litmus("push", CONTROL_ROUNDS, ("ACQUIRED",)),
     "no meeting": Litmus("buffering", CONTROL_ROUNDS, ("MET",)),
     "flag before data": Litmus("copies", CONTROL_ROUNDS, ("ORDER",)),
