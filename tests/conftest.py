@@ -99,7 +99,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_report_header(config: pytest.Config) -> str:
     test_pass = config.getoption("test_pass")
-    return f"target: {target.describe()}" + (f" (pass: {test_pass})" if test_pass else "")
+    return f"target: {_where(config)}" + (f" (pass: {test_pass})" if test_pass else "")
+
+
+def _where(config: pytest.Config) -> str:
+    if (ranks_a_gpu := config.getoption("ranks_a_gpu")) == 1:
+        return target.describe()
+    from tests import sharing
+
+    return sharing.describe(ranks_a_gpu)
 
 
 def _num_gpus() -> int:
@@ -148,11 +156,11 @@ def _has_enough_gpus(item: pytest.Item, on_gpu: bool, num_gpus: int) -> bool:
     return not on_gpu or _num_ranks(item) <= num_gpus or item.get_closest_marker("cpu") is not None
 
 
-def _mark_fault(item: pytest.Item) -> None:
+def _mark_fault(item: pytest.Item, where: str) -> None:
     name = item.nodeid.partition("[")[0]
     if found := cases.properties_of(name):
         item.add_marker("fault")
-        item.user_properties += [("test", name), ("target", target.describe()), *found]
+        item.user_properties += [("test", name), ("target", where), *found]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -160,7 +168,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu, num_gpus = not target.interpreted(), _num_gpus()
     test_pass, max_tier = config.getoption("test_pass"), config.getoption("max_tier")
     ranks_a_gpu = config.getoption("ranks_a_gpu")
-    kept, dropped = [], []
+    kept, dropped, where = [], [], _where(config)
     for item in items:
         if item.get_closest_marker("num_gpus"):
             item.add_marker("gpu")
@@ -171,7 +179,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if alone := config.getoption("alone"):
             left_out |= (item.get_closest_marker("alone") is not None) != (alone == "only")
         (dropped if left_out else kept).append(item)
-        _mark_fault(item)
+        _mark_fault(item, where)
         if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus, ranks_a_gpu):
             item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = sorted(kept, key=_tier)  # stable: the order inside a module stays

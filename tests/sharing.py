@@ -35,6 +35,12 @@ def device(local_rank: int = 0) -> torch.device:
     return _device_of_its_own(local_rank % max(1, target.num_devices()))
 
 
+def describe(ranks_a_gpu: int) -> str:
+    """`target.describe()`, and how many ranks may share a GPU: what ran so has not run with a GPU a rank."""
+    plain = target.describe()
+    return plain if ranks_a_gpu == 1 or target.interpreted() else f"{ranks_a_gpu} ranks a GPU of {plain}"
+
+
 def init_process_group(store: Any, rank: int, world_size: int, device: torch.device) -> None:
     """`rank_process.init_process_group` with gloo alone."""
     if device.type != "cpu":

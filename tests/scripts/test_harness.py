@@ -162,6 +162,7 @@ def test_elsewhere(): pass
 """
 SHARING = """
 import contextlib
+def describe(ranks_a_gpu): return f"{ranks_a_gpu} a GPU"
 entered = []
 @contextlib.contextmanager
 def shared(ranks_a_gpu):
@@ -182,6 +183,7 @@ def test_ranks_that_share_gpus(tree: Path) -> None:
     assert "starts 5 ranks, this machine has 2 GPUs with 2 ranks each" in text
     assert "needs a GPU for each rank: it times" in text
     assert "asserts on times, on free memory or on who comes first: needs a GPU for each rank" in text
+    assert "target: 2 a GPU" in text
     assert "left" in text
     code, closing, text = run(tree, "-v", "tests/b", **options)
     assert (code, closing) == (0, "1 passed, 0 failed, 4 skipped"), text

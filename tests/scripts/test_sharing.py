@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pyrocshmem import Heap, launch, target
 from tests import sharing
+from tests.faults import report
 from tests.ranks import run_ranks, values
 from tests.stress.runner import Options
 
@@ -25,6 +26,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "describe", lambda: "2 x H (cuda), because")
+    names = [report.short(sharing.describe(ranks_a_gpu)) for ranks_a_gpu in (1, 2)]
+    assert names == ["2 x H", "2 ranks a GPU of 2 x H"]
     assert [str(sharing.device(rank)) for rank in range(5)] == [
         "cuda:0",
         "cuda:1",

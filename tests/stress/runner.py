@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import run_ranks, target
-from tests.sharing import shared
+from tests.sharing import describe, shared
 from tests.stress.episode import Episode, episode, shrink
 from tests.stress.ops import OPS
 from tests.stress.rounds import Round, draw_rounds
@@ -79,7 +79,7 @@ class Report:
         """For `json.dump`."""
         failure = None if self.failure is None else dataclasses.asdict(self.failure)
         return {
-            "target": target.describe(),
+            "target": describe(self.options.ranks_a_gpu),
             "options": dataclasses.asdict(self.options),
             "episodes": self.episodes,
             "rounds": self.rounds,
