@@ -12,11 +12,13 @@ Without `--pass`, pytest runs what it is given on the target that the environmen
 
 Within a pass, modules run in the order of their constant `TIER`: 0 cheapest .. 4 slowest, 2 if not set.
 `--max-tier N` leaves out dearer ones. `--alone only` and `--alone without` take a pass apart, for the second part to
-run several tests at once. `--tally FILE` writes the counts that `tests/run.sh` adds up.
+run several tests at once. `--ranks-a-gpu N` runs the tests that want more ranks than there are GPUs, and no others,
+with up to N ranks on each (`tests/sharing.py`). `--tally FILE` writes the counts that `tests/run.sh` adds up.
 `-m fault --junitxml FILE` runs the tests of the table of faults; `tests/faults/report.py` reads the file.
 A heap file of ours that is left in `/dev/shm` at the end fails the session.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -37,6 +39,7 @@ TIERS = range(5)
 LEAK_GRACE_S = 3.0
 BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
 LEAKED: pytest.StashKey[list[Path]] = pytest.StashKey()
+SHARED_TIMEOUT_S = 400
 
 # A rank on a shared core may be descheduled for longer than hypothesis' default of 200 ms an example.
 hypothesis.settings.register_profile("pyrocshmem", deadline=None)
@@ -48,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pass", dest="test_pass", choices=("cpu", "compile", "gpu"), help="which pass this is")
     group.addoption("--max-tier", type=int, default=TIERS[-1], help="leave out modules with a higher TIER")
     group.addoption("--alone", choices=("only", "without"), help="the tests that others disturb, or the rest")
+    group.addoption(
+        "--ranks-a-gpu",
+        type=int,
+        default=1,
+        help="only what wants more ranks than GPUs, up to so many on each",
+    )
     group.addoption("--tally", metavar="FILE", help="write {passed, failed, skipped} as JSON to FILE")
 
 
@@ -56,6 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.args[:] = paths_of_pass(config.args, config.getoption("test_pass"))
     if not config.args:
         pytest.exit("nothing of what was asked for belongs to this pass", pytest.ExitCode.NO_TESTS_COLLECTED)
+    ranks_a_gpu = config.getoption("ranks_a_gpu")
+    if ranks_a_gpu < 1:
+        raise pytest.UsageError(f"--ranks-a-gpu is {ranks_a_gpu}, allowed are 1 or more")
+    if ranks_a_gpu > 1:
+        from tests import sharing
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(sharing.shared(ranks_a_gpu))
+        config.add_cleanup(stack.close)
 
 
 def paths_of_pass(args: Iterable[str], test_pass: str | None) -> list[str]:
@@ -81,7 +99,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_report_header(config: pytest.Config) -> str:
     test_pass = config.getoption("test_pass")
-    return f"target: {target.describe()}" + (f" (pass: {test_pass})" if test_pass else "")
+    return f"target: {_where(config)}" + (f" (pass: {test_pass})" if test_pass else "")
+
+
+def _where(config: pytest.Config) -> str:
+    if (ranks_a_gpu := config.getoption("ranks_a_gpu")) == 1:
+        return target.describe()
+    from tests import sharing
+
+    return sharing.describe(ranks_a_gpu)
 
 
 def _num_gpus() -> int:
@@ -97,13 +123,25 @@ def _tier(item: pytest.Item) -> int:
     return tier
 
 
-def _skip_reason(item: pytest.Item, on_gpu: bool, num_gpus: int) -> str | None:
+def _num_ranks(item: pytest.Item) -> int:
+    """How many the test starts, 0 if it doesn't say."""
+    marker = item.get_closest_marker("num_ranks")
+    return marker.args[0] if marker else 0
+
+
+def _skip_reason(item: pytest.Item, on_gpu: bool, num_gpus: int, ranks_a_gpu: int) -> str | None:
     if item.get_closest_marker("gpu") and not on_gpu:
         return "needs a GPU, this is the CPU target"
     if (marker := item.get_closest_marker("num_gpus")) and num_gpus < marker.args[0]:
         return f"needs {marker.args[0]} GPUs, this machine has {num_gpus}"
-    if on_gpu and (marker := item.get_closest_marker("num_ranks")) and num_gpus < marker.args[0]:
-        return f"starts {marker.args[0]} ranks, this machine has {num_gpus} GPUs"
+    num_ranks = _num_ranks(item)
+    if on_gpu and num_ranks > num_gpus * ranks_a_gpu:
+        each = f" with {ranks_a_gpu} ranks each" if ranks_a_gpu > 1 else ""
+        return f"starts {num_ranks} ranks, this machine has {num_gpus} GPUs{each}"
+    if ranks_a_gpu > 1 and (marker := item.get_closest_marker("gpu_a_rank")):
+        return f"needs a GPU for each rank: {marker.args[0]}"
+    if ranks_a_gpu > 1 and item.get_closest_marker("alone"):
+        return "asserts on times, on free memory or on who comes first: needs a GPU for each rank"
     return None
 
 
@@ -113,27 +151,36 @@ def _left_to_another_pass(item: pytest.Item, test_pass: str | None, num_gpus: in
     return test_pass == "gpu" and item.get_closest_marker("cpu") is not None
 
 
-def _mark_fault(item: pytest.Item) -> None:
+def _has_enough_gpus(item: pytest.Item, on_gpu: bool, num_gpus: int) -> bool:
+    """Whether the test runs as well where each rank has a GPU of its own."""
+    return not on_gpu or _num_ranks(item) <= num_gpus or item.get_closest_marker("cpu") is not None
+
+
+def _mark_fault(item: pytest.Item, where: str) -> None:
     name = item.nodeid.partition("[")[0]
     if found := cases.properties_of(name):
         item.add_marker("fault")
-        item.user_properties += [("test", name), ("target", target.describe()), *found]
+        item.user_properties += [("test", name), ("target", where), *found]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu, num_gpus = not target.interpreted(), _num_gpus()
     test_pass, max_tier = config.getoption("test_pass"), config.getoption("max_tier")
-    kept, dropped = [], []
+    ranks_a_gpu = config.getoption("ranks_a_gpu")
+    kept, dropped, where = [], [], _where(config)
     for item in items:
         if item.get_closest_marker("num_gpus"):
             item.add_marker("gpu")
         left_out = _tier(item) > max_tier or _left_to_another_pass(item, test_pass, num_gpus)
+        if ranks_a_gpu > 1:
+            left_out |= _has_enough_gpus(item, on_gpu, num_gpus)
+            item.add_marker(pytest.mark.timeout(SHARED_TIMEOUT_S), append=False)
         if alone := config.getoption("alone"):
             left_out |= (item.get_closest_marker("alone") is not None) != (alone == "only")
         (dropped if left_out else kept).append(item)
-        _mark_fault(item)
-        if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus):
+        _mark_fault(item, where)
+        if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus, ranks_a_gpu):
             item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = sorted(kept, key=_tier)  # stable: the order inside a module stays
     if dropped:

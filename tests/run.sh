@@ -3,6 +3,7 @@
 #
 #   tests/run.sh                              all of them
 #   tests/run.sh --max-tier 1                 the cheap ones (a module's TIER is 0 cheapest .. 4 slowest)
+#   PYROCSHMEM_BACKEND=gpu tests/run.sh --ranks-a-gpu 2   those that want more ranks than there are GPUs, two on each
 #   tests/run.sh tests/stream_k -k schedule   arguments go to pytest; paths are relative to the repository
 #
 # One pytest process for each target (tests/conftest.py says why): the CPU target, compiling for GPUs that need not be

@@ -1,11 +1,12 @@
-"""Every kernel once, on one GPU, for compute-sanitizer:
+"""Every kernel once, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck python -m tests.sanitize
     compute-sanitizer --tool racecheck --target-processes all python -m tests.sanitize --ranks 2
 
 A world of one runs the kernels of the fused ops against its own heap. The ops on row blocks run the plain GEMM when
-alone; here their plans are made all the same. Two ranks share the GPU, one process each, taking its time in turns:
-they run what has nothing to do for one, such as the messages of the collectives.
+alone; here their plans are made all the same. Several ranks, one process each, go round the GPUs, and take a GPU's
+time in turns where there are more of them: they run what has nothing to do for one, such as the messages of the
+collectives.
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
 """
@@ -30,6 +31,7 @@ import typer
 import stream_k
 from stream_k import fused
 from stream_k.config import PLACEMENTS_OF
+from tests import sharing
 from tests.stress.ops import OPS, Facts
 
 BLOCK_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -110,12 +112,15 @@ def _calls() -> Iterator[tuple[str, Facts]]:
 
 
 def together(rank: int, world_size: int, meeting: str) -> int:
-    """One of several ranks on the first GPU, which meet in a file: the number of wrong results."""
+    """One of several ranks, which meet in a file and may share GPUs: the number of wrong results."""
+    device = sharing.device(rank)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
     store = dist.FileStore(meeting, world_size)
     # Without NCCL, which refuses ranks that share a GPU.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     wrong = 0
-    with Heap(256 << 20, device=target.device()) as heap:
+    with Heap(256 << 20) as heap:
         for name, facts in _calls():
             call = OPS[name].make(facts, heap)
             call.load(1)
@@ -135,7 +140,7 @@ def together(rank: int, world_size: int, meeting: str) -> int:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="processes that share the first GPU")] = 1,
+    ranks: Annotated[int, typer.Option(help="processes, which may share GPUs")] = 1,
     rank: Annotated[int | None, typer.Option(hidden=True)] = None,
     meeting: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -151,8 +156,7 @@ def main(
             f"--ranks={ranks}",
             f"--meeting={Path(folder) / 'store'}",
         ]
-        # Turns on the GPU are milliseconds, under the sanitizer many.
-        environment = {"PYROCSHMEM_WAIT_SECONDS": "60", **os.environ}
+        environment = {"PYROCSHMEM_WAIT_SECONDS": sharing.WAIT_SECONDS, **os.environ}
         processes = [subprocess.Popen([*command, f"--rank={r}"], env=environment) for r in range(ranks)]
         raise typer.Exit(max(abs(process.wait()) for process in processes))
 

@@ -15,6 +15,7 @@ from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 
 TIER = 2
+pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
 ALONE = [op.name for op in OPS.values() if op.kind == "collective"]
 
 

@@ -13,6 +13,7 @@ from pyrocshmem import Heap, target
 from tests.ranks import run_ranks, values
 
 TIER = 3
+pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
 PROVIDERS = ("ours", "ours_16bit", "torch_tp")
 
 

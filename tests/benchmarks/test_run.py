@@ -26,6 +26,7 @@ from tests.ranks import run_ranks, values
 from tests.scripts import support
 
 TIER = 3
+pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
 
 ROOT = Path(__file__).resolve().parents[2]
 

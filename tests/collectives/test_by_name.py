@@ -43,6 +43,7 @@ def test_every_name() -> None:
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.gpu_a_rank("commands start a rank a GPU")
 @pytest.mark.parametrize("arguments", [("broadcast",), ("all_reduce", "--shape", "7,50")])
 def test_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Two sizes are those of the collective alone, though it has a namesake behind a GEMM."""

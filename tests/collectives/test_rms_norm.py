@@ -41,7 +41,13 @@ def forward_everything(group: Any) -> tuple[list[str], list[torch.Tensor]]:
     return wrong, results
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 3)])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        *(pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 3)),
+        pytest.param(4, marks=[pytest.mark.num_ranks(4), pytest.mark.gpu]),
+    ],
+)
 def test_forward(world_size: int) -> None:
     """Right on every rank, and the same bits of what is replicated."""
     ends = run(forward_everything, world_size)

@@ -154,8 +154,16 @@ def mistakes(rank: int, world_size: int) -> None:
         assert collectives.all_reduce(x[:0], group=heap).shape == (0, 8)
 
 
-@pytest.mark.parametrize(("world_size", "piece_bytes"), [(1, 1 << 20), (2, 1 << 20), (3, 6144)])
-@pytest.mark.num_ranks(3)
+@pytest.mark.parametrize(
+    ("world_size", "piece_bytes"),
+    [
+        (1, 1 << 20),
+        pytest.param(2, 1 << 20, marks=pytest.mark.num_ranks(2)),
+        pytest.param(3, 6144, marks=pytest.mark.num_ranks(3)),
+        # What three ranks can't show shows on GPUs.
+        *(pytest.param(n, 6144, marks=[pytest.mark.num_ranks(n), pytest.mark.gpu]) for n in (4, 8)),
+    ],
+)
 def test_collectives(world_size: int, piece_bytes: int) -> None:
     found = run_ranks(everything, world_size, piece_bytes, timeout=TIMEOUT_S)
     assert values(found) == [[]] * world_size

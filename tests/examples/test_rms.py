@@ -18,6 +18,7 @@ import typer
 import collectives
 
 TIER = 3
+pytestmark = pytest.mark.gpu_a_rank("examples start a rank a GPU")
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "rms"
 # Shares that differ by one; a row for a program.

@@ -3,8 +3,9 @@
     PYROCSHMEM_BACKEND=cpu python -m pytest --pass cpu -m fault --junitxml cpu.xml
     TRITON_INTERPRET=0 python -m pytest --pass compile -m fault --junitxml compile.xml
     PYROCSHMEM_BACKEND=gpu python -m pytest --pass gpu -m fault --junitxml gpu.xml
+    PYROCSHMEM_BACKEND=gpu python -m pytest --pass gpu -m fault --ranks-a-gpu 2 --junitxml shared.xml
     python -m tests.stress --minutes 10 --json stress.json
-    python -m tests.faults.report cpu.xml compile.xml gpu.xml --stress stress.json
+    python -m tests.faults.report cpu.xml compile.xml gpu.xml shared.xml --stress stress.json
 
 Exits 1 when a test failed, or when a fault or guard has no test that passed. Of a test's runs in one file, with other
 parameters, the worst verdict counts; a later file replaces what an earlier one says of the same test and target.
@@ -222,12 +223,17 @@ def main(
         list[Path] | None, typer.Option(help="what `python -m tests.stress --json` wrote")
     ] = None,
     out: Annotated[Path, typer.Option(help="the page")] = ROOT / "docs" / "reliability.md",
-    commit: Annotated[str, typer.Option(help="that was run; this one if left out")] = "",
+    commit: Annotated[str, typer.Option(help="that was run, where git can't tell it")] = "",
 ) -> None:
     """Write the page; exit 1 when it is not all green."""
     if not commit:
         command = ["git", "rev-parse", "--short=10", "HEAD"]
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        try:
+            commit = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            raise typer.BadParameter("git can't tell it here: give --commit") from None
     found = read(results)
     out.write_text(document(found, stress or [], commit))
     wrong = problems(found, stress or [])

@@ -70,6 +70,12 @@ def test_three_ranks() -> None:
     assert_right(values(run_ranks(body, 3, True, timeout=TIMEOUT_S)))
 
 
+@pytest.mark.gpu
+@pytest.mark.num_ranks(4)
+def test_four_ranks() -> None:
+    assert_right(values(run_ranks(body, 4, True, timeout=TIMEOUT_S)))
+
+
 # How each error begins, and what it must say.
 MISTAKES = {
     "length": ("ValueError", "weight is (23,)"),

@@ -100,8 +100,8 @@ def test_two_gpus_share_memory(nbytes):
     assert values(run_ranks(_exchange, 2, nbytes)) == [2, 2]
 
 
-@pytest.mark.num_gpus(4)
-def test_four_gpus_share_memory():
+@pytest.mark.num_ranks(4)
+def test_four_ranks_share_memory():
     assert values(run_ranks(_exchange, 4, 64 * MIB)) == [4] * 4
 
 

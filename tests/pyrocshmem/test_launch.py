@@ -250,6 +250,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.num_ranks(2)
+@pytest.mark.gpu_a_rank("torchrun starts a rank a GPU")
 def test_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)

@@ -22,6 +22,7 @@ from tests import commands
 from tests.conftest import ROOT
 
 TIER = 2
+pytestmark = pytest.mark.gpu_a_rank("commands start a rank a GPU")
 
 GOOD = Accuracy(0.5, 1.0, 0.5, 0, 12, None)
 BAD = Accuracy(math.inf, 0.0, math.inf, 3, 12, (1, 2))

@@ -11,6 +11,7 @@ from reference import ops
 from reference.accuracy import Accuracy, check, make_operand
 
 TIER = 2
+pytestmark = pytest.mark.gpu_a_rank("the reference is NCCL's")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Rows that 2 and 3 ranks divide and that they don't; fewer rows than ranks; nothing at all.

@@ -13,6 +13,7 @@ from tests import commands
 from tests.scripts import support
 
 TIER = 2
+pytestmark = pytest.mark.gpu_a_rank("commands start a rank a GPU")
 
 
 @pytest.mark.parametrize("collective", PROBLEMS)

@@ -140,6 +140,58 @@ def test_with_gpus_each_test_has_its_pass(tree: Path) -> None:
     assert "starts 3 ranks, this machine has 2 GPUs" in text
 
 
+SHARED = """
+import pytest
+@pytest.mark.num_ranks(2)
+def test_own(): pass
+@pytest.mark.num_ranks(4)
+def test_shared():
+    from tests import sharing
+    assert sharing.entered == [2]
+@pytest.mark.num_ranks(5)
+def test_too_many(): pass
+@pytest.mark.num_ranks(3)
+@pytest.mark.gpu_a_rank("it times")
+def test_timed(): pass
+@pytest.mark.num_ranks(3)
+@pytest.mark.alone
+def test_disturbed(): pass
+@pytest.mark.cpu
+@pytest.mark.num_ranks(3)
+def test_elsewhere(): pass
+"""
+SHARING = """
+import contextlib
+def describe(ranks_a_gpu): return f"{ranks_a_gpu} a GPU"
+entered = []
+@contextlib.contextmanager
+def shared(ranks_a_gpu):
+    entered.append(ranks_a_gpu)
+    yield
+    print("left")
+"""
+
+
+def test_ranks_that_share_gpus(tree: Path) -> None:
+    """What has a GPU a rank is left to a run without the option; of the rest, what can share."""
+    (tree / "tests/b/test_shared.py").write_text(SHARED)
+    (tree / "tests/sharing.py").write_text(SHARING)
+    options = {"STANDIN_GPUS": "2", "PYROCSHMEM_BACKEND": "gpu"}
+    code, closing, text = run(tree, "-v", "--ranks-a-gpu", "2", **options)
+    assert (code, closing) == (0, "1 passed, 0 failed, 3 skipped"), text
+    assert "test_shared PASSED" in text
+    assert "starts 5 ranks, this machine has 2 GPUs with 2 ranks each" in text
+    assert "needs a GPU for each rank: it times" in text
+    assert "asserts on times, on free memory or on who comes first: needs a GPU for each rank" in text
+    assert "target: 2 a GPU" in text
+    assert "left" in text
+    code, closing, text = run(tree, "-v", "tests/b", **options)
+    assert (code, closing) == (0, "1 passed, 0 failed, 4 skipped"), text
+    assert "test_own PASSED" in text
+    assert run(tree, "--ranks-a-gpu", "2")[0] == 5, "on the CPU target ranks share as it is"
+    assert "--ranks-a-gpu is 0" in run(tree, "--ranks-a-gpu", "0", **options)[2]
+
+
 def test_a_failure_fails_the_run(tree: Path) -> None:
     (tree / "tests/b/test_wrong.py").write_text(FAILING)
     code, closing, text = run(tree)

@@ -2,6 +2,7 @@
 
     python -m tests.stress --minutes 10
     python -m tests.stress --op gemm_all_reduce --op all_reduce --minutes 0.5 --seed 7 --json counts.json
+    python -m tests.stress --ranks 4 --ranks-a-gpu 2        # on two GPUs
 
 Exits with 0 when nothing was wrong, 1 when something was, 2 for options that make no sense here.
 """
@@ -26,6 +27,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="how long")] = 2.0,
     seed: Annotated[int | None, typer.Option(help="of everything random; another one each time if left out")] = None,
     ranks: Annotated[int, typer.Option(help="0: another number for each start of ranks")] = 0,
+    ranks_a_gpu: Annotated[int, typer.Option(help="more than 1: ranks may share GPUs, taking turns")] = 1,
     shrink_seconds: Annotated[float, typer.Option(help="for making what fails smaller")] = 120.0,
     plant: Annotated[str | None, typer.Option(help=f"a mistake to find (CPU): {', '.join(PLANTS)}")] = None,
     json: Annotated[Path | None, typer.Option(help="write counts, and what failed, here")] = None,
@@ -37,7 +39,7 @@ def main(
         console.print(f"plant is {plant!r}, allowed on the CPU target {', '.join(PLANTS)}", markup=False)
         raise typer.Exit(2)
     try:
-        options = Options(minutes, seed, tuple(op or OPS), ranks, shrink_seconds, plant)
+        options = Options(minutes, seed, tuple(op or OPS), ranks, shrink_seconds, plant, ranks_a_gpu)
     except ValueError as error:
         console.print(str(error), markup=False)
         raise typer.Exit(2) from None

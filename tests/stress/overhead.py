@@ -40,9 +40,9 @@ _SYSTEM = tl.constexpr("sys")
 @triton.jit
 def bare_wait(
     flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WORLD: tl.constexpr, scope: tl.constexpr = _SYSTEM,
-    call=None,
+    call=None, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """`signal.wait` that never gives up."""
+    """`signal.wait` that never gives up, whatever comes FIRST."""
     control, abort, record, heap_bases = context
     up = tl.min(signal._is_up(flags, mask, epoch, abort), axis=0)
     while up == 0:

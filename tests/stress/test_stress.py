@@ -1,10 +1,12 @@
 """The stress runner finds what it is there for, and makes it smaller without breaking it."""
 
+import inspect
 import json
 from random import Random
 
 import pytest
 
+from pyrocshmem import message, signal
 from tests.stress import overhead
 from tests.stress.ops import OPS
 from tests.stress.rounds import Round, draw_rounds, groups_of, shrunk
@@ -94,3 +96,14 @@ def test_what_checks_cost_is_the_median_of_differences(large: bool, limit: float
     assert (found["with_us"], found["without_us"]) == (209.0, 200.0)
     # 1, 1 and 9 us more.
     assert (found["difference_us"], found["limit_us"], found["within"]) == (1.0, limit, within)
+
+
+@pytest.mark.cpu
+def test_what_is_measured_without_checks_is_called_as_with_them() -> None:
+    taken = [list(inspect.signature(wait.fn).parameters) for wait in (signal.wait, overhead.bare_wait)]
+    assert taken[0] == taken[1]
+    for text in (message._POLL_ONE, message._POLL_TWO):
+        bare = overhead._bare_poll(text.value)
+        for check in ("globaltimer", "add.u32 n"):
+            assert check in text.value
+            assert check not in bare
