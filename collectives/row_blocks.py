@@ -8,11 +8,12 @@ the programs of `reduce_rows_kernel` are small enough to run on multiprocessors 
     GEMM        --tile flags-->            step_kernel, copies of partial rows, step_kernel
                                            --partial flags--> the owner of the rows
     the owner:  step_kernel, reduce_rows_kernel: sums the R partials of its rows in rank order in fp32,
-                adds the bias, activates, writes its own result (reduce-scatter) or every rank's (all-reduce)
-                --result flags--> every rank
+                adds the bias, activates, writes them into its own result and, in an all-reduce, into `sums`
+                --sum flags--> every rank
+    all-reduce: step_kernel, copies of the owner's `sums` into the own result
 
 Nothing deadlocks: what a stream waits for was started before it, here by the GEMM and at the peers by their
-GEMM and their copies, none of which waits for a sum.
+GEMM and their copies, none of which waits for a sum; sums wait for no pull.
 
 Sums start only after they found their GEMM's tiles, so that the GEMM's programs are resident by then: a sum
 that came first could take the registers that they need.
@@ -22,7 +23,6 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
-from pyrocshmem.device import remote
 from stream_k.epilogue import activate, add_bias, store_block
 from stream_k.order import block_start, block_tiles
 
@@ -99,15 +99,15 @@ def _source(partials, source, rank, tiles, N, WORLD: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit(do_not_specialize=["first", "last"])
 def reduce_rows_kernel(
-    partials, results, where, stride_m, stride_n, bias, first, last, M, N, context, events,
+    partials, sums, results, where, stride_m, stride_n, bias, first, last, M, N, context, events,
     OPTIONS: tl.constexpr, EVERYWHERE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, last) of the own block: the sum of the R partials, the bias, the activation.
 
-    EVERYWHERE: into the rows of this block of every rank's `results` [M, N]; otherwise into the own result, which
-    has the block alone and lies where the word `where` says, at a multiple of 16 bytes if ALIGNED; `results`
-    then has its type only. Writes nothing once a wait has given up.
+    They go into the own result, which lies where the word `where` says, at a multiple of 16 bytes if ALIGNED;
+    `results` has its type only. It is the block alone, or, EVERYWHERE, [M, N], and the block goes into `sums`, from
+    where peers pull it, as well. Writes nothing once a wait has given up.
     """
     control, abort, record, heap_bases = context
     rank = tl.load(control + signal.RANK)
@@ -119,10 +119,9 @@ def reduce_rows_kernel(
     top = first - first
     if EVERYWHERE:
         top = block_start(rank, M, WORLD)
-    else:
-        results = tl.cast(tl.load(where), results.dtype)
-        if ALIGNED:
-            results = tl.multiple_of(results, 16)
+    results = tl.cast(tl.load(where), results.dtype)
+    if ALIGNED:
+        results = tl.multiple_of(results, 16)
     trace.mark(events, trace.REDUCE, first)
     for step in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
         row = first + step // columns * ROWS
@@ -139,12 +138,6 @@ def reduce_rows_kernel(
             total = add_bias(total, bias, col, N, COLUMNS)
         total = activate(total, OPTIONS[0])
         if EVERYWHERE:
-            for k in tl.static_range(WORLD):
-                peer = (rank + k) % WORLD
-                store_block(
-                    remote(results, peer, heap_bases), top + row, col, total, top + last, N, stride_m, stride_n,
-                    2, ROWS, COLUMNS,
-                )  # fmt: skip
-        else:
-            store_block(results, row, col, total, last, N, stride_m, stride_n, 2, ROWS, COLUMNS)
+            store_block(sums, row, col, total, last, N, N, 1, 2, ROWS, COLUMNS)
+        store_block(results, top + row, col, total, top + last, N, stride_m, stride_n, 2, ROWS, COLUMNS)
     trace.mark(events, trace.END, -1)

@@ -157,7 +157,7 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         stages = {span.stage for span in own}
         if config.placement == "copy_engine":
             copies = [span for span in own if span.stage == COPY]
-            assert len(copies) == (1 if op == "all_gather_gemm" else -(-M // WORLD // config.block_m))
+            assert len(copies) == _num_copies(op, config)
             assert all(span.kernel == "stream" for span in copies)
         elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
@@ -169,6 +169,13 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     written = timeline_files.write(found, folder / "out.json", op)
     assert {path.name for path in written} == {"out.json", "out.png"}
     assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def _num_copies(op: str, config: Config) -> int:
+    """Of a rank, which has one peer."""
+    steps = -(-M // WORLD // config.block_m)
+    # Partials are pushed and, in an all-reduce, sums pulled.
+    return {"all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 2 * steps}[op]
 
 
 def _check_order(found: Timeline) -> None:
