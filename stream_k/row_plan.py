@@ -30,9 +30,11 @@ _MAIN, _TILES, _COPIES, _SUMS = range(4)
 _ROWS, _COLUMNS, _WARPS = 8, 256, 4
 
 
-def step_launch(op: int, world_size: int, *, enters: bool = False, ends: bool = False) -> Launch:
+def step_launch(
+    op: int, world_size: int, *, enters: bool = False, ends: bool = False, between: bool = False
+) -> Launch:
     """A launch of `collectives.row_blocks.step_kernel`."""
-    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends}
+    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
     return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
 
 

@@ -26,7 +26,7 @@ WORLD = 2
 OPS = {
     "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
     "gemm_reduce_scatter": ("copy_engine",),
-    "gemm_all_scatter": ("beside", "inside"),
+    "gemm_all_scatter": ("beside", "inside", "copy_engine"),
     "all_gather_gemm": ("copy_engine",),
 }
 
@@ -147,7 +147,7 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     assert same_there, "recording changed the result"
     assert found == again, "every rank gets the same timeline"
     tiles = -(-M // config.block_m) * (N // config.block_n)
-    if config.placement == "copy_engine":
+    if config.placement == "copy_engine" and op != "gemm_all_scatter":
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
     for rank in range(WORLD):
         own = [span for span in found.spans if span.rank == rank]
@@ -162,6 +162,8 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
         moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
+        if config.placement == "copy_engine":
+            moved["gemm_all_scatter"] = COPY
         assert moved.get(op, MMA) in stages
     _check_order(found)
     assert found.dropped == 0
@@ -174,8 +176,11 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
 def _num_copies(op: str, config: Config) -> int:
     """Of a rank, which has one peer."""
     steps = -(-M // WORLD // config.block_m)
-    # Partials are pushed and, in an all-reduce, sums pulled.
-    return {"all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 2 * steps}[op]
+    # Partials are pushed and, in an all-reduce, sums pulled; columns come from both ranks.
+    columns = 2 * -(-M // config.block_m)
+    return {
+        "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 2 * steps, "gemm_all_scatter": columns
+    }[op]  # fmt: skip
 
 
 def _check_order(found: Timeline) -> None:
