@@ -78,7 +78,7 @@ def announce_rows(
 
 
 @triton.jit
-def _announce(flags, raised, receivers, epoch, context, events):
+def _raise_word(flags, raised, receivers, epoch, context, events):
     """Raise word number `raised` at the ranks whose bits are set in `receivers`."""
     control, abort, record, heap_bases = context
     if receivers != 0:
@@ -106,7 +106,7 @@ def step_kernel(
     epoch = signal.begin(context, ENTERS, WORLD)
     lanes = tl.arange(0, signal.MAX_WORLD)
     if not BETWEEN:
-        _announce(flags, raised, receivers, epoch, context, events)
+        _raise_word(flags, raised, receivers, epoch, context, events)
     trace.mark(events, trace.WAIT, first)
     if ENTERS:
         signal.wait_entered(epoch, context, OP, WORLD)
@@ -114,7 +114,7 @@ def step_kernel(
         tiles = tile + tl.arange(0, _LANES)
         signal.wait(tile_flags + tiles, tiles < last, epoch, tiles, rank, context, OP, WORLD, "gpu")
     if BETWEEN:
-        _announce(flags, raised, receivers, epoch, context, events)
+        _raise_word(flags, raised, receivers, epoch, context, events)
         trace.mark(events, trace.WAIT, first)
     if senders != 0:
         words = signal.word(flags, awaited, lanes)
