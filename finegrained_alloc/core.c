@@ -211,6 +211,26 @@ int fga_enable_peer_access(int backend, int device, int peer) {
     return status != FGA_OK || device == peer ? status : found->enable_peer_access(device, peer);
 }
 
+int fga_copy_rows(int backend, int device, void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch,
+                  uint64_t width, uint64_t rows, void *stream) {
+    const fga_backend *found;
+    int status = fga_check_device(backend, device, &found);
+    if (status != FGA_OK || width == 0 || rows == 0)
+        return status;
+    if (to == NULL || from == NULL || to_pitch < width || from_pitch < width || to_pitch > FGA_MAX_PITCH ||
+        from_pitch > FGA_MAX_PITCH)
+        return fga_fail(FGA_INVALID, "%s: rows of %llu bytes, %llu apart at %p, to %llu apart at %p; expected pitches from "
+                        "the width to %d", found->name, (unsigned long long)width, (unsigned long long)from_pitch, from,
+                        (unsigned long long)to_pitch, to, FGA_MAX_PITCH);
+    fga_copy copy = {to, from, to_pitch, from_pitch, width, rows, stream};
+    /* Rows that lie together are one. */
+    if (to_pitch == width && from_pitch == width && rows <= FGA_MAX_PITCH / width) {
+        copy.width = copy.to_pitch = copy.from_pitch = width * rows;
+        copy.rows = 1;
+    }
+    return found->copy_rows(device, &copy);
+}
+
 void fga_get_stats(fga_stats *result) {
     pthread_mutex_lock(&fga_lock);
     *result = fga_registry.stats;

@@ -232,6 +232,26 @@ static int enable_peer_access(int device, int peer) {
                     text_of(error), (unsigned)error);
 }
 
+static int copy_rows(int device, const fga_copy *copy) {
+    /* By address alone, whichever device it is on. */
+    CUDA_MEMCPY2D rows = {
+        .srcMemoryType = FGA_CUDA_MEMORY_UNIFIED,
+        .srcDevice = (CUdeviceptr)(uintptr_t)copy->from,
+        .srcPitch = copy->from_pitch,
+        .dstMemoryType = FGA_CUDA_MEMORY_UNIFIED,
+        .dstDevice = (CUdeviceptr)(uintptr_t)copy->to,
+        .dstPitch = copy->to_pitch,
+        .WidthInBytes = copy->width,
+        .Height = copy->rows,
+    };
+    int status = enter(device);
+    if (status != FGA_OK)
+        return status;
+    CUresult error = cu.cuMemcpy2DAsync_v2(&rows, (CUstream)copy->stream);
+    leave();
+    return error == FGA_CUDA_SUCCESS ? FGA_OK : fail(error, "cuMemcpy2DAsync", device, copy->width * copy->rows);
+}
+
 const fga_backend fga_cuda_backend = {
     .name = "cuda",
     .available = available,
@@ -243,4 +263,5 @@ const fga_backend fga_cuda_backend = {
     .close = close_handle,
     .can_access_peer = can_access_peer,
     .enable_peer_access = enable_peer_access,
+    .copy_rows = copy_rows,
 };

@@ -8,6 +8,23 @@
 
 #include <stddef.h>
 
+/* CUDA_MEMCPY2D, whose fields check_cuda.c compares with NVIDIA's. */
+typedef struct {
+    size_t srcXInBytes, srcY;
+    unsigned int srcMemoryType; /* an enumeration there, of this size */
+    const void *srcHost;
+    unsigned long long srcDevice;
+    void *srcArray;
+    size_t srcPitch;
+    size_t dstXInBytes, dstY;
+    unsigned int dstMemoryType;
+    void *dstHost;
+    unsigned long long dstDevice;
+    void *dstArray;
+    size_t dstPitch;
+    size_t WidthInBytes, Height;
+} fga_cuda_copy;
+
 #ifndef CUDA_VERSION
 typedef unsigned int CUresult; /* an enumeration there, of this size */
 typedef int CUdevice;
@@ -16,12 +33,15 @@ typedef struct CUctx_st *CUcontext;
 typedef struct {
     char reserved[64];
 } CUipcMemHandle;
+typedef struct CUstream_st *CUstream;
+typedef fga_cuda_copy CUDA_MEMCPY2D;
 #endif
 
 #define FGA_CUDA_SUCCESS 0u
 #define FGA_CUDA_OUT_OF_MEMORY 2u
 #define FGA_CUDA_PEER_ALREADY_ENABLED 704u
 #define FGA_CUDA_IPC_LAZY_PEER_ACCESS 1u
+#define FGA_CUDA_MEMORY_UNIFIED 4u
 
 /* X(symbol in the library, arguments) */
 #define FGA_CUDA_FUNCTIONS(X)                                                        \
@@ -40,6 +60,7 @@ typedef struct {
     X(cuIpcOpenMemHandle_v2, (CUdeviceptr *ptr, CUipcMemHandle handle, unsigned int flags)) \
     X(cuIpcCloseMemHandle, (CUdeviceptr ptr))                                        \
     X(cuDeviceCanAccessPeer, (int *yes, CUdevice device, CUdevice peer))             \
-    X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned int flags))
+    X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned int flags))                   \
+    X(cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *copy, CUstream stream))
 
 #endif

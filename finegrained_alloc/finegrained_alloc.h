@@ -17,7 +17,7 @@
 #include <sys/types.h>
 
 #define FGA_API __attribute__((visibility("default")))
-#define FGA_ABI_VERSION 1
+#define FGA_ABI_VERSION 2
 
 enum { FGA_HOST = 0, FGA_CUDA = 1, FGA_HIP = 2, FGA_NUM_BACKENDS = 3 };
 
@@ -62,6 +62,11 @@ FGA_API int fga_close(uint64_t id);
 
 FGA_API int fga_can_access_peer(int backend, int device, int peer, int *yes);
 FGA_API int fga_enable_peer_access(int backend, int device, int peer);
+
+/* Copies rows of width bytes, which start to_pitch and from_pitch bytes apart, between memory that the device reaches: a
+ * command of the stream, for a copy engine, which may be captured in a graph. On the host it is done when this returns. */
+FGA_API int fga_copy_rows(int backend, int device, void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch,
+                          uint64_t width, uint64_t rows, void *stream);
 
 FGA_API void fga_get_stats(fga_stats *stats);
 

@@ -204,6 +204,19 @@ static int enable_peer_access(int device, int peer) {
     return status;
 }
 
+static int copy_rows(int device, const fga_copy *copy) {
+    int previous;
+    int status = enter(device, &previous);
+    if (status != FGA_OK)
+        return status;
+    hipError_t error = hip.hipMemcpy2DAsync(copy->to, copy->to_pitch, copy->from, copy->from_pitch, copy->width, copy->rows,
+                                            FGA_HIP_MEMCPY_DEFAULT, (hipStream_t)copy->stream);
+    if (error != FGA_HIP_SUCCESS)
+        status = fail(error, "hipMemcpy2DAsync", device, copy->width * copy->rows);
+    leave(device, previous);
+    return status;
+}
+
 const fga_backend fga_hip_backend = {
     .name = "hip",
     .available = available,
@@ -215,4 +228,5 @@ const fga_backend fga_hip_backend = {
     .close = close_handle,
     .can_access_peer = can_access_peer,
     .enable_peer_access = enable_peer_access,
+    .copy_rows = copy_rows,
 };

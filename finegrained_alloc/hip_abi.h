@@ -11,6 +11,8 @@
 #ifndef HIP_INCLUDE_HIP_HIP_RUNTIME_API_H
 typedef unsigned int hipError_t; /* an enumeration there, of this size */
 typedef void *hipDeviceptr_t;
+typedef unsigned int hipMemcpyKind; /* an enumeration, too */
+typedef struct ihipStream_t *hipStream_t;
 typedef struct {
     char reserved[64];
 } hipIpcMemHandle_t;
@@ -21,6 +23,7 @@ typedef struct {
 #define FGA_HIP_PEER_ALREADY_ENABLED 704u
 #define FGA_HIP_IPC_LAZY_PEER_ACCESS 0x1u
 #define FGA_HIP_MALLOC_FINEGRAINED 0x1u
+#define FGA_HIP_MEMCPY_DEFAULT 4u
 
 /* X(symbol in the library, result, arguments) */
 #define FGA_HIP_FUNCTIONS(X)                                                                       \
@@ -37,6 +40,8 @@ typedef struct {
     X(hipIpcOpenMemHandle, hipError_t, (void **ptr, hipIpcMemHandle_t handle, unsigned int flags)) \
     X(hipIpcCloseMemHandle, hipError_t, (void *ptr))                                               \
     X(hipDeviceCanAccessPeer, hipError_t, (int *yes, int device, int peer))                        \
-    X(hipDeviceEnablePeerAccess, hipError_t, (int peer, unsigned int flags))
+    X(hipDeviceEnablePeerAccess, hipError_t, (int peer, unsigned int flags))                       \
+    X(hipMemcpy2DAsync, hipError_t, (void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, \
+                                     size_t rows, hipMemcpyKind kind, hipStream_t stream))
 
 #endif

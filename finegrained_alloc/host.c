@@ -204,6 +204,13 @@ static int enable_peer_access(int device, int peer) {
     return FGA_OK;
 }
 
+static int copy_rows(int device, const fga_copy *copy) {
+    (void)device;
+    for (uint64_t row = 0; row < copy->rows; row++)
+        memcpy((char *)copy->to + row * copy->to_pitch, (const char *)copy->from + row * copy->from_pitch, copy->width);
+    return FGA_OK;
+}
+
 const fga_backend fga_host_backend = {
     .name = "host",
     .available = available,
@@ -217,4 +224,5 @@ const fga_backend fga_host_backend = {
     .discard = discard,
     .can_access_peer = can_access_peer,
     .enable_peer_access = enable_peer_access,
+    .copy_rows = copy_rows,
 };

@@ -28,6 +28,16 @@ typedef struct fga_memory {
 } fga_memory;
 
 typedef struct {
+    void *to;
+    const void *from;
+    uint64_t to_pitch, from_pitch, width, rows; /* pitches of at most FGA_MAX_PITCH */
+    void *stream;
+} fga_copy;
+
+/* What GPU runtimes take for the bytes from one row to the next. */
+#define FGA_MAX_PITCH INT32_MAX
+
+typedef struct {
     const char *name;
     int (*available)(char *text, size_t text_bytes);
     int (*device_count)(int *count);
@@ -40,6 +50,7 @@ typedef struct {
     void (*discard)(const uint8_t payload[FGA_PAYLOAD_BYTES]); /* NULL, or: remove what a dead owner left */
     int (*can_access_peer)(int device, int peer, int *yes);
     int (*enable_peer_access)(int device, int peer);
+    int (*copy_rows)(int device, const fga_copy *copy);
 } fga_backend;
 
 extern const fga_backend fga_host_backend;

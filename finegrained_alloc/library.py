@@ -13,7 +13,7 @@ from pathlib import Path
 
 BACKENDS: tuple[str, ...] = ("host", "cuda", "hip")
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _DIRECTORY = Path(__file__).resolve().parent
 LIBRARY_PATH = _DIRECTORY / "libfinegrained_alloc.so"
 
@@ -69,6 +69,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fga_close": (_INT, (_U64,)),
     "fga_can_access_peer": (_INT, (_INT, _INT, _INT, _INT_OUT)),
     "fga_enable_peer_access": (_INT, (_INT, _INT, _INT)),
+    "fga_copy_rows": (_INT, (_INT, _INT, _PTR, _U64, _PTR, _U64, _U64, _U64, _PTR)),
     "fga_get_stats": (None, (ctypes.POINTER(CStats),)),
     "fga_set_torch_backend": (_INT, (_INT,)),
 }

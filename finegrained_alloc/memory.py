@@ -176,6 +176,34 @@ def enable_peer_access(backend: str, device: int, peer: int) -> None:
     check(load().fga_enable_peer_access(backend_number(backend), *pair))
 
 
+def copy_rows(
+    backend: str,
+    device: int,
+    to: int,
+    to_pitch: int,
+    source: int,
+    source_pitch: int,
+    width: int,
+    rows: int,
+    stream: int = 0,
+) -> None:
+    """Copies ``rows`` rows of ``width`` bytes, ``source_pitch`` bytes apart from address ``source`` on, to ``to``.
+
+    It is a command of ``stream`` (a raw handle of ``device``) for a copy engine, even if rows don't lie together, and
+    a graph may capture it. On "host" it is done when this returns. The addresses are not checked.
+    Raises ``ValueError`` for a null pointer, for what is negative, and for a pitch below the width or of 2 GiB and
+    more; ``RuntimeError`` with the runtime's text; ``Unavailable``, ``NotBuilt``.
+    """
+    if min(to, to_pitch, source, source_pitch, width, rows) < 0:
+        raise ValueError(
+            f"rows {rows}, width {width}, pitches {to_pitch} and {source_pitch}: none may be negative"
+        )
+    arguments = to, to_pitch, source, source_pitch, width, rows, stream
+    status = load().fga_copy_rows(backend_number(backend), device, *arguments)
+    if status:
+        check(status)
+
+
 def live() -> Stats:
     """What this process holds now, counted by the C library, PyTorch's allocations from ``pool()`` included."""
     stats = CStats()

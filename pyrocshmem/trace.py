@@ -12,7 +12,7 @@ On the host a `Recorder` hands out these buffers, to the launches of the thread 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -114,8 +114,8 @@ class Recorder(Protocol):
     def events(self, launch: Any) -> torch.Tensor:
         """A buffer for one launch, a `stream_k.launch.Launch`."""
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """`to.copy_(source)`, timed."""
+    def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
+        """`copy(argument)`, timed."""
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -126,13 +126,13 @@ def recorder() -> Recorder | None:
     return _recorder.get()
 
 
-def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """`to.copy_(source)` on the current stream: a copy that timelines show."""
+def copy(copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
+    """`copy(argument)`, which enqueues a copy on the current stream, as one that timelines show."""
     recorder = _recorder.get()
     if recorder is None:
-        to.copy_(source)
+        copy(argument)
     else:
-        recorder.copy(to, source)
+        recorder.copy(copy, argument)
 
 
 @contextmanager

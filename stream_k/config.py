@@ -24,7 +24,7 @@ PLACEMENTS_OF = {
     "all_gather_gemm": ("copy_engine", "messages"),
     "gemm_reduce_scatter": ("copy_engine", "messages"),
     "gemm_all_reduce": PLACEMENTS,
-    "gemm_all_scatter": ("after", "beside", "own_stream", "inside", "messages"),
+    "gemm_all_scatter": PLACEMENTS,
 }
 ALGORITHMS = ("one_shot", "two_shot")
 
@@ -44,8 +44,8 @@ class Config:
     placement, algorithm: where and how tiles are consumed (docs/architecture.md has the placements).
     num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
     programs have comm_warps.
-    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows of a rank's row block that the copy
-    engine moves at a time.
+    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows of a rank's row block, in an all-scatter
+    of the product, that the copy engine moves at a time.
     partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as
     one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
     """
@@ -137,8 +137,9 @@ def cost_model(
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
         placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes)
     if placement == "copy_engine":
-        rows = -(-M // world_size)
-        config = _by_copy_engine(config, -(-rows // config.block_m), -(-N // config.block_n), world_size)
+        blocks = 1 if op == "gemm_all_scatter" else world_size
+        rows = -(-M // blocks)
+        config = _by_copy_engine(config, -(-rows // config.block_m), -(-N // config.block_n), blocks)
     if op == "gemm_all_reduce" and placement in ("after", "messages"):
         # Little to overlap with: the fewest hops, or the fewest bytes.
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
@@ -173,10 +174,11 @@ def _placement(op: str, tiles: int, processors: int, on_sm_90: bool, gathered_by
     return "own_stream" if on_sm_90 else "beside"
 
 
-def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, world_size: int) -> Config:
-    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles: four steps, or one for a few waves, since a step
-    costs the copy engines as long as it takes them to move a megabyte or two."""
-    few = tiles_m * tiles_n * world_size <= 4 * 132
+def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, blocks: int) -> Config:
+    """`tiles_m` tile rows in each of `blocks` row blocks, `tiles_n` columns of tiles: four steps, or one for a few
+    waves, since a step costs the copy engines as long as it takes them to move a megabyte or two. A step has its blocks
+    in turn; of an all-scatter, which has one, nothing would overlap with a single step."""
+    few = blocks > 1 and tiles_m * tiles_n * blocks <= 4 * 132
     chunk = tiles_m if few else min(8, max(4, -(-tiles_m // 4)))
     return replace(
         config,
@@ -274,7 +276,7 @@ def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: 
             config, placement=placement, num_comm_programs=max(1, processors * comm // 132), comm_rows=rows
         )
     programs = balanced_programs(tiles, processors - _SPARE)
-    if scatters:
+    if scatters and placement == "own_stream":
         # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
         programs = balanced_programs(tiles, processors * 7 // 8)
         comm, warps, rows = 3 * (processors - programs), 8, 32

@@ -84,8 +84,8 @@ class Call:
     num_rows: int
     longest_k: int
 
-    def product(self, stores_fp32: bool) -> Product:
-        """The GEMM of the call."""
+    def product(self, stores_fp32: bool, row_blocks: int = 0) -> Product:
+        """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
         return make_product(
             self.a,
@@ -96,7 +96,7 @@ class Call:
             stores_fp32=stores_fp32,
             longest_k=self.longest_k,
             num_rows=self.num_rows,
-            row_blocks=self.heap.world_size if self.config.placement == "copy_engine" else 0,
+            row_blocks=row_blocks,
         )
 
     def epilogue_options(self, c_how: int) -> tuple[int, int, int]:

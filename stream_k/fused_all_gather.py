@@ -120,7 +120,7 @@ class _Plan(FusedPlan):
         self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
         if self.stand_in is not None:
             call = replace(call, a=self.stand_in)
-        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        self.product = product = call.product(call.a.dtype == torch.float32, row_blocks=world)
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
@@ -164,7 +164,7 @@ class _Plan(FusedPlan):
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
             for place, flag in self.places:
-                trace.copy(place, a)
+                trace.copy(place.copy_, a)
                 flag.copy_(self.epoch)
         if self.gemm is not None and at_once:
             self.gemm(self._gemm_arguments(a, b, bias, out))

@@ -43,7 +43,8 @@ def gemm_all_reduce(
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it. bias: [N], added once, to the sum.
+    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows does without a copy.
+    bias: [N], added once, to the sum.
     squared_partials: also return fp32 [M, tiles_n], per tile the sum over its columns of the squares of each
     row of the result, before rounding.
     config: as `stream_k.choose` makes it. partial_dtype: what partial sums travel in where no config says so; None:

@@ -9,6 +9,7 @@ import torch
 
 from collectives import scatter_tiles as tiles
 from pyrocshmem import status
+from stream_k.column_plan import ColumnsPlan
 from stream_k.config import Config
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
 from stream_k.kernel import POINTER
@@ -39,7 +40,7 @@ def gemm_all_scatter(
     or float32. bias: [N/R], its columns'.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it.
+    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows does without a copy.
     squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of
     each row, before rounding.
     group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
@@ -136,11 +137,15 @@ class _Plan(FusedPlan):
         return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
 
 
+def _make_plan(call: Call) -> FusedPlan:
+    if call.config.placement == "messages":
+        return MessagePlan(call, "gemm_all_scatter")
+    return ColumnsPlan(call) if call.config.placement == "copy_engine" else _Plan(call)
+
+
 _OP = FusedOp(
     "gemm_all_scatter",
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
-    lambda call: (
-        MessagePlan(call, "gemm_all_scatter") if call.config.placement == "messages" else _Plan(call)
-    ),
+    _make_plan,
     shared=True,
 )

@@ -1,8 +1,8 @@
 """Ops that sum row blocks, moved by the copy engine: `gemm_reduce_scatter`, and `gemm_all_reduce` of large
 products. The protocol is `collectives.row_blocks`'s.
 
-The caller's stream has the GEMM. Others beside it copy partial rows to their owners as tiles finish, and sum what
-arrived; they meet again before the call ends.
+The caller's stream has the GEMM. Others beside it copy partial rows to their owners as tiles finish, sum what
+arrived, and, in an all-reduce, pull the sums of the other owners; they meet again before the call ends.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 
 from collectives import row_blocks
 from pyrocshmem import signal, status, trace
+from pyrocshmem.copies import RowCopy, takes_rows
 from reference.ops import shard_range
 from stream_k.config import num_multiprocessors
 from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
 from stream_k.operands import aligned, as_argument, how_to_write
 from stream_k.product import tiles_of_block
+from stream_k.pulls import PULLS, WAITS, Pull, pull
 
 # Streams beside the caller's. The first has all that isn't the GEMM; from it fork those that wait for tiles, copy, and
 # sum.
@@ -28,9 +30,11 @@ _MAIN, _TILES, _COPIES, _SUMS = range(4)
 _ROWS, _COLUMNS, _WARPS = 8, 256, 4
 
 
-def step_launch(op: int, world_size: int, *, enters: bool = False, ends: bool = False) -> Launch:
+def step_launch(
+    op: int, world_size: int, *, enters: bool = False, ends: bool = False, between: bool = False
+) -> Launch:
     """A launch of `collectives.row_blocks.step_kernel`."""
-    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends}
+    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
     return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
 
 
@@ -42,7 +46,7 @@ class RowsPlan(FusedPlan):
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
         dtype = config.partial_dtype or torch.float32
-        self.product = product = call.product(stores_fp32=dtype == torch.float32)
+        self.product = product = call.product(dtype == torch.float32, row_blocks=self.world)
         M, N = product.M, product.N
         self.tiles = tiles_of_block(M, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
@@ -57,12 +61,12 @@ class RowsPlan(FusedPlan):
         c_how = how_to_write(own)
         self.c = as_argument(own, c_how, config.block_m, product.part_n)
         self.result: torch.Tensor | None = None
-        if everywhere and not call.direct:
-            self.result = workspace.buffer("results", M * N, call.a.dtype)[: M * N].view(M, N)
-        # What the sums read when they run, since a graph keeps its arguments: the bias, and the address of a
-        # result that is not every rank's, of which `results` then has the type only.
+        if everywhere and not takes_rows(call.out):
+            self.result = workspace.buffer("own results", M * N, call.a.dtype, local=True)[: M * N].view(M, N)
         out = call.out if self.result is None else self.result
-        self.results = out if everywhere else call.a.new_empty(1)
+        # What the sums read when they run, since a graph keeps its arguments: the bias, and the address of the
+        # result, of which `results` has the type only.
+        self.results = call.a.new_empty(1)
         self.strides, self.aligned = (out.stride(0), out.stride(1)), aligned(out)
         self.where = workspace.buffer("result's place", 1, torch.int64, local=True)[:1]
         bias = call.request.bias
@@ -70,6 +74,12 @@ class RowsPlan(FusedPlan):
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        self.sums: torch.Tensor | None = None
+        self.pulls: list[Pull] = []
+        if everywhere:
+            most = -(-M // self.world)
+            self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
+            self.pulls = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
         self.fix_up = product.fix_up(workspace)
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, c_how)
@@ -91,6 +101,20 @@ class RowsPlan(FusedPlan):
             word = step * int(signal.MAX_WORLD.value) + self.rank
             copies.append((to, source, call.heap.peer_view(self.flags[word : word + 1], owner)))
         return copies
+
+    def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
+        """The copies of a step's sums from their owners, the neighbour's first. Nothing keeps an owner from writing
+        those of the next call but that it needs this rank's partials for them, which come when this call is over."""
+        height = self.chunk * call.config.block_m
+        copies = []
+        for turn in range(1, self.world):
+            owner = (self.rank + turn) % self.world
+            first, last = shard_range(self.product.M, owner, self.world)
+            begin, end = (min(row, last - first) for row in (step * height, (step + 1) * height))
+            if begin < end:
+                source = call.heap.peer_view(sums[begin:end], owner)
+                copies.append(RowCopy.of(out[first + begin : first + end], out, source))
+        return Pull(self._step_arguments(awaited=self.num_steps + step, senders=self.peers), copies)
 
     def _make_launches(self, call: Call, c_how: int) -> None:
         product, world = self.product, self.world
@@ -150,6 +174,7 @@ class RowsPlan(FusedPlan):
         bias = self.results if self.bias is None else self.bias
         return (
             self.partials,
+            self.sums,
             self.results,
             self.where,
             *self.strides,
@@ -182,21 +207,25 @@ class RowsPlan(FusedPlan):
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
-        self.where.fill_(out.data_ptr())
+        result = out if self.result is None else self.result
+        self.where.fill_(result.data_ptr())
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
         workspace.fork(_MAIN)
+        if self.everywhere:
+            workspace.fork(WAITS)
         self.gemm(self._gemm_arguments(a, b))
         with workspace.beside(_MAIN):
             if self.graph is None or torch.cuda.is_current_stream_capturing():
                 self._beside()
             else:
                 self.graph.replay()
+        if self.everywhere:
+            # Not in the graph, which keeps its arguments, while the result is another in every call.
+            pull(workspace, self.step, self.pulls, result)
+            workspace.join(PULLS)
         workspace.join(_MAIN)
-        # The owner of a block raises its steps' words in turn: the last one stands for all.
-        word = 2 * self.num_steps - 1
-        told = (word, self.peers, (0, 0), word, self.peers) if self.everywhere else ()
-        self.end(self._step_arguments(*told))
+        self.end(self._step_arguments())
 
     def _beside(self) -> None:
         """All but the GEMM and the end of the call."""
@@ -211,7 +240,7 @@ class RowsPlan(FusedPlan):
                     launch(self._step_arguments(tiles=self._tiles_of(step, turn)))
                     workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
-                    trace.copy(to, source)
+                    trace.copy(to.copy_, source)
                     flag.copy_(self.epoch)
                 launch = self.step
         with workspace.beside(_SUMS):
@@ -220,5 +249,7 @@ class RowsPlan(FusedPlan):
                 tiles = self._tiles_of(step, self.world - 1)
                 self.step(self._step_arguments(self.num_steps + step - 1, receivers, tiles, step, self.peers))
                 self.sum(self._sum_arguments(step))
+            if self.everywhere:
+                self.step(self._step_arguments(2 * self.num_steps - 1, self.peers))
         for side in (_TILES, _COPIES, _SUMS):
             workspace.join(side)

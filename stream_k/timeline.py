@@ -195,10 +195,10 @@ class Recorder:
         self._records.append(_Launched(launch.kernel.fn.__name__, pushes, self._stream(), events))
         return events
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """`to.copy_(source)`, recorded."""
+    def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
+        """`copy(argument)`, recorded."""
         begin = self._now()
-        to.copy_(source)
+        copy(argument)
         self._records.append(_Copied(self._stream(), begin, self._now()))
 
     def restart(self) -> None:

@@ -34,7 +34,8 @@ from stream_k.config import PLACEMENTS_OF
 from tests import sharing
 from tests.stress.ops import OPS, Facts
 
-BLOCK_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+BLOCK_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter")
+SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 SHAPES = ((256, 512, 1024), (97, 193, 131))
 
 
@@ -77,7 +78,7 @@ def alone() -> int:
                         ok = close(out, expected) and close(partials.sum(1), squares)
                         report(f"{op} {M} {N} {K} {placement} {algorithm}", ok)
             for name in BLOCK_OPS:
-                for partial in (None, torch.float16) if name != "all_gather_gemm" else (None,):
+                for partial in (None, torch.float16) if name in SUMS else (None,):
                     config = stream_k.choose(name, M, N, K, a.dtype, 1, device)
                     config = dataclasses.replace(
                         config, placement="copy_engine", split="none", chunk=1, partial_dtype=partial

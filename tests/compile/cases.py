@@ -82,6 +82,16 @@ BLOCKS = [
     Case("gemm_reduce_scatter", "float16", hot=True),
     Case("gemm_reduce_scatter", shape=EVEN, world_size=8),
     Case("gemm_reduce_scatter", shape=SMALL),
+    *(
+        Case("gemm_all_scatter", dtype, changes=(("placement", "copy_engine"),), hot=dtype != "float32")
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+    Case("gemm_all_scatter", shape=(97, 193, 64), world_size=8, changes=(("placement", "copy_engine"),)),
+    Case(
+        "gemm_all_scatter",
+        changes=(("placement", "copy_engine"),),
+        arguments=(("activation", "silu"), ("bias", True)),
+    ),
     Case("gemm_reduce_scatter", arguments=(("activation", "silu"), ("bias", True))),
     # Rows in whole tiles are stored by TMA, others by pointers.
     *(

@@ -39,7 +39,7 @@ class _Recorder:
     def events(self, launch: object) -> Any:
         return self.sample
 
-    def copy(self, to: object, source: object) -> None:
+    def copy(self, copy: object, argument: object) -> None:
         pass
 
 

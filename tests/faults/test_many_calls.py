@@ -122,6 +122,14 @@ def test_case_10_graphs_of_one_two_and_three_calls() -> None:
     assert values(run_ranks(graphs_of_several_calls, 2, ways, timeout=110.0)) == [[], []]
 
 
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+def test_graphs_of_calls_that_pull_into_the_callers_tensor() -> None:
+    """A replay's copies have the places of the capture, and the peers' data of the replay."""
+    ways = [("all_scatter", "copy_engine"), ("all_reduce", "copy_engine"), ("all_scatter", "copy_engine")]
+    assert values(run_ranks(graphs_of_several_calls, 2, ways, timeout=110.0)) == [[], []]
+
+
 def on_two_streams(rank: int, world_size: int, placement: str) -> list[str]:
     """What was wrong; each second call's stream sleeps before it, and the other one's call comes at once."""
     case = Case("all_reduce", 40, 33, 24, torch.float32).with_config(placement=placement)

@@ -1,6 +1,7 @@
 /* Compiled by test_runtime_headers.py against NVIDIA's real header: the build fails when a prototype, a type or a constant
  * of cuda_abi.h differs from theirs. */
 #include <cuda.h>
+#include <stddef.h>
 
 #ifndef CUDA_VERSION
 #error "the macro that cuda_abi.h looks for has changed: the check would compare cuda_abi.h with itself"
@@ -26,3 +27,13 @@ _Static_assert(sizeof(CUipcMemHandle) == 64 && _Alignof(CUipcMemHandle) == 1, "C
 _Static_assert(sizeof(CUresult) == sizeof(unsigned int), "CUresult");
 _Static_assert(sizeof(CUdevice) == sizeof(int), "CUdevice");
 _Static_assert(sizeof(CUdeviceptr) == sizeof(unsigned long long), "CUdeviceptr");
+
+_Static_assert(sizeof(CUstream) == sizeof(void *), "CUstream");
+_Static_assert(CU_MEMORYTYPE_UNIFIED == FGA_CUDA_MEMORY_UNIFIED, "CU_MEMORYTYPE_UNIFIED");
+_Static_assert(sizeof(CUDA_MEMCPY2D) == sizeof(fga_cuda_copy), "CUDA_MEMCPY2D");
+#define SAME(field)                                                                                          \
+    _Static_assert(offsetof(CUDA_MEMCPY2D, field) == offsetof(fga_cuda_copy, field) &&                       \
+                       sizeof(((CUDA_MEMCPY2D *)0)->field) == sizeof(((fga_cuda_copy *)0)->field), #field);
+SAME(srcXInBytes) SAME(srcY) SAME(srcMemoryType) SAME(srcHost) SAME(srcDevice) SAME(srcArray) SAME(srcPitch)
+SAME(dstXInBytes) SAME(dstY) SAME(dstMemoryType) SAME(dstHost) SAME(dstDevice) SAME(dstArray) SAME(dstPitch)
+SAME(WidthInBytes) SAME(Height)

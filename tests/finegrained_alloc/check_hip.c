@@ -25,6 +25,9 @@ _Static_assert(hipDeviceMallocFinegrained == FGA_HIP_MALLOC_FINEGRAINED, "hipDev
 /* hip.c passes these by value and return them under types of its own, so size, alignment and sign must be the same. */
 _Static_assert(sizeof(hipIpcMemHandle_t) == 64 && _Alignof(hipIpcMemHandle_t) == 1, "hipIpcMemHandle_t");
 _Static_assert(sizeof(hipError_t) == sizeof(unsigned int), "hipError_t");
+_Static_assert(hipMemcpyDefault == FGA_HIP_MEMCPY_DEFAULT, "hipMemcpyDefault");
+_Static_assert(sizeof(hipMemcpyKind) == sizeof(unsigned int), "hipMemcpyKind");
+_Static_assert(sizeof(hipStream_t) == sizeof(void *), "hipStream_t");
 _Static_assert(sizeof(hipDeviceptr_t) == sizeof(void *), "hipDeviceptr_t");
 
 int main(void) { return checked_hipFree == 0; }

@@ -67,6 +67,27 @@ def test_alloc_write_read_free() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+def test_rows_are_copied_on_a_stream_and_in_a_graph() -> None:
+    """Between odd pitches; the gaps between the rows stay. A replay reads what its source holds then."""
+    source = torch.randint(0, 256, (500, 700), dtype=torch.uint8, device="cuda")
+    to = torch.full((500, 901), 200, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        fga.copy_rows(BACKEND, 0, to.data_ptr() + 3, 901, source.data_ptr(), 700, 699, 500, stream)
+
+    copy()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy()
+    for _ in range(2):
+        assert torch.equal(to[:, 3:702], source[:, :699])
+        assert (to[:, :3] == 200).all()
+        assert (to[:, 702:] == 200).all()
+        source.random_(0, 256)
+        graph.replay()
+
+
 def test_the_current_device_stays() -> None:
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last):

@@ -227,3 +227,26 @@ def test_allocating_is_quick_enough_for_a_job_s_start() -> None:
     start = time.perf_counter()
     fga.alloc(64 << 20, "host").free()
     assert time.perf_counter() - start < 5
+
+
+def test_copies_of_rows() -> None:
+    """Nothing between the rows, nor behind them, is touched; what can't be copied raises before anything is."""
+    source, to = (ctypes.c_ubyte * 60)(*range(60)), (ctypes.c_ubyte * 60)(*[200] * 60)
+    places = ctypes.addressof(to), ctypes.addressof(source)
+
+    def copy(to_pitch: int, source_pitch: int, width: int, rows: int) -> None:
+        fga.copy_rows("host", 0, places[0], to_pitch, places[1], source_pitch, width, rows)
+
+    copy(10, 7, 6, 5)
+    for i in range(5):
+        assert list(to[10 * i : 10 * i + 10]) == [*range(7 * i, 7 * i + 6), *[200] * 4]
+    assert list(to[50:]) == [200] * 10
+    before = list(to)
+    for sizes in ((5, 7, 6, 5), (10, 5, 6, 5), (10, 2**31, 6, 5), (10, 7, -6, 5), (-10, 7, 6, 5)):
+        with pytest.raises(ValueError, match=r"pitches|negative"):
+            copy(*sizes)
+    with pytest.raises(ValueError, match="device 1"):
+        fga.copy_rows("host", 1, *places, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"0x|nil"):
+        fga.copy_rows("host", 0, 0, 1, places[1], 1, 1, 1)
+    assert list(to) == before

@@ -230,6 +230,36 @@ def test_devices_out_of_range(runtime: Standin) -> None:
     assert runtime.calls() == []
 
 
+def test_copies_of_rows(runtime: Standin) -> None:
+    """Between pitches, on a stream, on device 1 while 0 is current; rows that lie together are copied as one."""
+    name = runtime.pick("hipMemcpy2DAsync", "cuMemcpy2DAsync")
+    (facts,) = runtime.run(f"""
+source = (ctypes.c_char * 40)(*range(40))
+to = (ctypes.c_char * 40)()
+places = ctypes.addressof(to), ctypes.addressof(source)
+copy = lambda *sizes: fga.copy_rows(B, 1, places[0] + 1, sizes[0], places[1], *sizes[1:], 0x5a)
+copy(12, 9, 5, 3)
+rows = [list(to.raw[1 + 12 * i : 1 + 12 * i + 12]) for i in range(3)]
+copy(5, 5, 5, 3)
+together = to.raw[1:16] == source.raw[:15]
+copy(12, 9, 0, 3)
+copy(12, 9, 5, 0)
+os.environ["STANDIN_FAIL"] = "{name}=700"
+say(rows=rows, together=together, failed=error_of(copy, 12, 9, 5, 3), **state())
+""")
+    kind, text = facts.pop("failed")
+    assert (kind, text) == ("RuntimeError", f"{runtime.backend}: {text.split(': ', 1)[1]}")
+    assert text.split(": ", 1)[1].startswith(f"{name} of 15 bytes on device 1: stand-in error")
+    rows = [[*range(9 * i, 9 * i + 5), *[0] * 7] for i in range(3)]
+    assert facts == {"rows": rows, "together": True, **BALANCED}
+    kinds = runtime.pick("kind=4", "kinds=4,4")
+    made = [
+        f"{name} device=1 to_pitch={to} from_pitch={source} width={width} rows={count} {kinds} stream=0x5a"
+        for to, source, width, count in ((12, 9, 5, 3), (15, 15, 15, 1), (12, 9, 5, 3))
+    ]
+    assert [line for line in runtime.calls() if "Memcpy" in line] == made
+
+
 def test_torch_hooks(runtime: Standin) -> None:
     """Counted like any other allocation; out of memory is a null pointer, and a foreign pointer harms nothing."""
     name = runtime.pick("hipExtMallocWithFlags", "cuMemAlloc")

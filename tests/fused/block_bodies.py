@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import Heap, message, signal
+from pyrocshmem.copies import RowCopy
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from stream_k.workspace import Workspace
 from tests.fused.bodies import integer_call
@@ -32,15 +33,18 @@ def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guar
     """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more or `AHEAD_S` are over."""
     if not guarded:
         without_entering()
-    config = small_config(placement="copy_engine", chunk=1)
+    # Of an all-scatter two tile rows, which are all that 40 rows have: it is the last step that a peer can overtake.
+    config = small_config(placement="copy_engine", chunk=2 if op == "all_scatter" else 1)
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
         wrong = not integer_call(heap, 50, shape, config, workspace, op)
         (plan,) = workspace.plans.values()
-        reader = "gemm" if op == "all_gather" else "sum"
-        honest, stalled_in = getattr(plan, reader), -1
+        place, reader = {
+            "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "sum")
+        }.get(op, (RowCopy, "__call__"))  # fmt: skip
+        honest, stalled_in = getattr(place, reader), -1
 
-        def late(arguments: tuple[Any, ...]) -> None:
+        def late(*arguments: Any) -> None:
             nonlocal stalled_in
             deadline = time.monotonic() + AHEAD_S
             # Of the first step of the next call. The call in progress is not counted yet.
@@ -52,10 +56,10 @@ def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guar
             ):
                 time.sleep(0.005)
             stalled_in = workspace.epoch()
-            honest(arguments)
+            honest(*arguments)
 
         if rank == 1:
-            setattr(plan, reader, late)
+            setattr(place, reader, late)
         for call in range(CALLS):
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")

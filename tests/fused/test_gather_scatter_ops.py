@@ -40,6 +40,8 @@ OPS = ("all_gather", "reduce_scatter")
 
 
 WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS_OF[PROBLEMS[op].op]]
+# Those that a copy engine brings into the caller's tensor.
+PULLED = [("all_reduce", "copy_engine"), ("all_scatter", "copy_engine")]
 OUTS = ("new", "ordinary", "strided", "symmetric")
 
 every_op = pytest.mark.parametrize("op", OPS)
@@ -202,11 +204,12 @@ def eager_calls(heap: Heap, seed: int) -> list[Verdict]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.num_ranks(2))])
-@every_way
+@pytest.mark.parametrize("way", [*WAYS, *PULLED], ids="-".join)
 @pytest.mark.gpu
 def test_replayed_in_a_graph(way: tuple[str, str], num_ranks: int) -> None:
     op, placement = way
-    (case,) = fitting([Case(op, 97, 72, 136, FP16, bias="own").with_config(placement=placement)], num_ranks)
+    made = Case(op, 97, 72, 136, FP16, bias="own").with_config(placement=placement, chunk=1)
+    (case,) = fitting([made], num_ranks)
     assert values(run_ranks(captured, num_ranks, case, timeout=TIMEOUT_S)) == [[]] * num_ranks
 
 

@@ -34,6 +34,7 @@ WAYS = [
     ("all_scatter", "beside", "two_shot"),
     ("all_scatter", "own_stream", "two_shot"),
     ("all_scatter", "inside", "two_shot"),
+    ("all_scatter", "copy_engine", "two_shot"),
     ("all_scatter", "messages", "two_shot"),
 ]
 
@@ -61,6 +62,11 @@ def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
         ),
         Case(op, 40, 20, 48, FP32, "strided", bias="own", activation="relu", squares=True),
     ]
+    if placement == "copy_engine":
+        # Rows that don't lie together, or are none.
+        outs = ("padded", "misaligned", "column")
+        made += [Case(op, M, 19, 24, FP16, out) for out, M in zip(outs, (67, 41, 5), strict=True)]
+        made.append(Case(op, 1, 20, 8, FP32, "misaligned", bias="fp32"))
     return [placed(case, placement, algorithm) for case in made]
 
 

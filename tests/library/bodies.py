@@ -244,9 +244,9 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
     Without the guard nothing waits for them."""
     honest = fused_all_gather.trace.copy
 
-    def late(to: torch.Tensor, source: torch.Tensor) -> None:
+    def late(copy: Any, argument: torch.Tensor) -> None:
         time.sleep(DELAY_S if rank == 1 else 0.0)
-        honest(to, source)
+        honest(copy, argument)
 
     fused_all_gather.trace.copy = late
     wrong = 0

@@ -207,6 +207,60 @@ def copy_rows(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
     return ranks.model
 
 
+def pull_columns(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
+    """`gemm_all_scatter`, copy engine: the own columns stay at home, in one place, and copies of all ranks pull them;
+    they run although the wait before them gave up."""
+    ranks = _Ranks(num_ranks, guards)
+    for rank in range(num_ranks):
+        launches = []
+        for call in range(1, calls + 1):
+            store = [
+                Step("put", (ranks.cell(rank, "columns"),), call),
+                *ranks.tell_peers(rank, "ready", call),
+            ]
+            launches.append([
+                *ranks.tell_peers(rank, "entered", call),
+                *ranks.wait_for_peers(rank, "entered", call, len(store)),
+                *store,
+                *ranks.wait_for_peers(rank, "ready", call, 0),
+                *(Step("read", (ranks.cell(peer, "columns"),), call) for peer in ranks.peers(rank)),
+            ])  # fmt: skip
+        ranks.add_thread(rank, launches)
+    return ranks.model
+
+
+def pull_sums(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
+    """`gemm_all_reduce`, copy engine: partials are pushed to the owner of their rows, whose sums stay at home, in one
+    place, and are pulled by copies. An owner hears from every peer before it sums: that peer pulls no more of the call
+    before."""
+    ranks = _Ranks(num_ranks, guards)
+    for rank in range(num_ranks):
+        launches = []
+        for call in range(1, calls + 1):
+            push = [
+                step
+                for owner in ranks.peers(rank)
+                for step in (
+                    Step("put", (ranks.cell(owner, f"partial of rank {rank}"),), call),
+                    Step("raise", (ranks.flag(owner, f"ready[{rank}]"),), ranks.epoch(call)),
+                )
+            ]
+            partials = [ranks.cell(rank, f"partial of rank {peer}") for peer in ranks.peers(rank)]
+            launches.append([
+                *ranks.tell_peers(rank, "entered", call),
+                *ranks.wait_for_peers(rank, "entered", call, 0),
+                *push,
+                *ranks.wait_for_peers(rank, "ready", call, len(partials) + 1),
+                *(Step("read", (place,), call) for place in partials),
+                Step("put", (ranks.cell(rank, "sums"),), call),
+                *ranks.tell_peers(rank, "summed", call),
+                *ranks.wait_for_peers(rank, "summed", call, 0),
+                *(Step("read", (ranks.cell(peer, "sums"),), call) for peer in ranks.peers(rank)),
+            ])  # fmt: skip
+        ranks.add_thread(rank, launches)
+    return ranks.model
+
+
 def split_tile(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
     """Stream-K in front of `pull_partials`: a program's partial is finished by another one of its rank, which wait
     each for themselves until the peers have entered. The wait of the fix-up is not heeded."""
@@ -247,5 +301,7 @@ PROTOCOLS: dict[str, Builder] = {
     "scatter": scatter,
     "messages": messages,
     "copy_rows": copy_rows,
+    "pull_columns": pull_columns,
+    "pull_sums": pull_sums,
     "split_tile": split_tile,
 }

@@ -26,7 +26,7 @@ WORLD = 2
 OPS = {
     "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
     "gemm_reduce_scatter": ("copy_engine",),
-    "gemm_all_scatter": ("beside", "inside"),
+    "gemm_all_scatter": ("beside", "inside", "copy_engine"),
     "all_gather_gemm": ("copy_engine",),
 }
 
@@ -147,7 +147,7 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     assert same_there, "recording changed the result"
     assert found == again, "every rank gets the same timeline"
     tiles = -(-M // config.block_m) * (N // config.block_n)
-    if config.placement == "copy_engine":
+    if config.placement == "copy_engine" and op != "gemm_all_scatter":
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
     for rank in range(WORLD):
         own = [span for span in found.spans if span.rank == rank]
@@ -157,11 +157,13 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         stages = {span.stage for span in own}
         if config.placement == "copy_engine":
             copies = [span for span in own if span.stage == COPY]
-            assert len(copies) == (1 if op == "all_gather_gemm" else -(-M // WORLD // config.block_m))
+            assert len(copies) == _num_copies(op, config)
             assert all(span.kernel == "stream" for span in copies)
         elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
         moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
+        if config.placement == "copy_engine":
+            moved["gemm_all_scatter"] = COPY
         assert moved.get(op, MMA) in stages
     _check_order(found)
     assert found.dropped == 0
@@ -169,6 +171,16 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     written = timeline_files.write(found, folder / "out.json", op)
     assert {path.name for path in written} == {"out.json", "out.png"}
     assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def _num_copies(op: str, config: Config) -> int:
+    """Of a rank, which has one peer."""
+    steps = -(-M // WORLD // config.block_m)
+    # Partials are pushed and, in an all-reduce, sums pulled; columns come from both ranks.
+    columns = 2 * -(-M // config.block_m)
+    return {
+        "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 2 * steps, "gemm_all_scatter": columns
+    }[op]  # fmt: skip
 
 
 def _check_order(found: Timeline) -> None:

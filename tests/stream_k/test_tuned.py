@@ -170,7 +170,6 @@ def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"placement": "copy_engine"},
         {"placement": "nowhere"},
         {"placement": "own_stream", "num_programs": PROCESSORS},
         {"placement": "beside", "num_comm_programs": PROCESSORS},

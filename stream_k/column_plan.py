@@ -1,0 +1,99 @@
+"""`gemm_all_scatter` with copy engines: each rank's columns stay on its heap, and every rank pulls them as they finish,
+a step of rows at a time. The protocol is `collectives.row_blocks`'s.
+
+The caller's stream has the GEMM. Beside it one small program a step waits for the own tiles, tells the peers, and waits
+for theirs; then copies bring the step's rows of all ranks into the caller's tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from collectives import row_blocks
+from pyrocshmem import status
+from pyrocshmem.copies import RowCopy, takes_rows
+from stream_k.fused import Call, FusedPlan
+from stream_k.operands import as_argument, how_to_write
+from stream_k.pulls import PULLS, WAITS, Pull, pull
+from stream_k.row_plan import step_launch
+
+
+class ColumnsPlan(FusedPlan):
+    """The launches and copies of a call. R ranks have N columns each; the result is [M, R x N]."""
+
+    def __init__(self, call: Call) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        self.workspace, self.rank, self.world = workspace, heap.rank, heap.world_size
+        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        M, N = product.M, product.N
+        self.result: torch.Tensor | None = None
+        if not takes_rows(call.out):
+            size = M * N * self.world
+            buffer = workspace.buffer("own results", size, call.a.dtype, local=True)
+            self.result = buffer[:size].view(M, N * self.world)
+        self.columns = workspace.buffer("columns", M * N, call.a.dtype)[: M * N].view(M, N)
+        c_how = how_to_write(self.columns)
+        self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
+        tiles = -(-M // config.block_m)
+        self.chunk = min(config.chunk, tiles)
+        num_steps = -(-tiles // self.chunk)
+        self.flags = workspace.flags(num_steps)
+        self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
+        self.fix_up = product.fix_up(workspace)
+        op = int(status.Op.GEMM_ALL_SCATTER)
+        # LAG 0: what the peers pulled in the call before is overwritten when they are done with that.
+        self.gemm = product.launch(
+            op, self.world, row_blocks.store_columns, row_blocks.announce_rows, None, call.epilogue_options(c_how),
+            0, False,
+        )  # fmt: skip
+        self.step, self.end = (
+            step_launch(op, self.world, between=True),
+            step_launch(op, self.world, ends=True),
+        )
+        out = call.out if self.result is None else self.result
+        self.pulls = [self._pull(step, call, out) for step in range(num_steps)]
+
+    def _pull(self, step: int, call: Call, out: torch.Tensor) -> Pull:
+        """Of a step: its tiles, whole groups of them, and the copies of all ranks' rows, the neighbour's first."""
+        config, columns, N = call.config, self.product.schedule.tiles_n, self.product.N
+        tiles = -(-self.product.M // config.block_m)
+        first, last = step * self.chunk, min((step + 1) * self.chunk, tiles)
+        end = min(-(-last // config.group_m) * config.group_m, tiles)
+        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        begin = first // config.group_m * config.group_m
+        tiles_of_step = begin * columns, end * columns
+        rows = slice(first * config.block_m, last * config.block_m)
+        copies = []
+        for turn in range(1, self.world + 1):
+            owner = (self.rank + turn) % self.world
+            block = out[rows, owner * N : (owner + 1) * N]
+            copies.append(RowCopy.of(block, out, call.heap.peer_view(self.columns[rows], owner)))
+        return Pull(self._step_arguments(step, peers, tiles_of_step), copies[:-1], copies[-1:])
+
+    def _step_arguments(
+        self, step: int = 0, peers: int = 0, tiles: tuple[int, int] = (0, 0)
+    ) -> tuple[Any, ...]:
+        return (self.flags, self.tile_flags, step, peers, *tiles, step, peers, self.workspace.context)
+
+    def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        product = self.product
+        x, y = product.operands(a, b)
+        extra = (self.tile_flags, bias if bias is not None else self.columns)
+        context = self.workspace.context
+        return (x, None, y, self.c, *self.fix_up, None, extra, context, product.problem, product.strides)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.gemm.compile(self._gemm_arguments(a, b, bias))
+        for launch in (self.step, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        workspace = self.workspace
+        workspace.fork(WAITS)
+        self.gemm(self._gemm_arguments(a, b, bias))
+        pull(workspace, self.step, self.pulls, out if self.result is None else self.result)
+        workspace.join(PULLS)
+        workspace.join(WAITS)
+        self.end(self._step_arguments())
