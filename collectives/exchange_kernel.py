@@ -16,7 +16,13 @@ A part is rows of `width` elements, a row units of 16 bytes of the result; flat 
 the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
 [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
 still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
-A, [R sources][quads of a part of x], and for a two-shot region B, the same for the sums.
+A, [R sources][quads of a part of x], for a two-shot region B, the same for the sums, and with a norm region C, [R
+sources][programs].
+
+Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row sends the sum of their
+squares to those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank. They
+add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
+`_row_squares`.
 """
 
 from __future__ import annotations
@@ -69,29 +75,75 @@ def _finished(values, added, place, mask, last, finish, ACTIVATION: tl.constexpr
 @triton.jit
 def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """fp32 weights of the units' columns."""
+    WEIGHT: tl.constexpr = weight.dtype.element_ty
     values = ()
-    if weight.dtype.element_ty == DTYPE:
-        values = units.unpack(
-            units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED), UNIT, DTYPE
-        )
-    else:
+    if WEIGHT.primitive_bitwidth < DTYPE.primitive_bitwidth:
+        # Half a quad.
         for e in tl.static_range(UNIT):
             value = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
             values = values + (value,)  # type: ignore[assignment]
+    else:
+        words = units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED)
+        values = units.unpack(words, UNIT, WEIGHT)
     return values
 
 
 @triton.jit
-def _normalized(words, weights, column, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of the rows, one in each column of the blocks [U, ranks]: their units are all here."""
+def _of_rank(each, rank, RANKS: tl.constexpr):
+    """Element `rank` of [ranks], as one number: no layout of it has to be converted, see `units.spread`."""
+    return tl.sum(tl.where(tl.arange(0, RANKS) == rank, each, 0.0), axis=0)
+
+
+@triton.jit
+def _send_squares(
+    region, words, column, width, valid, keeps, context, WORLD: tl.constexpr, RANKS: tl.constexpr,
+    UNIT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], to
+    the ranks where `keeps`."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
-        squares += tl.where((column + e < width)[:, None], values[e] * values[e], 0.0)
-    scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)
+        squares += tl.where((valid & (column + e < width))[:, None], values[e] * values[e], 0.0)
+    sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
+    word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
+    quad = tl.zeros(squares.shape, tl.int32) + tl.program_id(0)
+    first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
+    _send(region, (word, word, word, word), quad, tl.num_programs(0), first, context, WORLD, RANKS)
+
+
+@triton.jit
+def _row_squares(
+    region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
+
+    The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
+    their numbers and runs many more than PARTS, STEP at most, at a time: on every rank those of the first row that is
+    not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
+    """
+    lane = tl.arange(0, STEP)[:, None]
+    quad = tl.program_id(0) // PARTS * PARTS + lane
+    words, late = _receive(
+        region, 1, quad, tl.num_programs(0), (lane < PARTS) & keeps, deadline, context, RANKS
+    )
+    each = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
+    ranks = tl.arange(0, RANKS)[None, :]
+    squares = tl.zeros(words[0].shape, tl.float32)
+    for k in tl.static_range(WORLD):
+        squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
+    return squares, late
+
+
+@triton.jit
+def _normalized(words, squares, weights, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of units of rows, whose sums of squares these are."""
+    values = units.unpack(words, UNIT, DTYPE)
+    scale = tl.math.rsqrt(squares / width + eps)
     scaled = ()
     for e in tl.static_range(UNIT):
-        scaled = scaled + (values[e] * scale[None, :] * weights[e][:, None],)  # type: ignore[assignment]
+        scaled = scaled + (values[e] * scale * weights[e],)  # type: ignore[assignment]
     return units.pack(scaled, DTYPE)
 
 
@@ -109,13 +161,14 @@ def exchange_kernel(
     x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages. A part has `rows` rows of `width` elements; the next begins `x_part` elements
     later in x (0: all of x is everyone's), and `extra` more after the first `longer` parts, which have all `limit`
     elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. RANKS: WORLD, or the
-    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`.
+    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`. PARTS:
+    the programs of a row that is normalized, STEP at most; 0: no norm.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -123,6 +176,8 @@ def exchange_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
+    # Quads of a slot for each unit and source.
+    SLOT_QUADS: tl.constexpr = QUADS + (1 if SUMS and GATHERS else 0)
     control, abort, record, heap_bases = context
     chain.wait_for_previous()
     rank = tl.load(control + signal.RANK)
@@ -134,10 +189,11 @@ def exchange_kernel(
     row_units = tl.cdiv(width, UNIT)
     part_units = rows * row_units
     lane = tl.arange(0, STEP)
-    if NORM:
-        # A program has a row: its units may be fewer than STEP.
-        unit = program * row_units + lane
-        valid = lane < row_units
+    if PARTS:
+        # Programs have units of one row alone: the last of a row may have fewer than STEP.
+        of_row = program % PARTS * STEP + lane
+        unit = program // PARTS * row_units + of_row
+        valid = of_row < row_units
     else:
         unit = program * STEP + lane
         valid = unit < part_units
@@ -165,8 +221,10 @@ def exchange_kernel(
     if residual is not None:
         more = units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED)
         added = units.unpack(more, UNIT, DTYPE)
-    if NORM:
-        weights = _weights(weight, column, width, valid, UNIT, DTYPE, ALIGNED)
+    if PARTS:
+        weights = _weights(
+            weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED
+        )
 
     trace.mark(events, trace.WAIT, -1)
     words, late = _receive(slot, QUADS, units_of * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
@@ -175,29 +233,42 @@ def exchange_kernel(
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
         values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
         words = units.spread(units.pack(values, DTYPE), RANKS)
+        region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
+        squares_region = slot + tl.cast(WORLD, tl.int64) * part_units * SLOT_QUADS * 4
+        # The ranks whose rows this one stores, and to whose columns of blocks it sends its own.
+        keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
             _send(region, words, units_of, part_units, there, context, WORLD, RANKS)
+        else:
+            keeps = ranks == rank
+            there, end = valid[:, None] & keeps, mine[:, None]
+            ranks = tl.zeros_like(ranks)
+        if PARTS:
+            _send_squares(
+                squares_region, words, column, width, valid, keeps, context, WORLD, RANKS, UNIT, DTYPE
+            )
+        if GATHERS:
             trace.mark(events, trace.WAIT, -1)
             words, later = _receive(region, 1, units_of, part_units, there, deadline, context, RANKS)
             late |= later
-        else:
-            there, end = valid[:, None] & (ranks == 0), mine[:, None]
-            ranks = tl.zeros_like(ranks)
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
         there &= ranks == root
         ranks = tl.zeros_like(ranks)
     place = tl.cast(ranks, tl.int64) * out_part + (row * out_width + column)[:, None]
-    if NORM:
+    if PARTS:
         if total is not None:
             units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
-        words = _normalized(words, weights, column, width, eps, UNIT, DTYPE)
+        trace.mark(events, trace.WAIT, -1)
+        squares, later = _row_squares(squares_region, keeps, deadline, context, PARTS, STEP, WORLD, RANKS)
+        late |= later
+        trace.mark(events, trace.STORE, program)
+        words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     if last:
-        SHOTS: tl.constexpr = 1 if SUMS and GATHERS else 0
-        message.advance(count, WORLD * part_units * (QUADS + SHOTS) * 4, context)
+        sums = tl.num_programs(0) if PARTS else 0
+        message.advance(count, WORLD * (part_units * SLOT_QUADS + sums) * 4, context)
     if tl.max(late) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
         who = tl.argmax(tl.max(late, axis=0), axis=0)
