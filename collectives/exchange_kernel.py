@@ -38,21 +38,11 @@ from stream_k.epilogue import activate
 
 
 @triton.jit
-def _send(slot, words, quad, part_quads, mask, context, WORLD: tl.constexpr, RANKS: tl.constexpr):
-    """Words of this rank's unit at `quad` of a region, to every rank of the block."""
-    control, abort, record, heap_bases = context
-    places = remote(slot, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
-    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * part_quads + quad) * 4
+def _send(peers, place, words, mask):
+    """Words of units to quad number `place` of the slots of `peers` [1, ranks]."""
     for k in tl.static_range(len(words) // 4):
         four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-        message.push(places + 4 * k, four, mask)
-
-
-@triton.jit
-def _receive(slot, QUADS: tl.constexpr, quad, part_quads, mask, deadline, context, RANKS: tl.constexpr):
-    """(words of the units that every rank sent there, late)."""
-    places = slot + (tl.cast(tl.arange(0, RANKS)[None, :], tl.int64) * part_quads + quad) * 4
-    return message.poll(places, mask, deadline, context, QUADS)
+        message.push(peers + (place + k) * 4, four, mask)
 
 
 @triton.jit
@@ -96,25 +86,23 @@ def _of_rank(each, rank, RANKS: tl.constexpr):
 
 @triton.jit
 def _send_squares(
-    region, words, column, width, valid, keeps, context, WORLD: tl.constexpr, RANKS: tl.constexpr,
-    UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    peers, place, words, column, width, valid, keeps, RANKS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], to
-    the ranks where `keeps`."""
+    """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], as
+    one message to the ranks where `keeps`."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
         squares += tl.where((valid & (column + e < width))[:, None], values[e] * values[e], 0.0)
     sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
     word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
-    quad = tl.zeros(squares.shape, tl.int32) + tl.program_id(0)
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
-    _send(region, (word, word, word, word), quad, tl.num_programs(0), first, context, WORLD, RANKS)
+    _send(peers, tl.zeros(squares.shape, tl.int64) + place, (word, word, word, word), first)
 
 
 @triton.jit
 def _row_squares(
-    region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
+    slot, region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
     """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
@@ -123,13 +111,10 @@ def _row_squares(
     their numbers and runs many more than PARTS, STEP at most, at a time: on every rank those of the first row that is
     not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
     """
-    lane = tl.arange(0, STEP)[:, None]
-    quad = tl.program_id(0) // PARTS * PARTS + lane
-    words, late = _receive(
-        region, 1, quad, tl.num_programs(0), (lane < PARTS) & keeps, deadline, context, RANKS
-    )
+    lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
+    place = region + ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
+    words, late = message.poll(slot + place * 4, (lane < PARTS) & keeps, deadline, context)
     each = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
-    ranks = tl.arange(0, RANKS)[None, :]
     squares = tl.zeros(words[0].shape, tl.float32)
     for k in tl.static_range(WORLD):
         squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
@@ -180,10 +165,10 @@ def exchange_kernel(
     SLOT_QUADS: tl.constexpr = QUADS + (1 if SUMS and GATHERS else 0)
     control, abort, record, heap_bases = context
     chain.wait_for_previous()
+    # All loads that the first push needs are under way before any of them is waited for.
     rank = tl.load(control + signal.RANK)
+    home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
     program = tl.program_id(0)
-    count, slot = message.begin(messages, slot_quads, context)
-    deadline = message.deadline_ns(context)
     trace.mark(events, trace.PUSH, program)
 
     row_units = tl.cdiv(width, UNIT)
@@ -192,13 +177,15 @@ def exchange_kernel(
     if PARTS:
         # Programs have units of one row alone: the last of a row may have fewer than STEP.
         of_row = program % PARTS * STEP + lane
+        row = tl.zeros((STEP,), tl.int64) + program // PARTS
         unit = program // PARTS * row_units + of_row
         valid = of_row < row_units
+        column = of_row * UNIT
     else:
         unit = program * STEP + lane
         valid = unit < part_units
-    row = tl.cast(unit // row_units, tl.int64)
-    column = unit % row_units * UNIT
+        row = tl.cast(unit // row_units, tl.int64)
+        column = unit % row_units * UNIT
     element = row * width + column
     row_end = (row + 1) * width
 
@@ -210,8 +197,14 @@ def exchange_kernel(
         sent = there & (units_of < tl.where(rank == root, part_units, 1))
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
     start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
-    words = units.clean(units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED))
-    _send(slot, words, units_of * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
+    words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
+    count, slot = message.begin(messages, slot_quads, context)
+    peers = message.slot_of(home, slot_quads, count)
+    # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
+    a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
+    region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
+    _send(peers, rank * a_quads + units_of * QUADS, units.clean(words), sent)
+    deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, context, STEP * RANKS)
     last = signal.is_last(context)
     # What the sums will meet is loaded while they travel.
@@ -227,30 +220,29 @@ def exchange_kernel(
         )
 
     trace.mark(events, trace.WAIT, -1)
-    words, late = _receive(slot, QUADS, units_of * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
+    place_a = ranks * a_quads + units_of * QUADS
+    words, late = message.poll(slot + place_a * 4, heard, deadline, context, QUADS)
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
         values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
         words = units.spread(units.pack(values, DTYPE), RANKS)
-        region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
-        squares_region = slot + tl.cast(WORLD, tl.int64) * part_units * SLOT_QUADS * 4
         # The ranks whose rows this one stores, and to whose columns of blocks it sends its own.
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            _send(region, words, units_of, part_units, there, context, WORLD, RANKS)
+            _send(peers, region_b + rank * b_quads + units_of, words, there)
         else:
             keeps = ranks == rank
             there, end = valid[:, None] & keeps, mine[:, None]
             ranks = tl.zeros_like(ranks)
         if PARTS:
-            _send_squares(
-                squares_region, words, column, width, valid, keeps, context, WORLD, RANKS, UNIT, DTYPE
-            )
+            of_own = region_c + rank * tl.num_programs(0) + program
+            _send_squares(peers, of_own, words, column, width, valid, keeps, RANKS, UNIT, DTYPE)
         if GATHERS:
             trace.mark(events, trace.WAIT, -1)
-            words, later = _receive(region, 1, units_of, part_units, there, deadline, context, RANKS)
+            place_b = region_b + ranks * b_quads + units_of
+            words, later = message.poll(slot + place_b * 4, there, deadline, context)
             late |= later
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
@@ -261,7 +253,7 @@ def exchange_kernel(
         if total is not None:
             units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
         trace.mark(events, trace.WAIT, -1)
-        squares, later = _row_squares(squares_region, keeps, deadline, context, PARTS, STEP, WORLD, RANKS)
+        squares, later = _row_squares(slot, region_c, keeps, deadline, context, PARTS, STEP, WORLD, RANKS)
         late |= later
         trace.mark(events, trace.STORE, program)
         words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
