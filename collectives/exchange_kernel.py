@@ -206,7 +206,7 @@ def exchange_kernel(
     _send(peers, rank * a_quads + units_of * QUADS, units.clean(words), sent)
     deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, context, STEP * RANKS)
-    last = signal.is_last(context)
+    last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish
     own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)

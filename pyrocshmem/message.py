@@ -11,7 +11,7 @@ call before; the next but one will use that again:
     count, slot = message.begin(messages, slot_quads, context)         # the own slot of this call
     message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
     message.restore(messages, slot_quads, count, context, STEP)        # the slot of the call before
-    last = signal.is_last(context)                                     # all have read the count
+    last = signal.is_last(context, False)                              # all have read the count
     words, late = message.poll(slot + .., mask, deadline, context)
     if last: message.advance(count, used_words, context)
 

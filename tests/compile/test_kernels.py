@@ -37,7 +37,11 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     """What may be told to this GPU alone: a split tile's partial, a tile to its helpers, a program's end."""
     constants = kernel.constants
     allowed = set()
-    if kernel.kernel not in ("gate_kernel", *SUMS) and constants.get("ENDS", "True") == "True":
+    # The ticket of an exchange orders nothing: its data are messages.
+    if (
+        kernel.kernel not in ("gate_kernel", "exchange_kernel", *SUMS)
+        and constants.get("ENDS", "True") == "True"
+    ):
         allowed.add("ticket")
     if constants.get("SPLIT") == "True":
         allowed.add("fix-up")
