@@ -25,8 +25,8 @@ from stream_k.workspace import Workspace
 # What a piece takes of a slot, at most.
 PIECE_BYTES = 64 << 20
 
-# A program has a unit for each of 128 threads, and so has each rank of it. In the interpreter, where a program costs
-# more than its data, it has more.
+# Threads of a program, each of which has a unit of one rank. In the interpreter, where a program costs more than its
+# data, it has more.
 _THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
 
@@ -98,7 +98,8 @@ class Exchange:
         # A bias counts columns from the first element of a piece.
         by_rows = finish.weight is not None or finish.bias is not None
         pieces = _pieces(kind, x, out.dtype, world, by_rows)
-        largest = max(_slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
+        norm = finish.weight is not None
+        largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world, norm) for piece in pieces)
         messages, slot_quads = workspace.messages(largest)
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
@@ -142,10 +143,35 @@ def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, finish: Finish) -> tu
     return x, out, (finish.bias, finish.columns, residual, total, finish.weight, finish.eps)
 
 
-def _slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dtype, world_size: int) -> int:
-    unit = message.QUAD_BYTES // out_dtype.itemsize
-    quads = dtype.itemsize // out_dtype.itemsize + (kind == "two_shot")
-    return piece.rows * -(-piece.width // unit) * quads * message.QUAD_BYTES * world_size
+def _row_units(piece: _Piece, out_dtype: torch.dtype) -> int:
+    """Units of a row."""
+    return -(-piece.width * out_dtype.itemsize // message.QUAD_BYTES)
+
+
+def row_programs(row_units: int, world_size: int, interpreted: bool) -> tuple[int, int]:
+    """(units of a program, programs of a row) where rows of so many units are normalized.
+
+    As many units as give each thread one, so that all are waited for at once; more where the programs would outnumber
+    them: a program takes the sums of all programs of its row in one block as well.
+    Interpreted: programs run one after another, so none may wait for a later one.
+    """
+    if interpreted:
+        return triton.next_power_of_2(row_units), 1
+    step = _THREADS // triton.next_power_of_2(world_size)
+    while step * step < row_units:
+        step *= 2
+    return step, -(-row_units // step)
+
+
+def slot_bytes(
+    kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dtype, world_size: int, norm: bool
+) -> int:
+    """What a piece takes of a slot: quads of x, of sums in a two-shot, and one a program and source with a norm."""
+    row_units = _row_units(piece, out_dtype)
+    quads = row_units * (dtype.itemsize // out_dtype.itemsize + (kind == "two_shot"))
+    if norm:
+        quads += row_programs(row_units, world_size, target.interpreted())[1]
+    return piece.rows * quads * message.QUAD_BYTES * world_size
 
 
 def _pieces(
@@ -197,14 +223,13 @@ def _launch(
 ) -> Launch:
     world = heap.world_size
     ranks = triton.next_power_of_2(world)
-    unit = message.QUAD_BYTES // out.element_size()
-    row_units = -(-piece.width // unit)
-    norm = finish.weight is not None
-    if norm:
-        step = triton.next_power_of_2(row_units)
+    row_units = _row_units(piece, out.dtype)
+    if finish.weight is not None:
+        step, parts = row_programs(row_units, world, target.interpreted())
+        programs = piece.rows * parts
     else:
-        step = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks
-    programs = piece.rows if norm else -(-piece.rows * row_units // step)
+        step, parts = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks, 0
+        programs = -(-piece.rows * row_units // step)
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
     places = [t.data_ptr() for t in (x, out, finish.residual, finish.total, finish.weight) if t is not None]
     sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
@@ -215,14 +240,13 @@ def _launch(
         "GATHERS": gathers,
         "BROADCASTS": broadcasts,
         "ACTIVATION": ACTIVATIONS.index(finish.activation),
-        "NORM": norm,
+        "PARTS": parts,
         "ALIGNED": all(place % message.QUAD_BYTES == 0 for place in places),
         "OP": op,
         "WORLD": world,
         "RANKS": ranks,
         "STEP": step,
     }
-    # A row's units are waited for side by side: a thread that has several waits for one after another.
     lanes = 64 if target.backend() == "hip" else 32
-    warps = min(_MOST_THREADS, max(_THREADS, step * ranks)) // lanes if norm else _THREADS // 32
+    warps = min(_MOST_THREADS, step * ranks) // lanes
     return Launch(exchange_kernel, programs, constants, warps, 1, chained=True)

@@ -16,7 +16,13 @@ A part is rows of `width` elements, a row units of 16 bytes of the result; flat 
 the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
 [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
 still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
-A, [R sources][quads of a part of x], and for a two-shot region B, the same for the sums.
+A, [R sources][quads of a part of x], for a two-shot region B, the same for the sums, and with a norm region C, [R
+sources][programs].
+
+Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row sends the sum of their
+squares to those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank. They
+add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
+`_row_squares`.
 """
 
 from __future__ import annotations
@@ -32,21 +38,11 @@ from stream_k.epilogue import activate
 
 
 @triton.jit
-def _send(slot, words, quad, part_quads, mask, context, WORLD: tl.constexpr, RANKS: tl.constexpr):
-    """Words of this rank's unit at `quad` of a region, to every rank of the block."""
-    control, abort, record, heap_bases = context
-    places = remote(slot, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
-    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * part_quads + quad) * 4
+def _send(peers, place, words, mask):
+    """Words of units to quad number `place` of the slots of `peers` [1, ranks]."""
     for k in tl.static_range(len(words) // 4):
         four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-        message.push(places + 4 * k, four, mask)
-
-
-@triton.jit
-def _receive(slot, QUADS: tl.constexpr, quad, part_quads, mask, deadline, context, RANKS: tl.constexpr):
-    """(words of the units that every rank sent there, late)."""
-    places = slot + (tl.cast(tl.arange(0, RANKS)[None, :], tl.int64) * part_quads + quad) * 4
-    return message.poll(places, mask, deadline, context, QUADS)
+        message.push(peers + (place + k) * 4, four, mask)
 
 
 @triton.jit
@@ -69,29 +65,70 @@ def _finished(values, added, place, mask, last, finish, ACTIVATION: tl.constexpr
 @triton.jit
 def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """fp32 weights of the units' columns."""
+    WEIGHT: tl.constexpr = weight.dtype.element_ty
     values = ()
-    if weight.dtype.element_ty == DTYPE:
-        values = units.unpack(
-            units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED), UNIT, DTYPE
-        )
-    else:
+    if WEIGHT.primitive_bitwidth < DTYPE.primitive_bitwidth:
+        # Half a quad.
         for e in tl.static_range(UNIT):
             value = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
             values = values + (value,)  # type: ignore[assignment]
+    else:
+        words = units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED)
+        values = units.unpack(words, UNIT, WEIGHT)
     return values
 
 
 @triton.jit
-def _normalized(words, weights, column, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of the rows, one in each column of the blocks [U, ranks]: their units are all here."""
+def _of_rank(each, rank, RANKS: tl.constexpr):
+    """Element `rank` of [ranks], as one number: no layout of it has to be converted, see `units.spread`."""
+    return tl.sum(tl.where(tl.arange(0, RANKS) == rank, each, 0.0), axis=0)
+
+
+@triton.jit
+def _send_squares(
+    peers, place, words, column, width, valid, keeps, RANKS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], as
+    one message to the ranks where `keeps`."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
-        squares += tl.where((column + e < width)[:, None], values[e] * values[e], 0.0)
-    scale = tl.math.rsqrt(tl.sum(squares, axis=0) / width + eps)
+        squares += tl.where((valid & (column + e < width))[:, None], values[e] * values[e], 0.0)
+    sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
+    word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
+    first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
+    _send(peers, tl.zeros(squares.shape, tl.int64) + place, (word, word, word, word), first)
+
+
+@triton.jit
+def _row_squares(
+    slot, region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
+
+    The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
+    their numbers and runs many more than PARTS, STEP at most, at a time: on every rank those of the first row that is
+    not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
+    """
+    lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
+    place = region + ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
+    words, late = message.poll(slot + place * 4, (lane < PARTS) & keeps, deadline, context)
+    each = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
+    squares = tl.zeros(words[0].shape, tl.float32)
+    for k in tl.static_range(WORLD):
+        squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
+    return squares, late
+
+
+@triton.jit
+def _normalized(words, squares, weights, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of units of rows, whose sums of squares these are."""
+    values = units.unpack(words, UNIT, DTYPE)
+    scale = tl.math.rsqrt(squares / width + eps)
     scaled = ()
     for e in tl.static_range(UNIT):
-        scaled = scaled + (values[e] * scale[None, :] * weights[e][:, None],)  # type: ignore[assignment]
+        scaled = scaled + (values[e] * scale * weights[e],)  # type: ignore[assignment]
     return units.pack(scaled, DTYPE)
 
 
@@ -109,13 +146,14 @@ def exchange_kernel(
     x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages. A part has `rows` rows of `width` elements; the next begins `x_part` elements
     later in x (0: all of x is everyone's), and `extra` more after the first `longer` parts, which have all `limit`
     elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. RANKS: WORLD, or the
-    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`.
+    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`. PARTS:
+    the programs of a row that is normalized, STEP at most; 0: no norm.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -123,26 +161,31 @@ def exchange_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
+    # Quads of a slot for each unit and source.
+    SLOT_QUADS: tl.constexpr = QUADS + (1 if SUMS and GATHERS else 0)
     control, abort, record, heap_bases = context
     chain.wait_for_previous()
+    # All loads that the first push needs are under way before any of them is waited for.
     rank = tl.load(control + signal.RANK)
+    home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
     program = tl.program_id(0)
-    count, slot = message.begin(messages, slot_quads, context)
-    deadline = message.deadline_ns(context)
     trace.mark(events, trace.PUSH, program)
 
     row_units = tl.cdiv(width, UNIT)
     part_units = rows * row_units
     lane = tl.arange(0, STEP)
-    if NORM:
-        # A program has a row: its units may be fewer than STEP.
-        unit = program * row_units + lane
-        valid = lane < row_units
+    if PARTS:
+        # Programs have units of one row alone: the last of a row may have fewer than STEP.
+        of_row = program % PARTS * STEP + lane
+        row = tl.zeros((STEP,), tl.int64) + program // PARTS
+        unit = program // PARTS * row_units + of_row
+        valid = of_row < row_units
+        column = of_row * UNIT
     else:
         unit = program * STEP + lane
         valid = unit < part_units
-    row = tl.cast(unit // row_units, tl.int64)
-    column = unit % row_units * UNIT
+        row = tl.cast(unit // row_units, tl.int64)
+        column = unit % row_units * UNIT
     element = row * width + column
     row_end = (row + 1) * width
 
@@ -154,10 +197,16 @@ def exchange_kernel(
         sent = there & (units_of < tl.where(rank == root, part_units, 1))
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
     start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
-    words = units.clean(units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED))
-    _send(slot, words, units_of * QUADS, part_units * QUADS, sent, context, WORLD, RANKS)
+    words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
+    count, slot = message.begin(messages, slot_quads, context)
+    peers = message.slot_of(home, slot_quads, count)
+    # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
+    a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
+    region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
+    _send(peers, rank * a_quads + units_of * QUADS, units.clean(words), sent)
+    deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, context, STEP * RANKS)
-    last = signal.is_last(context)
+    last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish
     own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
@@ -165,39 +214,53 @@ def exchange_kernel(
     if residual is not None:
         more = units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED)
         added = units.unpack(more, UNIT, DTYPE)
-    if NORM:
-        weights = _weights(weight, column, width, valid, UNIT, DTYPE, ALIGNED)
+    if PARTS:
+        weights = _weights(
+            weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED
+        )
 
     trace.mark(events, trace.WAIT, -1)
-    words, late = _receive(slot, QUADS, units_of * QUADS, part_units * QUADS, heard, deadline, context, RANKS)
+    place_a = ranks * a_quads + units_of * QUADS
+    words, late = message.poll(slot + place_a * 4, heard, deadline, context, QUADS)
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
         values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
         words = units.spread(units.pack(values, DTYPE), RANKS)
+        # The ranks whose rows this one stores, and to whose columns of blocks it sends its own.
+        keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            region = slot + tl.cast(WORLD, tl.int64) * part_units * QUADS * 4
-            _send(region, words, units_of, part_units, there, context, WORLD, RANKS)
-            trace.mark(events, trace.WAIT, -1)
-            words, later = _receive(region, 1, units_of, part_units, there, deadline, context, RANKS)
-            late |= later
+            _send(peers, region_b + rank * b_quads + units_of, words, there)
         else:
-            there, end = valid[:, None] & (ranks == 0), mine[:, None]
+            keeps = ranks == rank
+            there, end = valid[:, None] & keeps, mine[:, None]
             ranks = tl.zeros_like(ranks)
+        if PARTS:
+            of_own = region_c + rank * tl.num_programs(0) + program
+            _send_squares(peers, of_own, words, column, width, valid, keeps, RANKS, UNIT, DTYPE)
+        if GATHERS:
+            trace.mark(events, trace.WAIT, -1)
+            place_b = region_b + ranks * b_quads + units_of
+            words, later = message.poll(slot + place_b * 4, there, deadline, context)
+            late |= later
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
         there &= ranks == root
         ranks = tl.zeros_like(ranks)
     place = tl.cast(ranks, tl.int64) * out_part + (row * out_width + column)[:, None]
-    if NORM:
+    if PARTS:
         if total is not None:
             units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
-        words = _normalized(words, weights, column, width, eps, UNIT, DTYPE)
+        trace.mark(events, trace.WAIT, -1)
+        squares, later = _row_squares(slot, region_c, keeps, deadline, context, PARTS, STEP, WORLD, RANKS)
+        late |= later
+        trace.mark(events, trace.STORE, program)
+        words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     if last:
-        SHOTS: tl.constexpr = 1 if SUMS and GATHERS else 0
-        message.advance(count, WORLD * part_units * (QUADS + SHOTS) * 4, context)
+        sums = tl.num_programs(0) if PARTS else 0
+        message.advance(count, WORLD * (part_units * SLOT_QUADS + sums) * 4, context)
     if tl.max(late) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
         who = tl.argmax(tl.max(late, axis=0), axis=0)

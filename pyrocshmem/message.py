@@ -11,7 +11,7 @@ call before; the next but one will use that again:
     count, slot = message.begin(messages, slot_quads, context)         # the own slot of this call
     message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
     message.restore(messages, slot_quads, count, context, STEP)        # the slot of the call before
-    last = signal.is_last(context)                                     # all have read the count
+    last = signal.is_last(context, False)                              # all have read the count
     words, late = message.poll(slot + .., mask, deadline, context)
     if last: message.advance(count, used_words, context)
 
@@ -46,13 +46,14 @@ _WRAP = tl.constexpr(3 << 28)
 @triton.jit
 def begin(messages, slot_quads, context):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
-    chain.allow_next()
     count = tl.load(context[0] + signal.MESSAGES)
-    return count, _slot(messages, slot_quads, count)
+    chain.allow_next()
+    return count, slot_of(messages, slot_quads, count)
 
 
 @triton.jit
-def _slot(messages, slot_quads, count):
+def slot_of(messages, slot_quads, count):
+    """The slot of call number `count`, of the own messages or a peer's (`device.remote`)."""
     return messages + tl.cast(count % 3, tl.int64) * slot_quads * 4
 
 
@@ -60,7 +61,7 @@ def _slot(messages, slot_quads, count):
 def restore(messages, slot_quads, count, context, STEP: tl.constexpr):
     """The grid puts SENTINEL back into what the call before used of its slot, STEP words at a time."""
     used = tl.load(context[0] + signal.MESSAGE_WORDS)
-    slot = _slot(messages, slot_quads, count + 2)
+    slot = slot_of(messages, slot_quads, count + 2)
     empty = tl.full((STEP,), SENTINEL, tl.int32)
     for step in range(tl.program_id(0), tl.cdiv(used, STEP), tl.num_programs(0)):
         offsets = step * STEP + tl.arange(0, STEP)

@@ -1,8 +1,7 @@
 """Signals: the one place that orders memory between programs and ranks.
 
-A flag is an int32 that holds the number (epoch) of the last call whose data are complete. `publish` makes
-every earlier write of the whole program visible, then raises the flag; `wait` returns once the flag has
-reached the epoch, or gives up.
+A flag is an int32 that holds the number (epoch) of the last call whose data are complete. `publish` makes every earlier
+write of the whole program visible, then raises the flag; `wait` returns once it has reached the epoch, or gives up.
 
     epoch = signal.begin(context, True, WORLD)      # the number of this call; tells the peers we are in it
     ...write a tile...
@@ -12,16 +11,15 @@ reached the epoch, or gives up.
     signal.end(context, epoch)                      # the last program of the grid closes the call
 
 Rules that the rest of the project relies on:
-- Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can
-  replay. Epochs are compared by their int32 difference, so wrap-around is harmless.
-- `entered[p] >= n` says that peer p runs call n, hence has finished call n - 1 and may have its buffers of
-  call n - 1 overwritten. Buffers that alternate between two slots need only `entered[p] >= n - 1`.
-- Waits end. A wait gives up when its budget runs out or the rank's abort word is set; it then records {op,
-  rank, peer, tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the
-  kernel runs to its end without touching what it did not get. `Heap.check` turns the record into
-  `PeerTimeout` or `PeerAborted`.
-- Who gives up tells its peers before it publishes anything more, and `end` looks at the abort word: what they
-  took of it passes for nothing. So does `wait_entered`: a rank that comes too late writes to nobody.
+- Epochs, not resets. Nothing is zeroed between calls; the counter lives in device memory, so a CUDA graph can replay.
+  Epochs are compared by their int32 difference, so wrap-around is harmless.
+- `entered[p] >= n` says that peer p runs call n, hence has finished call n - 1 and may have its buffers of call n - 1
+  overwritten. Buffers that alternate between two slots need only `entered[p] >= n - 1`.
+- Waits end. A wait gives up when its budget runs out or the rank's abort word is set; it then records {op, rank, peer,
+  tile, expected, seen} in `status` (host-visible), sets the abort word of every peer, and the kernel runs to its end
+  without touching what it did not get. `Heap.check` turns the record into `PeerTimeout` or `PeerAborted`.
+- Who gives up tells its peers before it publishes anything more, and `end` looks at the abort word: what they took of
+  it passes for nothing. So does `wait_entered`: a rank that comes too late writes to nobody.
 - No other file uses `tl.atomic_*` on a flag.
 
 `context` is the tuple (control, abort, status, heap_bases): `control` int32 words as laid out below (on the
@@ -54,8 +52,8 @@ CONTROL_WORDS = 64
 # Width of a block with one lane a rank: flags of all peers are raised and read at once.
 MAX_WORLD = tl.constexpr(8)
 
-# A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not
-# used for 2^31 calls (hours of decoding) pass for a fresh one.
+# A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not used for
+# 2^31 calls (hours of decoding) pass for a fresh one.
 _WINDOW = tl.constexpr(4)
 _SYSTEM = tl.constexpr("sys")
 _INTERPRETED = tl.constexpr(target.interpreted())
@@ -132,10 +130,8 @@ def _acquire(scope: tl.constexpr):
 
 @triton.jit
 def raise_flag(flag, epoch, mask=None, scope: tl.constexpr = _SYSTEM):
-    """Set `flag` (an address or a block of addresses, local or remote) to `epoch` with release.
-
-    Only after `settle`, which brings in the other threads' writes: `publish` does both.
-    """
+    """Set `flag` (an address or a block of addresses, local or remote) to `epoch` with release. Only after `settle`,
+    which brings in the other threads' writes: `publish` does both."""
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)
 
 
@@ -326,13 +322,17 @@ def end(context, epoch):
 
 
 @triton.jit
-def is_last(context):
-    """True in the last program of the grid to come here: what the others did before is visible to it."""
-    control, abort, record, heap_bases = context
-    settle()
-    last = tl.atomic_add(control + TICKET, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+def is_last(context, ORDERS: tl.constexpr = True):
+    """True in the last program of the grid to come here: what the others did before is visible to it. Not ORDERS: it
+    knows only that they have read what they read; a release would wait until all that was pushed has arrived."""
+    if ORDERS:
+        settle()
+    elif not _INTERPRETED:
+        tl.debug_barrier()
+    sem: tl.constexpr = "acq_rel" if ORDERS else "relaxed"
+    last = tl.atomic_add(context[0] + TICKET, 1, sem=sem, scope="gpu") == tl.num_programs(0) - 1
     if last:
-        tl.store(control + TICKET, 0)
+        tl.store(context[0] + TICKET, 0)
     return last
 
 

@@ -143,14 +143,15 @@ _ONCE = [
     Case("gemm_all_scatter", world_size=8, changes=(("placement", "inside"),)),
     Case("gemm_all_reduce", arguments=(("squared_partials", True), ("activation", "silu"), ("bias", True))),
     Case("gemm_all_scatter", arguments=(("squared_partials", True), ("activation", "relu"), ("bias", True))),
-    # By messages in both ways, with the norm at their end; the weight of the operands' type or not. Not held to "no
-    # spills": on sm_90 1024 threads have 64 registers each for 2 or 4 units, and 16 (Triton 3.6) or 112 bytes of stack.
-    Case("gemm_all_reduce_rms_norm", shape=SMALL, changes=(("algorithm", "one_shot"),)),
+    # By messages in both ways, with the norm at their end, a row on many programs; the weight of the operands' type or
+    # not.
+    Case("gemm_all_reduce_rms_norm", shape=SMALL, changes=(("algorithm", "one_shot"),), hot=True),
     Case(
         "gemm_all_reduce_rms_norm",
         shape=(64, 8192, 2048),
         changes=(("algorithm", "two_shot"),),
         arguments=(("weight", "float32"),),
+        hot=True,
     ),
     Case("all_reduce", arguments=(("algorithm", "one_shot"),), hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),

@@ -37,7 +37,11 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     """What may be told to this GPU alone: a split tile's partial, a tile to its helpers, a program's end."""
     constants = kernel.constants
     allowed = set()
-    if kernel.kernel not in ("gate_kernel", *SUMS) and constants.get("ENDS", "True") == "True":
+    # The ticket of an exchange orders nothing: its data are messages.
+    if (
+        kernel.kernel not in ("gate_kernel", "exchange_kernel", *SUMS)
+        and constants.get("ENDS", "True") == "True"
+    ):
         allowed.add("ticket")
     if constants.get("SPLIT") == "True":
         allowed.add("fix-up")
@@ -104,24 +108,31 @@ def _repeated_polls(case: Case, kernel: Assembly) -> list[str]:
     constants = kernel.constants
     if not kernel.nvidia or constants.get("ALIGNED") != "True":
         return []
-    # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one.
+    # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one, and so
+    # is a program's sum of squares.
     sums = constants["SUMS"] == "True"
     wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
     hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
         sums and constants["GATHERS"] == "True"
     )
+    hops += constants.get("PARTS", "0") != "0"
     units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
     found = kernel.count(_QUAD_LOADS)
     return [] if found == hops * units else [f"{found} loads of messages, {hops * units} are needed"]
 
 
 def test_a_repeated_poll_is_found() -> None:
-    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three."""
+    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one more for a norm."""
     constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
     load = "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n"
-    for op, needed in (("all_reduce", 2), ("gemm_all_reduce", 3)):
+    for op, parts, needed in (
+        ("all_reduce", 0, 2),
+        ("gemm_all_reduce", 0, 3),
+        ("gemm_all_reduce_rms_norm", 8, 4),
+    ):
+        found = {**constants, "PARTS": str(parts)}
         for count in range(1, 6):
-            kernel = Assembly("sm_90", "exchange_kernel", constants, load * count, 0, 0, 0)
+            kernel = Assembly("sm_90", "exchange_kernel", found, load * count, 0, 0, 0)
             assert bool(_repeated_polls(Case(op), kernel)) == (count != needed)
 
 
