@@ -29,6 +29,8 @@ PIECE_BYTES = 64 << 20
 # data, it has more.
 _THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
+# Of gathers of more units than these, threads have two: more of them are on the way then.
+_MANY_UNITS = 1 << 20
 
 # SUMS, GATHERS, BROADCASTS.
 _KINDS = {
@@ -224,17 +226,20 @@ def _launch(
     world = heap.world_size
     ranks = triton.next_power_of_2(world)
     row_units = _row_units(piece, out.dtype)
+    sums, gathers, broadcasts = _KINDS[kind]
     if finish.weight is not None:
         step, parts = row_programs(row_units, world, target.interpreted())
-        programs = piece.rows * parts
+        programs, threads = piece.rows * parts, min(_MOST_THREADS, step * ranks)
     else:
-        step, parts = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks, 0
-        programs = -(-piece.rows * row_units // step)
+        units, threads, parts = piece.rows * row_units, _THREADS, 0
+        step = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks
+        if not (sums or broadcasts) and units > _MANY_UNITS:
+            step *= 2
+        programs = -(-units // step)
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
     places = [t.data_ptr() for t in (x, out, finish.residual, finish.total, finish.weight) if t is not None]
     sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
     places += [out.element_size() * size for size in sizes]
-    sums, gathers, broadcasts = _KINDS[kind]
     constants = {
         "SUMS": sums,
         "GATHERS": gathers,
@@ -248,5 +253,4 @@ def _launch(
         "STEP": step,
     }
     lanes = 64 if target.backend() == "hip" else 32
-    warps = min(_MOST_THREADS, step * ranks) // lanes
-    return Launch(exchange_kernel, programs, constants, warps, 1, chained=True)
+    return Launch(exchange_kernel, programs, constants, threads // lanes, 1, chained=True)

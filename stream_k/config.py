@@ -135,11 +135,12 @@ def cost_model(
         return _fewest_programs(config, tiles, processors) if on_sm_90 else config
     if placement is None:
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
-        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes)
+        tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
+        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes, tall)
     if placement == "copy_engine":
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
-        config = _by_copy_engine(config, -(-rows // config.block_m), -(-N // config.block_n), blocks)
+        config = _by_copy_engine(config, op, -(-rows // config.block_m), -(-N // config.block_n), world_size)
     if op == "gemm_all_reduce" and placement in ("after", "messages"):
         # Little to overlap with: the fewest hops, or the fewest bytes.
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
@@ -161,25 +162,39 @@ def cheaper_algorithm(nbytes: int, world_size: int) -> str:
     return "one_shot" if nbytes * (world_size - 1) <= _ONE_SHOT_BYTES else "two_shot"
 
 
-def _placement(op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None) -> str:
+def _placement(
+    op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool
+) -> str:
     """The fastest one known. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
-    decides, since all ranks must decide alike, whatever columns they have."""
+    decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows can go
+    in steps."""
     if op == "all_gather_gemm":
         small = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if small else "copy_engine"
     if tiles < processors:
         return "messages"
-    if op == "gemm_reduce_scatter":
+    if op == "gemm_reduce_scatter" or (on_sm_90 and (tall or op == "gemm_all_scatter")):
         return "copy_engine"
     return "own_stream" if on_sm_90 else "beside"
 
 
-def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, blocks: int) -> Config:
-    """`tiles_m` tile rows in each of `blocks` row blocks, `tiles_n` columns of tiles: four steps, or one for a few
-    waves, since a step costs the copy engines as long as it takes them to move a megabyte or two. A step has its blocks
-    in turn; of an all-scatter, which has one, nothing would overlap with a single step."""
-    few = blocks > 1 and tiles_m * tiles_n * blocks <= 4 * 132
-    chunk = tiles_m if few else min(8, max(4, -(-tiles_m // 4)))
+# What a copy of pulled rows should move: less and the gaps between copies count, more and what follows the last one.
+_PULLED_BYTES = 8 << 20
+# Tile rows of a block of sums below which one step has them all, and consumers beside the GEMM are as fast.
+_PULLED_TILES = 8
+
+
+def _by_copy_engine(config: Config, op: str, tiles_m: int, tiles_n: int, world_size: int) -> Config:
+    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md). Rows that peers
+    pull: in at least two steps. Otherwise four, or one for a few waves: a step costs the copy engines as long as it takes
+    them to move a megabyte or two."""
+    if op in ("gemm_all_reduce", "gemm_all_scatter"):
+        tile_rows = _PULLED_BYTES // (config.block_m * config.block_n * tiles_n * 2)
+        least = 4 if op == "gemm_all_reduce" else 8
+        chunk = min(max(least, _power_of_two(tile_rows)), -(-tiles_m // 2))
+    else:
+        few = tiles_m * tiles_n * world_size <= 4 * 132
+        chunk = tiles_m if few else min(8, max(4, -(-tiles_m // 4)))
     return replace(
         config,
         placement="copy_engine",
@@ -187,6 +202,11 @@ def _by_copy_engine(config: Config, tiles_m: int, tiles_n: int, blocks: int) -> 
         chunk=max(1, chunk),
         group_m=min(config.group_m, max(1, chunk)),
     )
+
+
+def _power_of_two(size: int) -> int:
+    """The largest one up to `size`; 0 for 0."""
+    return 1 << (size.bit_length() - 1) if size else 0
 
 
 def _for_cpu(M: int, N: int) -> Config:

@@ -254,7 +254,8 @@ def _make_plan(
         # Squares have fewer placements than the table was made with.
         config = cost_model(*call_facts) if request.squared_partials else choose(*call_facts)
         if request.squared_partials and config.placement in _WITHOUT_SQUARES:
-            config = cost_model(*call_facts, placement="after")
+            few = config.placement == "messages"
+            config = cost_model(*call_facts, placement="after" if few else "own_stream")
     if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "

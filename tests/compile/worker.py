@@ -145,9 +145,12 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     world = 1 if case.op == "gemm" else case.world_size
     partial_dtype = None if partial is None else getattr(torch, str(partial))
     op = case.op.removesuffix("_rms_norm")
-    config = stream_k.choose(op, *case.shape, dtype, world, device, partial_dtype)
-    if config.placement == "own_stream" != changes.get("placement", "own_stream"):
-        # Programs and rows were chosen for that placement.
-        names = ("num_programs", "num_comm_programs", "comm_warps", "comm_rows")
-        changes = {**{name: getattr(stream_k.Config, name) for name in names}, **changes}
+    facts = (op, *case.shape, dtype, world, device, partial_dtype)
+    config = stream_k.choose(*facts)
+    placement = changes.get("placement", config.placement)
+    if dict(case.arguments).get("squared_partials") and placement == "copy_engine":
+        placement = "own_stream"
+    if placement != config.placement:
+        # Programs, rows and chunks were chosen for the other one.
+        config = stream_k.choose(*facts, placement=placement)
     return dataclasses.replace(config, **changes)
