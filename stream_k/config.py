@@ -185,9 +185,9 @@ _PULLED_TILES = 8
 
 
 def _by_copy_engine(config: Config, op: str, tiles_m: int, tiles_n: int, world_size: int) -> Config:
-    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md). Rows that peers
-    pull: in at least two steps. Otherwise four, or one for a few waves: a step costs the copy engines as long as it takes
-    them to move a megabyte or two."""
+    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md). Rows that
+    peers pull: in at least two steps. Otherwise four, or one for a few waves: a step costs the copy engines as long as
+    it takes them to move a megabyte or two."""
     if op in ("gemm_all_reduce", "gemm_all_scatter"):
         tile_rows = _PULLED_BYTES // (config.block_m * config.block_n * tiles_n * 2)
         least = 4 if op == "gemm_all_reduce" else 8
