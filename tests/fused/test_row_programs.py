@@ -138,27 +138,25 @@ _send_squares, _of_rank = exchange_kernel._send_squares, exchange_kernel._of_ran
 
 @triton.jit
 def send_squares_late(
-    region, words, column, width, valid, keeps, context, WORLD: tl.constexpr, RANKS: tl.constexpr,
-    UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    peers, place, words, column, width, valid, keeps, RANKS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """The squares, every third program's late."""
     now = now_ns()
     end = now + tl.where(tl.program_id(0) % 3 == 1, LATE_NS, 0)
     while now < end:
         now = now_ns()
-    _send_squares(region, words, column, width, valid, keeps, context, WORLD, RANKS, UNIT, DTYPE)
+    _send_squares(peers, place, words, column, width, valid, keeps, RANKS, UNIT, DTYPE)
 
 
 @triton.jit
 def squares_so_far(
-    region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
+    slot, region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
     """`exchange_kernel._row_squares` as it must not be: without the wait."""
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
-    quad = tl.program_id(0) // PARTS * PARTS + lane
-    places = region + (tl.cast(ranks, tl.int64) * tl.num_programs(0) + quad) * 4
-    words = message.fetch(places, (lane < PARTS) & keeps)
+    place = region + ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
+    words = message.fetch(slot + place * 4, (lane < PARTS) & keeps)
     each = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
     squares = tl.zeros(words[0].shape, tl.float32)
     for k in tl.static_range(WORLD):
