@@ -4,7 +4,7 @@
     calls = problem.prepare(Setting(heap, (M, N), dtype, seed))
     calls.ours(); calls.reference(); calls.check().ok
 
-M x N is what a rank brings, of the RMSNorms what all bring together. One more collective is one more entry of
+M x N is what a rank brings, of `rms_norm` what all bring together. One more collective is one more entry of
 `STANDALONE`, and a line in stream_k/usage.txt; `stream_k.norm_problems` has the RMSNorms of products.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import by_message
+from collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from collectives.rms_norm import rms_norm
 from pyrocshmem.heap import Heap
 from reference import accuracy, ops
@@ -112,14 +113,14 @@ class _Bulk:
         """What each rank brings."""
         return [self.of_rank(rank) for rank in range(self.ranks)]
 
+    def in_float64(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows, (the sums over ranks, those of absolute values)."""
+        parts = [x[rows].double() for x in self.all_ranks()]
+        return sum(parts, torch.zeros_like(parts[0])), sum(map(torch.abs, parts), torch.zeros_like(parts[0]))
+
     def sums(self, result: torch.Tensor, expected: torch.Tensor, rows: slice) -> Accuracy:
         """Hold rows of the sum over ranks against float64, beside the library's."""
-        exact, magnitude = (
-            torch.zeros(result.shape, dtype=torch.float64, device=result.device) for _ in "em"
-        )
-        for x in self.all_ranks():
-            exact += x[rows]
-            magnitude += x[rows].abs()
+        exact, magnitude = self.in_float64(rows)
         allowed = accuracy.bound(exact, expected, magnitude, self.ranks, result.dtype)
         return accuracy.compare(result, exact, expected, allowed)
 
@@ -142,6 +143,25 @@ def _all_reduce(setting: Setting) -> Calls:
         lambda: ops.all_reduce(bulk.x, out=expected),
         expected,
         lambda: bulk.sums(result, expected, slice(None)),
+    )
+
+
+def _all_reduce_rms_norm(setting: Setting) -> Calls:
+    bulk = _Bulk(setting)
+    residual, weight = (
+        make_operand(shape, setting.dtype, setting.seed, 0, tag=tag, device=bulk.heap.device)
+        for tag, shape in (("residual", setting.shape), ("weight", setting.shape[1:]))
+    )
+    result, expected = (bulk.new(*setting.shape) for _ in "re")
+    # Both make their results, which the tensors that are looked at become, without a copy.
+    return Calls(
+        lambda: result.set_(all_reduce_rms_norm(bulk.x, residual, weight, EPS, group=bulk.heap)[0]),
+        result,
+        lambda: expected.set_(reference.all_reduce_rms_norm(bulk.x, residual, weight, EPS)[0]),
+        expected,
+        lambda: reference.check_total(
+            result, *bulk.in_float64(slice(None)), bulk.ranks, residual, weight, EPS, expected
+        ),
     )
 
 
@@ -277,6 +297,15 @@ _ALL = (
         partial(_rms_norm, replicated=True),
         (8192, 8192),
         (64, 512),
+    ),
+    Standalone(
+        "all_reduce_rms_norm",
+        "all_reduce, add, rms_norm",
+        "x, the residual; the RMSNorm of the sum over ranks plus the residual",
+        f"errors of the sum, normalized + {_RMS_BOUND}",
+        _all_reduce_rms_norm,
+        (64, 8192),
+        (16, 512),
     ),
 )
 STANDALONE: Mapping[str, Standalone] = {problem.collective: problem for problem in _ALL}
