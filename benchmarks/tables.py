@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import stats
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, tensor_bytes
+from benchmarks.shapes import LINK_BYTES_PER_S, NORMS, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
@@ -63,7 +63,9 @@ def ratio(value: float | None, peer: bool) -> str:
 
 
 def shape(case: dict[str, Any]) -> str:
-    """Of a product; of a collective, the bytes of the whole tensor."""
+    """Of a product, or of rows that are normed; of another collective, the bytes of the whole tensor."""
+    if case["op"] in NORMS and not case["K"]:
+        return f"{case['M']} x {case['N']}"
     if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
     nbytes = tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))
