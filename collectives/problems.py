@@ -21,12 +21,11 @@ from collectives import by_message
 from collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from collectives.rms_norm import rms_norm
 from pyrocshmem.heap import Heap
-from reference import accuracy, ops
-from reference import rms_norm as reference
+from reference import accuracy, norm_problems, ops
 from reference.accuracy import Accuracy, make_operand
+from reference.norm_problems import EPS
 from reference.ops import shard_range
 
-EPS = 1e-6
 ROOT = 0
 
 
@@ -68,32 +67,54 @@ class Standalone:
     even: bool = False
 
 
+def normed(name: str, prepare: Callable[[Setting], Calls], function: str = "") -> Standalone:
+    """An op that ends with RMSNorm, in the reference's words."""
+    words = norm_problems.NORMS[name]
+    texts, shapes = (words.steps, words.holds, words.bound), (words.gpu_shape, words.cpu_shape)
+    return Standalone(name, *texts, prepare, *shapes, function, words.even)
+
+
+def norm_setting(setting: Setting) -> norm_problems.Setting:
+    """The same as `reference.norm_problems` has it."""
+    heap = setting.heap
+    return norm_problems.Setting(
+        heap.rank, heap.world_size, heap.device, setting.shape, setting.dtype, setting.seed
+    )
+
+
+def calls_that_make(setting: Setting, ours: Callable[[], torch.Tensor], op: norm_problems.Op) -> Calls:
+    """Calls that return their results: the tensors that are looked at become these, without a copy."""
+    result, expected = (torch.empty(0, dtype=setting.dtype, device=setting.heap.device) for _ in "re")
+    return Calls(
+        lambda: result.set_(ours()),
+        result,
+        lambda: expected.set_(op.reference()),
+        expected,
+        lambda: op.check(result, expected),
+    )
+
+
 def _rms_norm(setting: Setting, replicated: bool) -> Calls:
-    """x + residual, rows of N columns spread over ranks."""
-    heap, (M, N), device = setting.heap, setting.shape, setting.heap.device
-    whole = [
-        make_operand((M, N), setting.dtype, setting.seed, 0, tag=tag, device=device)
-        for tag in ("x", "residual")
-    ]
-    weights = make_operand((N,), torch.float32, setting.seed, 0, tag="weight", device=device)
-    mine = slice(*shard_range(N, heap.rank, heap.world_size))
-    x, residual = (tensor[:, mine].contiguous() for tensor in whole)
-    weight = weights[mine].contiguous()
-    h = (whole[0].float() + whole[1].float()).to(setting.dtype)
-    shape = (M, N) if replicated else tuple(x.shape)
-    make = heap.empty if replicated else partial(torch.empty, device=device)
+    heap, op = setting.heap, norm_problems.Columns(norm_setting(setting), replicated)
+    shape = op.h[:, op.columns].shape
+    make = heap.empty if replicated else partial(torch.empty, device=heap.device)
     result, expected = (
         make(shape, dtype=setting.dtype),
-        torch.empty(shape, dtype=setting.dtype, device=device),
+        torch.empty(shape, dtype=setting.dtype, device=heap.device),
     )
-    options = {"residual": residual, "hidden": N, "replicated": replicated}
     return Calls(
-        lambda: rms_norm(x, weight, EPS, group=heap, out=result, **options),
+        lambda: rms_norm(op.x, op.weight, EPS, group=heap, out=result, **op.options),
         result,
-        lambda: reference.rms_norm(x, weight, EPS, out=expected, **options),
+        lambda: op.reference(out=expected),
         expected,
-        lambda: reference.check(result, h, weights, EPS, expected, slice(None) if replicated else mine),
+        lambda: op.check(result, expected),
     )
+
+
+def _all_reduce_rms_norm(setting: Setting) -> Calls:
+    op = norm_problems.Sum(norm_setting(setting))
+    operands = (op.x, op.residual, op.weight, EPS)
+    return calls_that_make(setting, lambda: all_reduce_rms_norm(*operands, group=setting.heap)[0], op)
 
 
 class _Bulk:
@@ -113,14 +134,14 @@ class _Bulk:
         """What each rank brings."""
         return [self.of_rank(rank) for rank in range(self.ranks)]
 
-    def in_float64(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows, (the sums over ranks, those of absolute values)."""
-        parts = [x[rows].double() for x in self.all_ranks()]
-        return sum(parts, torch.zeros_like(parts[0])), sum(map(torch.abs, parts), torch.zeros_like(parts[0]))
-
     def sums(self, result: torch.Tensor, expected: torch.Tensor, rows: slice) -> Accuracy:
         """Hold rows of the sum over ranks against float64, beside the library's."""
-        exact, magnitude = self.in_float64(rows)
+        exact, magnitude = (
+            torch.zeros(result.shape, dtype=torch.float64, device=result.device) for _ in "em"
+        )
+        for x in self.all_ranks():
+            exact += x[rows]
+            magnitude += x[rows].abs()
         allowed = accuracy.bound(exact, expected, magnitude, self.ranks, result.dtype)
         return accuracy.compare(result, exact, expected, allowed)
 
@@ -143,25 +164,6 @@ def _all_reduce(setting: Setting) -> Calls:
         lambda: ops.all_reduce(bulk.x, out=expected),
         expected,
         lambda: bulk.sums(result, expected, slice(None)),
-    )
-
-
-def _all_reduce_rms_norm(setting: Setting) -> Calls:
-    bulk = _Bulk(setting)
-    residual, weight = (
-        make_operand(shape, setting.dtype, setting.seed, 0, tag=tag, device=bulk.heap.device)
-        for tag, shape in (("residual", setting.shape), ("weight", setting.shape[1:]))
-    )
-    result, expected = (bulk.new(*setting.shape) for _ in "re")
-    # Both make their results, which the tensors that are looked at become, without a copy.
-    return Calls(
-        lambda: result.set_(all_reduce_rms_norm(bulk.x, residual, weight, EPS, group=bulk.heap)[0]),
-        result,
-        lambda: expected.set_(reference.all_reduce_rms_norm(bulk.x, residual, weight, EPS)[0]),
-        expected,
-        lambda: reference.check_total(
-            result, *bulk.in_float64(slice(None)), bulk.ranks, residual, weight, EPS, expected
-        ),
     )
 
 
@@ -249,8 +251,6 @@ def _barrier(setting: Setting) -> Calls:
 _SHAPES = ((4096, 8192), (64, 512))
 _SUM = "error of the reference + sqrt(R) 2^-23 sum |x| + one rounding"
 _COPY = "none: the values are moved, not computed"
-_RMS_STEPS = "add the residual, square, all_reduce of the sums, scale"
-_RMS_BOUND = "error of the reference + sqrt(N + 16) 2^-23 |result| + one rounding"
 _ALL = (
     Standalone("all_gather", "all_gather", "x; the x of all, by rows", _COPY, _all_gather, *_SHAPES),
     Standalone("all_reduce", "all_reduce", "x; the sum over ranks", _SUM, _all_reduce, *_SHAPES),
@@ -280,32 +280,8 @@ _ALL = (
         (1, 8),
         (1, 8),
     ),
-    Standalone(
-        "rms_norm",
-        _RMS_STEPS,
-        "its columns of x and of the residual; its columns of the result",
-        _RMS_BOUND,
-        partial(_rms_norm, replicated=False),
-        (8192, 8192),
-        (64, 512),
-    ),
-    Standalone(
-        "rms_norm_replicated",
-        f"{_RMS_STEPS}, all_gather of the columns",
-        "its columns of x and of the residual; all columns of the result",
-        _RMS_BOUND,
-        partial(_rms_norm, replicated=True),
-        (8192, 8192),
-        (64, 512),
-    ),
-    Standalone(
-        "all_reduce_rms_norm",
-        "all_reduce, add, rms_norm",
-        "x, the residual; the RMSNorm of the sum over ranks plus the residual",
-        f"errors of the sum, normalized + {_RMS_BOUND}",
-        _all_reduce_rms_norm,
-        (64, 8192),
-        (16, 512),
-    ),
+    normed("rms_norm", partial(_rms_norm, replicated=False)),
+    normed("rms_norm_replicated", partial(_rms_norm, replicated=True)),
+    normed("all_reduce_rms_norm", _all_reduce_rms_norm),
 )
 STANDALONE: Mapping[str, Standalone] = {problem.collective: problem for problem in _ALL}

@@ -113,10 +113,17 @@ def check_product(
     weight: torch.Tensor,
     eps: float,
     baseline: torch.Tensor,
+    *,
+    num_partials: int = 1,
+    partial_roundings: int = 0,
 ) -> Accuracy:
-    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64: `check_total`."""
+    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64: `check_total`. num_partials,
+    partial_roundings: as in `accuracy.check`."""
     a, b = a.double(), b.double()
-    return check_total(out, a @ b, a.abs() @ b.abs(), a.shape[1], residual, weight, eps, baseline)
+    sums, wire = accuracy.sum_of_partials(a, b, num_partials)
+    rounded = partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
+    more = (residual, weight, eps, baseline)
+    return check_total(out, sums, a.abs() @ b.abs(), a.shape[1], *more, rounded=rounded)
 
 
 def check_total(
@@ -128,18 +135,21 @@ def check_total(
     weight: torch.Tensor,
     eps: float,
     baseline: torch.Tensor,
+    *,
+    rounded: torch.Tensor | float = 0.0,
 ) -> Accuracy:
     """Hold `out`, the RMSNorm of h = sums + residual [M, N], against float64, beside `baseline`. sums: in float64;
     magnitude: those of their terms' absolute values, of which each has so many.
 
     The bound: as in `check`, and what the norm makes of an error of h, to first order. That may be, elementwise,
-    sqrt(num_terms) 2^-23 (magnitude + |residual|) and a rounding to out's dtype of the sum and of h.
+    sqrt(num_terms) 2^-23 (magnitude + |residual|), a rounding to out's dtype of the sum and of h, and `rounded`, what
+    the sums may have lost by roundings before.
     """
     h = sums
     if residual is not None:
         h, magnitude = sums + residual.double(), magnitude + residual.double().abs()
     rounding = torch.finfo(out.dtype).eps / 2 * (sums.abs() + h.abs())
-    error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding
+    error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding + rounded
     scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
     passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
     ref64 = in_float64(h, weight, eps)
