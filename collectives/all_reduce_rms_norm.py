@@ -92,7 +92,7 @@ class _Plan:
         self.workspace = workspace
         if algorithm == "auto":
             algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size)
-        out, finish = results(x, x.shape, residual, weight, eps)
+        out, finish = results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, algorithm, x.contiguous(), out, finish=finish)
 
@@ -100,7 +100,7 @@ class _Plan:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
-        out, finish = results(x, x.shape, residual, weight, eps)
+        out, finish = results(x, residual, weight, eps)
         with self.workspace:
             self.exchange.run(x.contiguous(), out, finish)
         assert finish.total is not None
@@ -139,18 +139,19 @@ def check_norm(
 
 
 def results(
-    x: torch.Tensor,
-    shape: torch.Size | tuple[int, ...],
+    like: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Finish]:
-    """(a new result of this shape, like x, what becomes of the sums on their way to it)."""
-    out, total = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    """(a new result like `like`, of any strides, what becomes of the sums on their way to it)."""
+    # Microseconds less of the host than torch.empty with a shape.
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
     if residual is not None:
         residual = residual.contiguous()
-    return out, Finish(bias, shape[-1], "none", residual, total, weight, eps)
+    return out, Finish(bias, like.shape[-1], "none", residual, total, weight, eps)
 
 
 def normalized(

@@ -156,12 +156,14 @@ class _Plan:
         config: Config,
         workspace: Workspace,
     ) -> None:
-        self.workspace, self.shape = workspace, (a.shape[0], b.shape[1])
+        self.workspace, shape = workspace, (a.shape[0], b.shape[1])
+        # Of a result, but for its memory.
+        self.like = a.new_empty(1).expand(shape)
         dtype = message_plan.partial_dtype(config, a.dtype)
-        self.product = message_plan.product_buffer(workspace, self.shape, dtype)
+        self.product = message_plan.product_buffer(workspace, shape, dtype)
         a, b = with_inner_size(a, b)
         self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
-        out, finish = results(a, self.shape, residual, weight, eps, bias)
+        out, finish = results(self.like, residual, weight, eps, bias)
         op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
 
@@ -176,7 +178,7 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = with_inner_size(a, b)
-        out, finish = results(a, self.shape, residual, weight, eps, bias)
+        out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace:
             self.gemm.launch(self.gemm.arguments(a, b, None, self.product))
             self.exchange.run(self.product, out, finish)
