@@ -63,17 +63,13 @@ def library(x: Operands) -> Run:
     return Run(lambda: function(given, out=out), out, roundings=roundings, library=True)
 
 
-def torch_shot(algorithm: str) -> Callable[[Operands], Run]:
-    """PyTorch's all-reduces on symmetric memory."""
-
-    def prepare_shot(x: Operands) -> Run:
-        given, total, call = torch_sum(x, algorithm)
-        restore = lambda: given.copy_(x.x)  # noqa: E731
-        restore()
-        in_place = restore if total is given else None
-        return Run(call, total, prepare=in_place, roundings=x.ranks, library=True)
-
-    return prepare_shot
+def torch_shot(x: Operands, algorithm: str) -> Run:
+    """PyTorch's all-reduce on symmetric memory."""
+    given, total, call = torch_sum(x, algorithm)
+    restore = lambda: given.copy_(x.x)  # noqa: E731
+    restore()
+    in_place = restore if total is given else None
+    return Run(call, total, prepare=in_place, roundings=x.ranks, library=True)
 
 
 Sum = tuple[torch.Tensor, torch.Tensor, Callable[[], object]]

@@ -1,5 +1,6 @@
-"""Who computes a product of few rows and its sum over ranks: the BLAS, then somebody's all-reduce; for
-gemm_all_reduce_rms_norm then PyTorch's sum with the residual and its RMSNorm, or FlashInfer's all three in one.
+"""Who computes a product of few rows and its sum over ranks: the BLAS, then somebody's all-reduce; for ops with a norm
+then PyTorch's sum with the residual and its RMSNorm, or FlashInfer's all three in one. all_reduce_rms_norm is that
+without the product.
 """
 
 from __future__ import annotations
@@ -17,20 +18,25 @@ import stream_k
 from benchmarks.collective_providers import Sum, flashinfer_workspace, torch_sum
 from benchmarks.operands import EPS, Operands
 from benchmarks.provider import Run, Unavailable, public
-from benchmarks.shapes import DECODE_ROWS
-
-NORMS = ("gemm_all_reduce_rms_norm",)
+from benchmarks.shapes import DECODE_ROWS, NORMS
 
 
 def ours_with_norm(x: Operands, **options: Any) -> Run:
-    """`stream_k`'s op, which returns (its result, the sum with the residual)."""
-    function = public(stream_k, x.case.op)
-    call = lambda: function(x.a, x.b, x.residual, x.gain, EPS, group=x.heap, **options)[0]  # noqa: E731
+    """Our op, which returns (its result, the sum with the residual)."""
+    more = (x.residual, x.gain, EPS)
+    options["group"] = x.heap
+    call: Callable[[], Any]
+    if x.kind == "collective":
+        function = public(collectives, x.case.op)
+        call = lambda: function(x.x, *more, **options)[0]  # noqa: E731
+    else:
+        function = public(stream_k, x.case.op)
+        call = lambda: function(x.a, x.b, *more, **options)[0]  # noqa: E731
     return Run(call, None, returns=True)
 
 
 def library_with_norm(x: Operands) -> Run:
-    """The BLAS, NCCL (RCCL, gloo), PyTorch's norm."""
+    """The BLAS where there is a product, NCCL (RCCL, gloo), PyTorch's norm."""
     total = x.new(x.case.M, x.case.N)
     return _chain(x, (total, total, lambda: dist.all_reduce(total)))
 
@@ -48,12 +54,19 @@ def blas_torch_two_shot(x: Operands) -> Run:
     return _chain(x, torch_sum(x, "two_shot"))
 
 
+def torch_shot_with_norm(x: Operands, algorithm: str) -> Run:
+    """PyTorch's all-reduce on symmetric memory, its sum and norm."""
+    return _chain(x, torch_sum(x, algorithm))
+
+
 def blas_flashinfer(x: Operands) -> Run:
-    """The BLAS, then FlashInfer's all-reduce, with residual and norm in it where the op has them."""
+    """The BLAS where there is a product, then FlashInfer's all-reduce, with residual and norm in it where the op has
+    them."""
     _check_rows(x)
     M, N = x.case.M, x.case.N
     comm, workspace = flashinfer_workspace(x, M, N)
-    given, out = x.new(M, N), x.new(M, N)
+    alone = x.kind == "collective"
+    given, out = x.x if alone else x.new(M, N), x.new(M, N)
     patterns, fuse = comm.AllReduceFusionPattern, partial(comm.allreduce_fusion, launch_with_pdl=True)
     if x.case.op in NORMS:
         norm = {
@@ -68,22 +81,30 @@ def blas_flashinfer(x: Operands) -> Run:
         call()
 
     # Of partials, of their sums, of the sum with the residual.
-    return Run(both, out, roundings=x.ranks + 2, library=True, close=workspace.destroy)
+    return Run(call if alone else both, out, roundings=x.ranks + 2, library=True, close=workspace.destroy)
 
 
 def _chain(x: Operands, summing: Sum) -> Run:
-    """The product, the sum, and what the op has behind it."""
+    """The product, if there is one, the sum, and what the op has behind it."""
     given, total, call = summing
     norm = _norm(x, total) if x.case.op in NORMS else None
+    alone = x.kind == "collective"
+
+    def restore() -> None:
+        given.copy_(x.x)
 
     def chain() -> Any:
-        torch.mm(x.a, x.b, out=given)
+        if not alone:
+            torch.mm(x.a, x.b, out=given)
         call()
         return norm() if norm is not None else None
 
+    if alone:
+        restore()
     roundings = x.ranks + 2 if norm is not None else x.ranks
     out = total if norm is None else None
-    return Run(chain, out, returns=norm is not None, roundings=roundings, library=True)
+    in_place = restore if alone and total is given else None
+    return Run(chain, out, prepare=in_place, returns=norm is not None, roundings=roundings, library=True)
 
 
 def _norm(x: Operands, total: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import GRAPH_CALLS, OPS, Case
+from benchmarks.shapes import GRAPH_CALLS, NORMS, OPS, Case
 from reference.accuracy import make_operand
 from reference.ops import shard_range
 
@@ -50,7 +50,7 @@ class Operands:
 
     all_gather_gemm: a is this rank's share of the M rows, [M/R, K]; gemm_all_scatter: a is the same on all
     ranks. `share` is what the rank holds of the result's rows in gemm_reduce_scatter and reduce_scatter.
-    gemm_all_reduce_rms_norm: residual [M, N] and gain [N], the same on all ranks. num_weights: copies of b.
+    Of ops with a norm (`NORMS`): residual [M, N] and gain [N], the same on all ranks. num_weights: copies of b.
     """
 
     def __init__(self, case: Case, heap: Any, device: torch.device, seed: int = 0) -> None:
@@ -63,6 +63,9 @@ class Operands:
         self.share = shard_range(case.M, self.rank, self.ranks)
         M, N, K = case.M, case.N, case.K
         self.num_weights = 0
+        if case.op in NORMS:
+            self.residual = self._random((M, N), 0, "residual")
+            self.gain = self._random((1, N), 0, "gain")[0]
         if self.kind == "collective":
             self.x = self._random((M, N), self.rank, "x")
             return
@@ -74,9 +77,6 @@ class Operands:
             weights += [weights[0].clone() for _ in range(min(copies, GRAPH_CALLS - 1))]
         self.num_weights = len(weights)
         self._weights = itertools.cycle(weights)
-        if case.op == "gemm_all_reduce_rms_norm":
-            self.residual = self._random((M, N), 0, "residual")
-            self.gain = self._random((1, N), 0, "gain")[0]
 
     @property
     def b(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Operands:
             partials = ref.abs()
             for each in (ref, magnitude, partials):
                 self._sum(each)
-            if case.op == "gemm_all_reduce_rms_norm":
+            if case.op in NORMS:
                 return self._normalized(rows, ref, magnitude, partials)
             return self._own_rows(Truth(rows, ref, magnitude, partials, case.K * self.ranks))
         ref, magnitude = self._side_by_side(ref), self._side_by_side(magnitude)
@@ -162,7 +162,7 @@ class Operands:
         total = ref + residual
         scale = torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * self.gain.double()
         value, each = total * scale, scale.abs()
-        terms = self.case.K * self.ranks + self.case.N + 16
+        terms = max(self.case.K, 1) * self.ranks + self.case.N + 16
         magnitude = magnitude * each + value.abs()
         return Truth(rows, value, magnitude, (partials + residual.abs()) * each, terms, steps=2)
 
@@ -177,12 +177,14 @@ class Operands:
             else:
                 ref = torch.cat(parts, dim=1)
             return Truth(rows, ref, torch.zeros_like(ref), ref.abs(), 1)
-        if op == "reduce_scatter":
+        if op in ("reduce_scatter", *NORMS):
             rows = self._rows()
             ref = self.x[rows].double()
             partials = ref.abs()
             self._sum(ref)
             self._sum(partials)
+            if op in NORMS:
+                return self._normalized(rows, ref, partials, partials)
             return self._own_rows(Truth(rows, ref, partials, partials, self.ranks))
         columns = self._columns()
         ref = self.x[0, columns].double()

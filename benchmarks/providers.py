@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 import stream_k
 from benchmarks import collective_providers, decode_providers
-from benchmarks.collective_providers import check_bytes, torch_shot
-from benchmarks.decode_providers import NORMS
+from benchmarks.collective_providers import check_bytes
 from benchmarks.operands import Operands
 from benchmarks.provider import Run, Unavailable, first_line, group_name, need_gpus, public
-from benchmarks.shapes import OPS
+from benchmarks.shapes import NORMS, OPS
 from reference import ops as reference_ops
 from stream_k.config import PLACEMENTS
 
@@ -51,10 +50,10 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
     """Ours with these fields of the configuration changed; Unavailable where that changes nothing."""
 
     def prepare_ours(x: Operands) -> Run:
-        if x.kind == "collective":
-            return collective_providers.ours(x)
         if x.case.op in NORMS:
             return decode_providers.ours_with_norm(x)
+        if x.kind == "collective":
+            return collective_providers.ours(x)
         function, config = public(stream_k, x.case.op), _config(x, **changes)
         if changes and config == _config(x):
             raise Unavailable("it is the default")
@@ -70,6 +69,8 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
 def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
     def prepare_algorithm(x: Operands) -> Run:
         check_bytes(x)
+        if x.case.op in NORMS:
+            return decode_providers.ours_with_norm(x, algorithm=algorithm)
         if x.kind == "collective":
             return collective_providers.ours(x, algorithm=algorithm)
         return _ours(algorithm=algorithm)(x)
@@ -98,10 +99,10 @@ def _blas(x: Operands) -> Run:
 
 
 def _unfused(x: Operands) -> Run:
-    if x.kind == "collective":
-        return collective_providers.library(x)
     if x.case.op in NORMS:
         return decode_providers.library_with_norm(x)
+    if x.kind == "collective":
+        return collective_providers.library(x)
     case, op = x.case, x.case.op
     M, N, K = case.M, case.N, case.K
     roundings = x.ranks if op in SUMS else 0
@@ -165,6 +166,20 @@ def _nccl_window(x: Operands) -> Run:
     return run
 
 
+def _torch_shot(algorithm: str) -> Callable[[Operands], Run]:
+    def prepare_shot(x: Operands) -> Run:
+        make = (
+            decode_providers.torch_shot_with_norm if x.case.op in NORMS else collective_providers.torch_shot
+        )
+        return make(x, algorithm)
+
+    return prepare_shot
+
+
+def _flashinfer(x: Operands) -> Run:
+    return decode_providers.blas_flashinfer(x) if x.case.op in NORMS else collective_providers.flashinfer(x)
+
+
 def _torch_symm_mem(x: Operands) -> Run:
     need_gpus(x)
     _equal_rows(x)
@@ -210,26 +225,28 @@ def _equal_rows(x: Operands) -> None:
 
 _FUSED = tuple(op.name for op in OPS.values() if op.kind in ("row", "column") and op.name not in NORMS)
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
-_DECODED = ("gemm_all_reduce", *NORMS)
+_NORMED = ("gemm_all_reduce_rms_norm",)
+_DECODED = ("gemm_all_reduce", *_NORMED)
+_SUMMED = ("all_reduce", "all_reduce_rms_norm")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(OPS), _ours()),
-    "ours_16bit": ((*SUMS, *NORMS), _ours_16bit),
+    "ours_16bit": ((*SUMS, *_NORMED), _ours_16bit),
     **{f"ours_{placement}": (_FUSED, _ours(placement=placement)) for placement in PLACEMENTS},
-    "ours_one_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("one_shot")),
-    "ours_two_shot": (("gemm_all_reduce", "all_reduce"), _ours_algorithm("two_shot")),
+    "ours_one_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("one_shot")),
+    "ours_two_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
-    "ours_gemm": ((*_FUSED, *NORMS), _ours_gemm),
-    "blas": (("gemm", *_FUSED, *NORMS), _blas),
-    "unfused": ((*_FUSED, *NORMS, *_ALONE), _unfused),
+    "ours_gemm": ((*_FUSED, *_NORMED), _ours_gemm),
+    "blas": (("gemm", *_FUSED, *_NORMED), _blas),
+    "unfused": ((*_FUSED, *_NORMED, *_ALONE), _unfused),
     "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
-    "nccl_window": ((*_FUSED, *NORMS, *_ALONE), _nccl_window),
+    "nccl_window": ((*_FUSED, *_NORMED, *_ALONE), _nccl_window),
     "blas_ours": (_DECODED, decode_providers.blas_ours),
     "blas_torch_two_shot": (_DECODED, decode_providers.blas_torch_two_shot),
     "blas_flashinfer": (_DECODED, decode_providers.blas_flashinfer),
     "torch_symm_mem": (("all_gather_gemm", "gemm_reduce_scatter"), _torch_symm_mem),
-    "torch_one_shot": (("all_reduce",), torch_shot("one_shot")),
-    "torch_two_shot": (("all_reduce",), torch_shot("two_shot")),
-    "flashinfer": (("all_reduce",), collective_providers.flashinfer),
+    "torch_one_shot": (_SUMMED, _torch_shot("one_shot")),
+    "torch_two_shot": (_SUMMED, _torch_shot("two_shot")),
+    "flashinfer": (_SUMMED, _flashinfer),
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)

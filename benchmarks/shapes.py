@@ -3,8 +3,8 @@
     cases = cases_of("gemm_all_reduce", "llama3", ranks=4, dtype="bfloat16", on_gpu=True)
 
 M, N, K are always those of one rank's product: all_gather_gemm and gemm_all_scatter M, N/R, K, the ops that sum
-over ranks M, N, K/R. A standalone collective has K = 0 and M x N elements on each rank. Of a whole layer
-(`benchmarks.layers`) M is tokens, N the hidden and K the intermediate size.
+over ranks M, N, K/R. A standalone collective has K = 0 and M x N elements on each rank, of all_reduce_rms_norm M rows.
+Of a whole layer (`benchmarks.layers`) M is tokens, N the hidden and K the intermediate size.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ LAYER_ROWS = {"all": (2048, 8192), "decode": (1, 16, 64)}
 TINY_ROWS = {"all": (8,), "decode": (3,)}
 SIZES = tuple(1 << i for i in range(10, 30))
 TINY_SIZES = (1 << 10, 5 << 10)
+# (rows, hidden) of a norm between two blocks of a decoding transformer.
+NORM_ROWS = ((1, 512), (1, 4096), *((rows, 8192) for rows in (1, 4, 8, 16, 32, 64, 128)))
 
 # A product that would take less than this is timed as a replayed graph of many calls, collectives are at any size.
 _GRAPH_SECONDS = 50e-6
@@ -86,6 +88,7 @@ class Op:
             "gemm_all_reduce": 2 * share * M * N,
             "gemm_all_scatter": (ranks - 1.0) * M * N,
             "all_reduce": 2 * share * M * N,
+            "all_reduce_rms_norm": 2 * share * M * N,
             "gemm_all_reduce_rms_norm": 2 * share * M * N,
             "all_gather": (ranks - 1.0) * M * N,
             "all_scatter": (ranks - 1.0) * M * N,
@@ -105,16 +108,19 @@ OPS = {
         Op("gemm_all_scatter", "column", ("llama3", "sweep")),
         Op("gemm_all_reduce_rms_norm", "row", ("decode",)),
         Op("all_reduce", "collective", ("sizes",)),
+        Op("all_reduce_rms_norm", "collective", ("norm-rows",)),
         Op("all_gather", "collective", ("sizes",)),
         Op("reduce_scatter", "collective", ("sizes",)),
         Op("all_scatter", "collective", ("sizes",)),
         Op("broadcast", "collective", ("sizes",)),
     )
 }
+# Those that end with a residual and a norm.
+NORMS = ("gemm_all_reduce_rms_norm", "all_reduce_rms_norm")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS
-SETS = ("llama3", "decode", "sweep", "stream-k-corpus", "sizes", "tiny")
+SETS = ("llama3", "decode", "sweep", "stream-k-corpus", "sizes", "norm-rows", "tiny")
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,15 @@ def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> li
 
 def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
     kind = OPS[op].kind
-    if (name == "sizes" and kind != "collective") or (name == "stream-k-corpus" and op != "gemm"):
+    if (name in ("sizes", "norm-rows") and name not in OPS[op].sets) or (
+        name == "stream-k-corpus" and op != "gemm"
+    ):
         raise ValueError(f"{op} has no shapes {name!r}")
+    if name == "norm-rows":
+        return [(*shape, 0) for shape in NORM_ROWS]
     if kind == "collective":
         if name not in ("sizes", "tiny"):
-            raise ValueError(f"{op} takes sizes or tiny, or bytes, not {name!r}")
+            raise ValueError(f"{op} takes {OPS[op].sets[0]} or tiny, or bytes, not {name!r}")
         return [(size,) for size in (SIZES if name == "sizes" else TINY_SIZES)]
     if name == "tiny":
         return list(TINY_NORM if op.endswith("rms_norm") else TINY)
@@ -204,6 +214,9 @@ def corpus() -> list[tuple[int, ...]]:
 def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int, int]:
     """Local (M, N, 0) of a collective on `size` bytes (`tensor_bytes`)."""
     elements = max(1, size // _width(dtype))
+    if op == "all_reduce_rms_norm":
+        columns = min(elements, NORM_ROWS[-1][1])
+        return elements // columns, columns, 0
     if op in ("all_reduce", "broadcast"):
         return 1, elements, 0
     mine = max(1, elements // ranks)

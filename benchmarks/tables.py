@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import stats
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, tensor_bytes
+from benchmarks.shapes import LINK_BYTES_PER_S, NORMS, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
@@ -34,11 +34,12 @@ library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) 
 two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
 `blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
 where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
-ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it). `unfused_stacked`: without the copy
-that brings the ranks' blocks side by side. `nccl_window`: unfused on registered symmetric windows. `torch_symm_mem`,
-`torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops. Multicast is off for all. Of layers, `torch_tp`:
-PyTorch's tensor parallelism, `torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond
-weights and inputs, ours with what it keeps on the heap.
+ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
+`unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
+symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
+and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
+`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with what
+it keeps on the heap.
 """
 
 
@@ -63,7 +64,9 @@ def ratio(value: float | None, peer: bool) -> str:
 
 
 def shape(case: dict[str, Any]) -> str:
-    """Of a product; of a collective, the bytes of the whole tensor."""
+    """Of a product, or of rows that are normed; of another collective, the bytes of the whole tensor."""
+    if case["op"] in NORMS and not case["K"]:
+        return f"{case['M']} x {case['N']}"
     if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
     nbytes = tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))

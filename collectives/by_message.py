@@ -46,8 +46,7 @@ def all_reduce(
     everyone: one hop), "two_shot" (parts to their owners, sums to everyone: 2 (R-1)/R of the bytes), or "auto" by
     size. Returns out.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm is {algorithm!r}, allowed are {', '.join(ALGORITHMS)}")
+    check_algorithm(algorithm)
     if dispatched(x):
         return _operator("all_reduce", x, 0, out, algorithm, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
@@ -141,14 +140,21 @@ def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
         exchange(workspace, status.Op.BARRIER, "one_shot", token[:1], token[1:])
 
 
+def check_algorithm(algorithm: str) -> None:
+    """ValueError for a name that is none of an all-reduce's ways."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}, allowed are {', '.join(ALGORITHMS)}")
+
+
 def check(heap: Heap, x: torch.Tensor, dimensions: int = 0) -> None:
     """TypeError, ValueError unless `x` is a tensor that can be sent, of so many dimensions at least."""
-    _check_kind(x, dimensions)
+    check_kind(x, dimensions)
     if x.device != heap.device:
         raise ValueError(f"x is on {x.device}, the group's heap on {heap.device}; both must be one device")
 
 
-def _check_kind(x: torch.Tensor, dimensions: int) -> None:
+def check_kind(x: torch.Tensor, dimensions: int) -> None:
+    """As `check`, wherever `x` is."""
     if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
         raise TypeError(
             f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
@@ -166,7 +172,7 @@ def _operator(
             f"{name} takes no out where a gradient is needed or torch.compile traces it; leave it out, or call it "
             "eagerly under torch.no_grad()"
         )
-    _check_kind(x, dimensions)
+    check_kind(x, dimensions)
     return getattr(torch.ops.collectives, name)(x, *more)
 
 

@@ -4,7 +4,7 @@
     calls = problem.prepare(Setting(heap, (M, N), dtype, seed))
     calls.ours(); calls.reference(); calls.check().ok
 
-M x N is what a rank brings, of the RMSNorms what all bring together. One more collective is one more entry of
+M x N is what a rank brings, of `rms_norm` what all bring together. One more collective is one more entry of
 `STANDALONE`, and a line in stream_k/usage.txt; `stream_k.norm_problems` has the RMSNorms of products.
 """
 
@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from collectives import by_message
+from collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from collectives.rms_norm import rms_norm
 from pyrocshmem.heap import Heap
-from reference import accuracy, ops
-from reference import rms_norm as reference
+from reference import accuracy, norm_problems, ops
 from reference.accuracy import Accuracy, make_operand
+from reference.norm_problems import EPS
 from reference.ops import shard_range
 
-EPS = 1e-6
 ROOT = 0
 
 
@@ -67,32 +67,54 @@ class Standalone:
     even: bool = False
 
 
+def normed(name: str, prepare: Callable[[Setting], Calls], function: str = "") -> Standalone:
+    """An op that ends with RMSNorm, in the reference's words."""
+    words = norm_problems.NORMS[name]
+    texts, shapes = (words.steps, words.holds, words.bound), (words.gpu_shape, words.cpu_shape)
+    return Standalone(name, *texts, prepare, *shapes, function, words.even)
+
+
+def norm_setting(setting: Setting) -> norm_problems.Setting:
+    """The same as `reference.norm_problems` has it."""
+    heap = setting.heap
+    return norm_problems.Setting(
+        heap.rank, heap.world_size, heap.device, setting.shape, setting.dtype, setting.seed
+    )
+
+
+def calls_that_make(setting: Setting, ours: Callable[[], torch.Tensor], op: norm_problems.Op) -> Calls:
+    """Calls that return their results: the tensors that are looked at become these, without a copy."""
+    result, expected = (torch.empty(0, dtype=setting.dtype, device=setting.heap.device) for _ in "re")
+    return Calls(
+        lambda: result.set_(ours()),
+        result,
+        lambda: expected.set_(op.reference()),
+        expected,
+        lambda: op.check(result, expected),
+    )
+
+
 def _rms_norm(setting: Setting, replicated: bool) -> Calls:
-    """x + residual, rows of N columns spread over ranks."""
-    heap, (M, N), device = setting.heap, setting.shape, setting.heap.device
-    whole = [
-        make_operand((M, N), setting.dtype, setting.seed, 0, tag=tag, device=device)
-        for tag in ("x", "residual")
-    ]
-    weights = make_operand((N,), torch.float32, setting.seed, 0, tag="weight", device=device)
-    mine = slice(*shard_range(N, heap.rank, heap.world_size))
-    x, residual = (tensor[:, mine].contiguous() for tensor in whole)
-    weight = weights[mine].contiguous()
-    h = (whole[0].float() + whole[1].float()).to(setting.dtype)
-    shape = (M, N) if replicated else tuple(x.shape)
-    make = heap.empty if replicated else partial(torch.empty, device=device)
+    heap, op = setting.heap, norm_problems.Columns(norm_setting(setting), replicated)
+    shape = op.h[:, op.columns].shape
+    make = heap.empty if replicated else partial(torch.empty, device=heap.device)
     result, expected = (
         make(shape, dtype=setting.dtype),
-        torch.empty(shape, dtype=setting.dtype, device=device),
+        torch.empty(shape, dtype=setting.dtype, device=heap.device),
     )
-    options = {"residual": residual, "hidden": N, "replicated": replicated}
     return Calls(
-        lambda: rms_norm(x, weight, EPS, group=heap, out=result, **options),
+        lambda: rms_norm(op.x, op.weight, EPS, group=heap, out=result, **op.options),
         result,
-        lambda: reference.rms_norm(x, weight, EPS, out=expected, **options),
+        lambda: op.reference(out=expected),
         expected,
-        lambda: reference.check(result, h, weights, EPS, expected, slice(None) if replicated else mine),
+        lambda: op.check(result, expected),
     )
+
+
+def _all_reduce_rms_norm(setting: Setting) -> Calls:
+    op = norm_problems.Sum(norm_setting(setting))
+    operands = (op.x, op.residual, op.weight, EPS)
+    return calls_that_make(setting, lambda: all_reduce_rms_norm(*operands, group=setting.heap)[0], op)
 
 
 class _Bulk:
@@ -229,8 +251,6 @@ def _barrier(setting: Setting) -> Calls:
 _SHAPES = ((4096, 8192), (64, 512))
 _SUM = "error of the reference + sqrt(R) 2^-23 sum |x| + one rounding"
 _COPY = "none: the values are moved, not computed"
-_RMS_STEPS = "add the residual, square, all_reduce of the sums, scale"
-_RMS_BOUND = "error of the reference + sqrt(N + 16) 2^-23 |result| + one rounding"
 _ALL = (
     Standalone("all_gather", "all_gather", "x; the x of all, by rows", _COPY, _all_gather, *_SHAPES),
     Standalone("all_reduce", "all_reduce", "x; the sum over ranks", _SUM, _all_reduce, *_SHAPES),
@@ -260,23 +280,8 @@ _ALL = (
         (1, 8),
         (1, 8),
     ),
-    Standalone(
-        "rms_norm",
-        _RMS_STEPS,
-        "its columns of x and of the residual; its columns of the result",
-        _RMS_BOUND,
-        partial(_rms_norm, replicated=False),
-        (8192, 8192),
-        (64, 512),
-    ),
-    Standalone(
-        "rms_norm_replicated",
-        f"{_RMS_STEPS}, all_gather of the columns",
-        "its columns of x and of the residual; all columns of the result",
-        _RMS_BOUND,
-        partial(_rms_norm, replicated=True),
-        (8192, 8192),
-        (64, 512),
-    ),
+    normed("rms_norm", partial(_rms_norm, replicated=False)),
+    normed("rms_norm_replicated", partial(_rms_norm, replicated=True)),
+    normed("all_reduce_rms_norm", _all_reduce_rms_norm),
 )
 STANDALONE: Mapping[str, Standalone] = {problem.collective: problem for problem in _ALL}

@@ -55,7 +55,8 @@ class Op(enum.IntEnum):
     ALL_GATHER_GEMM = 12
     GEMM_ALL_REDUCE_RMS_NORM = 13
     GEMM_RMS_NORM_ALL_SCATTER = 14
-    TEST = 15
+    ALL_REDUCE_RMS_NORM = 15
+    TEST = 16
 
 
 def op_name(number: int) -> str:

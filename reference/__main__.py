@@ -6,6 +6,7 @@ with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for op
 
 from __future__ import annotations
 
+import math
 import os
 from enum import StrEnum
 from pathlib import Path
@@ -38,7 +39,7 @@ def main(
     collective: Annotated[
         str, typer.Option("-c", "--collective", help="Collective operation.")
     ] = "all_gather",
-    shape: Annotated[str | None, typer.Option("--shape", help="Global sizes as M,N,K.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Global sizes as M,N,K, or M,N.")] = None,
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Default: bfloat16, on a CPU float16.")
     ] = None,
@@ -80,7 +81,8 @@ def _run(
         raise ValueError(str(error)) from None
     from pyrocshmem.launch import spawn
     from reference import report
-    from reference.job import Job, check_job, describe_bound, run_rank
+    from reference.job import Job, check_job, check_name, describe_bound, run_rank
+    from reference.norm_problems import NORMS
     from reference.problems import find_problem
 
     on_gpu = target.backend() != "host"
@@ -88,18 +90,28 @@ def _run(
         raise ValueError(f"{num_ranks} ranks asked for, allowed 1 or more")
     if on_gpu and num_ranks > target.num_devices():
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
-    problem = find_problem(collective)
-    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
+    check_name(collective)
+    sizes: tuple[int, ...]
+    if collective in NORMS:
+        norm = NORMS[collective]
+        sizes, steps, share = norm.gpu_shape if on_gpu else norm.cpu_shape, norm.steps, norm.holds
+        letters = "MNK"[: len(sizes)]
+        sizes = parse_sizes(shape, letters) if shape else sizes
+    else:
+        problem, letters = find_problem(collective), "MNK"
+        product = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
+        sizes, steps, share = product, problem.steps, problem.describe_share(product, num_ranks)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
     job = Job(collective, sizes, getattr(torch, name), seed, iters)
-    check_job(job)
+    check_job(job, num_ranks)
 
-    M, N, K = sizes
     facts = {
         "runs on": target.describe(),
-        "op": f"{problem.steps} ({'NCCL/RCCL' if on_gpu else 'gloo'}), {num_ranks} ranks",
-        "C = A x B": f"M N K = {M} {N} {K}, {name}, seed {seed}",
-        "per rank": problem.describe_share(sizes, num_ranks),
+        "op": f"{steps} ({'NCCL/RCCL' if on_gpu else 'gloo'}), {num_ranks} ranks",
+        "C = A x B" if len(sizes) == 3 else "sizes": (
+            f"{' '.join(letters)} = {' '.join(map(str, sizes))}, {name}, seed {seed}"
+        ),
+        "per rank": share,
         "bound": describe_bound(job, num_ranks),
     }
     report.print_facts(console, "reference", facts)
@@ -107,7 +119,11 @@ def _run(
     accuracy = [result.accuracy for result in results]
     timings = [report.Timing("reference", report.slowest([result.seconds for result in results]))]
     report.print_errors(console, accuracy)
-    report.print_times(console, timings, 2.0 * M * N * K)
+    if len(sizes) == 3:
+        report.print_times(console, timings, 2.0 * math.prod(sizes))
+    else:
+        size = math.prod(sizes) * job.dtype.itemsize
+        report.print_times(console, timings, size, "GB/s of the tensor")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
@@ -115,10 +131,18 @@ def _run(
 
 def parse_shape(text: str) -> tuple[int, int, int]:
     """(M, N, K) from "M,N,K"; ValueError with what was got for anything else."""
+    M, N, K = parse_sizes(text, "MNK")
+    return M, N, K
+
+
+def parse_sizes(text: str, letters: str) -> tuple[int, ...]:
+    """As many sizes as letters; ValueError with what was got for anything else."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"--shape must be M,N,K, three sizes of 0 or more, got {text!r}")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    if len(parts) != len(letters) or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"--shape must be {','.join(letters)}, {len(letters)} sizes of 0 or more, got {text!r}"
+        )
+    return tuple(map(int, parts))
 
 
 # Plain help and errors: rich's panels are hard to read in a log.

@@ -144,7 +144,7 @@ def check(
             a64 = a[m : m + step_m].to(out.device, torch.float64)
             part = (slice(m, m + step_m), slice(n, n + step_n))
             expected = baseline[part].to(out.device)
-            ref64, wire = _sum_of_partials(a64, b64, num_partials)
+            ref64, wire = sum_of_partials(a64, b64, num_partials)
             allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype)
             allowed += partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
             results.append(_moved(compare(out[part], ref64, expected, allowed), m, n))
@@ -169,7 +169,7 @@ def make_operand(
     return torch.randn(tuple(shape), dtype=torch.float32, device=device, generator=generator).to(dtype)
 
 
-def _sum_of_partials(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_of_partials(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """a @ b as the sum of `count` products over shards of K, and the sum of their absolute values."""
     total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     absolute = torch.zeros_like(total)

@@ -1,5 +1,5 @@
 """`collectives.rms_norm`'s counterpart of torch.distributed: squares, all-reduce of their sums, scaling; and those of
-the products with RMSNorm, made of it and of `reference.ops`.
+sums and products with RMSNorm, made of it and of `reference.ops`.
 
     y, h = rms_norm(x, weight, 1e-6, residual=residual)              # own columns; the default process group
     check(y, whole_h, whole_weight, 1e-6, baseline).ok               # against float64
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from reference import accuracy
 from reference.accuracy import EPS32, Accuracy
-from reference.ops import Group, gather_columns, gemm_all_reduce, shard_range
+from reference.ops import Group, all_reduce, gather_columns, gemm_all_reduce, shard_range
 
 
 def rms_norm(
@@ -49,6 +49,15 @@ def rms_norm(
         return scaled.to(x.dtype if out_dtype is None else out_dtype) if out is None else out.copy_(scaled), h
     block = torch.nn.functional.pad(scaled, (0, -(-columns // ranks) - x.shape[1]))
     return gather_columns(block.to(x.dtype if out_dtype is None else out_dtype), columns, group, out=out), h
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: Group = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the total, the total: sum over ranks of x, plus residual), all of one dtype, as
+    `collectives.all_reduce_rms_norm` has them; all_reduce, add, rms_norm."""
+    total = all_reduce(x, group).add_(residual)
+    return functional.rms_norm(total, weight.shape, weight, eps), total
 
 
 def gemm_all_reduce_rms_norm(
@@ -104,19 +113,43 @@ def check_product(
     weight: torch.Tensor,
     eps: float,
     baseline: torch.Tensor,
+    *,
+    num_partials: int = 1,
+    partial_roundings: int = 0,
 ) -> Accuracy:
-    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64, beside `baseline`.
+    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64: `check_total`. num_partials,
+    partial_roundings: as in `accuracy.check`."""
+    a, b = a.double(), b.double()
+    sums, wire = accuracy.sum_of_partials(a, b, num_partials)
+    rounded = partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
+    more = (residual, weight, eps, baseline)
+    return check_total(out, sums, a.abs() @ b.abs(), a.shape[1], *more, rounded=rounded)
+
+
+def check_total(
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    magnitude: torch.Tensor,
+    num_terms: int,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    baseline: torch.Tensor,
+    *,
+    rounded: torch.Tensor | float = 0.0,
+) -> Accuracy:
+    """Hold `out`, the RMSNorm of h = sums + residual [M, N], against float64, beside `baseline`. sums: in float64;
+    magnitude: those of their terms' absolute values, of which each has so many.
 
     The bound: as in `check`, and what the norm makes of an error of h, to first order. That may be, elementwise,
-    sqrt(K) 2^-23 (|a| @ |b| + |residual|) and a rounding to a's dtype of the product and of h.
+    sqrt(num_terms) 2^-23 (magnitude + |residual|), a rounding to out's dtype of the sum and of h, and `rounded`, what
+    the sums may have lost by roundings before.
     """
-    product = a.double() @ b.double()
-    size = a.double().abs() @ b.double().abs()
-    h = product
+    h = sums
     if residual is not None:
-        h, size = product + residual.double(), size + residual.double().abs()
-    rounding = torch.finfo(a.dtype).eps / 2 * (product.abs() + h.abs())
-    error = math.sqrt(max(a.shape[1], 1)) * EPS32 * size + rounding
+        h, magnitude = sums + residual.double(), magnitude + residual.double().abs()
+    rounding = torch.finfo(out.dtype).eps / 2 * (sums.abs() + h.abs())
+    error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding + rounded
     scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
     passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
     ref64 = in_float64(h, weight, eps)

@@ -9,13 +9,12 @@ with the GEMM, and normalize afterwards.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from collectives.exchange import Exchange, Finish
+from collectives.all_reduce_rms_norm import check_norm, normalized, results
+from collectives.exchange import Exchange
 from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
 from stream_k import message_plan
@@ -23,7 +22,7 @@ from stream_k.config import Config
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, gemm, with_inner_size
 from stream_k.library import dispatched, name_of
-from stream_k.operands import DTYPES, check_product, kind
+from stream_k.operands import check_product, kind
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
@@ -67,8 +66,7 @@ def gemm_all_reduce_rms_norm(
         if plan is not None:
             return plan.run(a, b, residual, weight, eps, bias)
     M, N, K = check_product(a, b, bias, "none")
-    _check_norm(a, weight, eps, N)
-    _check_residual(a, residual, (M, N))
+    check_norm(a, (M, N), residual, weight, eps)
     if config is not None and partial_dtype is not None:
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
     if by_hand:
@@ -95,12 +93,7 @@ def gemm_all_reduce_rms_norm(
         a, b, group=group, bias=bias, allow_tf32=allow_tf32, partial_dtype=partial_dtype, config=config,
         workspace=workspace,
     )  # fmt: skip
-    if residual is not None:
-        total = total + residual
-    if weight.dtype == total.dtype:
-        return functional.rms_norm(total, (N,), weight, eps), total
-    # PyTorch wants one type: neither total nor weight is rounded for that.
-    return functional.rms_norm(total.float(), (N,), weight.float(), eps).to(total.dtype), total
+    return normalized(total, residual, weight, eps)
 
 
 def gemm_rms_norm_all_scatter(
@@ -125,8 +118,8 @@ def gemm_rms_norm_all_scatter(
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Raises as
     `gemm_all_reduce_rms_norm` does.
     """
-    _, N, _ = check_product(a, b, bias, "none")
-    _check_norm(a, weight, eps, N)
+    M, N, _ = check_product(a, b, bias, "none")
+    check_norm(a, (M, N), None, weight, eps)
     if dispatched(a, b, bias, weight):
         a = _Replicated.apply(a, name_of(group, workspace))
     block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config)
@@ -148,32 +141,6 @@ class _Replicated(torch.autograd.Function):
         return torch.ops.collectives.all_reduce(gradients[0].contiguous(), "auto", ctx.group), None
 
 
-def _check_norm(a: torch.Tensor, weight: torch.Tensor, eps: float, N: int) -> None:
-    """TypeError or ValueError for a weight or an eps that doesn't fit."""
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
-    if weight.shape != (N,) or weight.device != a.device or not weight.is_contiguous():
-        raise ValueError(
-            f"weight is {tuple(weight.shape)} on {weight.device}, strides {weight.stride()}; contiguous ({N},) on "
-            f"{a.device} is needed"
-        )
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
-
-
-def _check_residual(a: torch.Tensor, residual: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """ValueError for a residual that doesn't fit."""
-    if residual is not None and (
-        residual.shape != shape or residual.dtype != a.dtype or residual.device != a.device
-    ):
-        raise ValueError(
-            f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}; {shape} {a.dtype} on "
-            f"{a.device} is needed"
-        )
-
-
 class _Plan:
     """A GEMM into `product`, and the exchange that sums, adds and normalizes, for operands of one kind."""
 
@@ -189,28 +156,16 @@ class _Plan:
         config: Config,
         workspace: Workspace,
     ) -> None:
-        self.workspace, self.shape = workspace, (a.shape[0], b.shape[1])
+        self.workspace, shape = workspace, (a.shape[0], b.shape[1])
+        # Of a result, but for its memory.
+        self.like = a.new_empty(1).expand(shape)
         dtype = message_plan.partial_dtype(config, a.dtype)
-        self.product = message_plan.product_buffer(workspace, self.shape, dtype)
+        self.product = message_plan.product_buffer(workspace, shape, dtype)
         a, b = with_inner_size(a, b)
         self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
-        out, finish = self._results(a, residual, weight, eps, bias)
+        out, finish = results(self.like, residual, weight, eps, bias)
         op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
-
-    def _results(
-        self,
-        a: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Finish]:
-        """(a new result, what becomes of the sums on their way to it)."""
-        out, total = (torch.empty(self.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-        if residual is not None:
-            residual = residual.contiguous()
-        return out, Finish(bias, self.shape[1], "none", residual, total, weight, eps)
 
     def run(
         self,
@@ -223,7 +178,7 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = with_inner_size(a, b)
-        out, finish = self._results(a, residual, weight, eps, bias)
+        out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace:
             self.gemm.launch(self.gemm.arguments(a, b, None, self.product))
             self.exchange.run(self.product, out, finish)

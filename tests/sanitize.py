@@ -102,7 +102,7 @@ def _calls() -> Iterator[tuple[str, Facts]]:
                 both = name == "gemm_all_reduce" and placement not in ("copy_engine", "messages")
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
-        elif name == "all_reduce":
+        elif name in ("all_reduce", "all_reduce_rms_norm"):
             for algorithm in ("one_shot", "two_shot"):
                 yield name, {**_FACTS, "options": {"algorithm": algorithm}}
         elif name == "rms_norm":

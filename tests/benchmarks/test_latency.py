@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
 ALONE = [op.name for op in OPS.values() if op.kind == "collective"]
 
 
-@pytest.mark.parametrize("op", ALONE)
+@pytest.mark.parametrize("op", [op for op in ALONE if "sizes" in OPS[op].sets])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.cpu
 def test_sizes(op: str, ranks: int) -> None:
@@ -30,6 +30,20 @@ def test_sizes(op: str, ranks: int) -> None:
     assert {case.timing for case in cases} == {"graph"}
     assert [graph_calls(case) for case in cases] == [20] * 16 + [5] * 4
     assert op != "reduce_scatter" or all(case.M % ranks == 0 for case in cases)
+
+
+@pytest.mark.cpu
+def test_rows_of_a_norm() -> None:
+    """Each rank brings all rows; as bytes, rows of the longest."""
+    cases = cases_of("all_reduce_rms_norm", "norm-rows", 4, "bfloat16", True)
+    assert [(case.M, case.N) for case in cases[:3]] == [(1, 512), (1, 4096), (1, 8192)]
+    assert [(case.M, case.N) for case in cases[3:]] == [(4 << i, 8192) for i in range(6)]
+    assert {(case.K, case.timing) for case in cases} == {(0, "graph")}
+    sized = cases_of("all_reduce_rms_norm", "1024,65536", 4, "bfloat16", True)
+    assert [(case.M, case.N) for case in sized] == [(1, 512), (4, 8192)]
+    for op, shapes in (("all_reduce", "norm-rows"), ("all_reduce_rms_norm", "sizes")):
+        with pytest.raises(ValueError, match=f"{op} has no shapes '{shapes}'"):
+            cases_of(op, shapes, 4, "bfloat16", True)
 
 
 @pytest.mark.cpu

@@ -95,6 +95,10 @@ def _call(case: "Case") -> None:
     if case.op == "rms_norm":
         _norm(torch.empty(M, N, dtype=dtype), heap, arguments)
         return
+    if case.op == "all_reduce_rms_norm":
+        x, weight = torch.empty(M, N, dtype=dtype), torch.empty(N, dtype=dtype)
+        collectives.all_reduce_rms_norm(x, torch.empty_like(x), weight, 1e-6, group=heap, **arguments)
+        return
     if hasattr(collectives, case.op):
         getattr(collectives, case.op)(torch.empty(M, N, dtype=dtype), group=heap, **arguments)
         return

@@ -1,4 +1,5 @@
-"""Gradients of the products with RMSNorm over ranks, against the whole model in float64; both ops in one graph.
+"""Gradients of the products with RMSNorm over ranks, against the whole model in float64; both ops, and that of a
+sum alone, in one graph.
 
 Bodies return what was wrong, in words.
 """
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+import collectives
 import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import make_operand
@@ -88,17 +90,19 @@ def gradients(heap: Heap) -> list[str]:
 
 
 def traced(heap: Heap) -> list[str]:
-    """Both ops in one graph, with gradients and without, at two sizes, against the same eagerly: what differs."""
+    """Both ops and `all_reduce_rms_norm` in one graph, with gradients and without, at two sizes, against the same
+    eagerly: what differs."""
 
-    def both(
+    def all_three(
         a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, w: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor:
         y, total = stream_k.gemm_all_reduce_rms_norm(a, b, r, w, EPS, group=heap)
         z = stream_k.gemm_rms_norm_all_scatter(y, c, w[: c.shape[1]], EPS, group=heap)
-        return (z * z.detach().cos()).sum() + total.square().sum()
+        more = collectives.all_reduce_rms_norm(total, y, w, EPS, group=heap)
+        return (z * z.detach().cos()).sum() + sum(x.pow(3).sum() for x in more)
 
     torch._dynamo.reset()
-    graph = torch.compile(both, fullgraph=True, backend="aot_eager")
+    graph = torch.compile(all_three, fullgraph=True, backend="aot_eager")
     wrong = []
     for M in (4, 3):
         whole = Whole(Case(M, 24, 16, F32, F32), heap, M)
@@ -106,9 +110,9 @@ def traced(heap: Heap) -> list[str]:
         shares = whole.a[:, whole.inner], whole.b[whole.inner]
         mine = list(leaves(*shares, whole.residual, whole.weight, more.b[:, more.columns]).values())
         pairs: list[tuple[torch.Tensor, ...]]
-        pairs = [torch.autograd.grad(run(*mine), mine) for run in (both, graph)]
+        pairs = [torch.autograd.grad(run(*mine), mine) for run in (all_three, graph)]
         with torch.no_grad():
-            pairs = [(*grads, run(*mine)) for grads, run in zip(pairs, (both, graph), strict=True)]
+            pairs = [(*grads, run(*mine)) for grads, run in zip(pairs, (all_three, graph), strict=True)]
         for number, (eager, other) in enumerate(zip(*pairs, strict=True)):
             if not torch.allclose(eager, other, rtol=1e-5, atol=1e-5):
                 wrong.append(f"{M} rows, {number}")

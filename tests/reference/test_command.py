@@ -17,6 +17,7 @@ from reference import report
 from reference.__main__ import app, parse_shape
 from reference.accuracy import Accuracy
 from reference.job import Job, Result
+from reference.norm_problems import NORMS
 from reference.problems import PROBLEMS
 from tests import commands
 from tests.conftest import ROOT
@@ -35,6 +36,9 @@ BAD = Accuracy(math.inf, 0.0, math.inf, 3, 12, (1, 2))
         pytest.param("all_reduce", 3, "97,193,131", "float32", marks=pytest.mark.num_ranks(3)),
         pytest.param("all_scatter", 2, "64,47,80", "float16", marks=pytest.mark.num_ranks(2)),
         pytest.param("reduce_scatter", 2, "65,48,81", "bfloat16", marks=pytest.mark.num_ranks(2)),
+        pytest.param("all_reduce_rms_norm", 3, "7,37", "float16", marks=pytest.mark.num_ranks(3)),
+        pytest.param("rms_norm", 2, "5,37", "float32", marks=pytest.mark.num_ranks(2)),
+        pytest.param("gemm_rms_norm", 2, "5,37,81", "bfloat16", marks=pytest.mark.num_ranks(2)),
     ],
 )
 def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path) -> None:
@@ -61,12 +65,15 @@ def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--shape", "1,2"), "three sizes of 0 or more, got '1,2'"),
+        (("--shape", "1,2"), "M,N,K, 3 sizes of 0 or more, got '1,2'"),
+        (("-c", "rms_norm", "--shape", "1,2,3"), "M,N, 2 sizes of 0 or more, got '1,2,3'"),
+        (("-c", "rms_norm", "--shape", "0,2"), "shape is (0, 2), allowed sizes of 1 or more"),
+        (("-c", "gemm_rms_norm_all_scatter", "--shape", "4,5,6"), "N is 5, a multiple of the 2 ranks"),
         (("-n", "0"), "0 ranks asked for, allowed 1 or more"),
         (("--iters", "0"), "iters is 0, allowed 1 or more"),
         (
             ("-c", "broadcast"),
-            "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter",
+            "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, rms_norm",
         ),
         (("--backend", "tpu"), "gpu"),
     ],
@@ -122,7 +129,7 @@ def test_help_of_the_script_names_every_option() -> None:
     )
     assert done.stdout.startswith("Usage: ./run.sh [OPTIONS]")
     assert "Example:\n  ./run.sh -n 4 -c all_reduce" in done.stdout
-    assert all(f"\n  {collective} " in done.stdout for collective in PROBLEMS)
+    assert all(re.search(rf"\n  {collective}\s", done.stdout) for collective in (*PROBLEMS, *NORMS))
     listed = set(re.findall(r"(?<!\S)-{1,2}[a-z][a-z-]*", done.stdout.split("Example:", maxsplit=1)[0]))
     options = {name for option in typer.main.get_command(app).params for name in option.opts}
     assert listed == options | {"-h", "--help"}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import stream_k
+from reference.norm_problems import NORMS, NormProblem, Setting
 from reference.problems import PROBLEMS, Problem, find_problem
 
 TIER = 0
@@ -65,3 +66,15 @@ def test_shares_in_words() -> None:
         "all_scatter": "A 7 x 13, B 13 x 4; result 7 x 11, the columns of all ranks",
         "reduce_scatter": "A 7 x 5, B 5 x 11; result 3 x 11, its own rows of the sum over ranks",
     }
+
+
+@pytest.mark.parametrize("problem", NORMS.values(), ids=NORMS.keys())
+def test_one_wrong_element_of_a_norm_is_seen(problem: NormProblem) -> None:
+    """By what judges the libraries' results, too."""
+    shape = (5, 24, 16)[: len(problem.gpu_shape)]
+    op = problem.make(Setting(1, 2, torch.device("cpu"), shape, torch.float32, 7))
+    out = op.plain()
+    assert op.check(out.clone(), out, 2).ok
+    spoilt = out.clone()
+    spoilt[-1, 2] *= 1.0001
+    assert op.check(spoilt, out, 2).num_bad == 1

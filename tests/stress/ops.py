@@ -29,6 +29,8 @@ Facts = dict[str, Any]
 # Around the edges of blocks of 32 and 64, and primes.
 _SIZES = (1, 2, 7, 16, 31, 32, 33, 48, 64, 65, 97, 113)
 _LARGE = 2 if ON_CPU else 12
+# Of a rank that there is not: what all ranks have.
+_NOBODY = 999
 _DTYPES = ("float32", "float16") if ON_CPU else ("float32", "float16", "bfloat16")
 
 
@@ -189,15 +191,16 @@ class _Gemm:
 @dataclass(frozen=True)
 class _Whole:
     """A collective of a tensor [M, N] a rank. expected: from all ranks' tensors in float64 and the own rank. options:
-    arguments to choose from. same: every rank gets the same."""
+    arguments to choose from. same: every rank gets the same. most_rows: but for few twice as large."""
 
     name: str
     expected: Callable[[list[torch.Tensor], int], torch.Tensor]
     options: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     same: bool = True
+    most_rows: int = 1 << 30
 
     def draw(self, rng: Random, num_ranks: int) -> Facts:
-        facts: Facts = {"M": _size(rng), "N": _size(rng), "dtype": rng.choice(_DTYPES)}
+        facts: Facts = {"M": _size(rng, self.most_rows), "N": _size(rng), "dtype": rng.choice(_DTYPES)}
         return facts | {"options": {name: rng.choice(values) for name, values in self.options}}
 
 
@@ -263,19 +266,62 @@ class _Norm(_Collective):
     def judge(self, data: int, result: torch.Tensor) -> str:
         world, rank = self.heap.world_size, self.heap.rank
         whole = torch.cat([self._data(data, peer).double() for peer in range(world)], 1)
-        expected = whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + 1e-5)
-        if not self.facts["options"]["replicated"]:
-            expected = expected.tensor_split(world, 1)[rank]
-        # One rounding of the result, and fp32 sums, a root and two products before it.
-        allowed = torch.finfo(result.dtype).eps / 2 + (8 + math.sqrt(whole.shape[1])) * EPS32
-        error = (result.double() - expected).abs() - allowed * expected.abs()
-        if bool((error <= torch.finfo(result.dtype).smallest_normal).all()):
-            return ""
-        return f"the result is wrong by {float(error.max()):.3e} more than roundings explain"
+        return _wrong_norm(
+            result,
+            whole,
+            lambda y: y if self.facts["options"]["replicated"] else y.tensor_split(world, 1)[rank],
+        )
+
+
+def _wrong_norm(
+    result: torch.Tensor, whole: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor] = lambda y: y
+) -> str:
+    """What is wrong with a part of the RMSNorm of whole rows in float64, "" when nothing is."""
+    expected = part(whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + 1e-5))
+    # One rounding of the result, and fp32 sums, a root and two products before it.
+    allowed = torch.finfo(result.dtype).eps / 2 + (8 + math.sqrt(whole.shape[1])) * EPS32
+    error = (result.double() - expected).abs() - allowed * expected.abs()
+    if bool((error <= torch.finfo(result.dtype).smallest_normal).all()):
+        return ""
+    return f"the result is wrong by {float(error.max()):.3e} more than roundings explain"
+
+
+class _SumNorm(_Collective):
+    """`collectives.all_reduce_rms_norm`; its result is the total above the norm."""
+
+    def __init__(self, whole: _Whole, facts: Facts, heap: Heap) -> None:
+        super().__init__(whole, facts, heap)
+        self.residual = self._data(0, _NOBODY)
+
+    def load(self, data: int) -> None:
+        super().load(data)
+        self.residual.copy_(self._data(data, _NOBODY))
+
+    def run(self) -> torch.Tensor:
+        weight = torch.ones_like(self.x[0])
+        norm, total = collectives.all_reduce_rms_norm(
+            self.x, self.residual, weight, 1e-5, group=self.heap, **self.facts["options"]
+        )
+        return torch.cat((total, norm))
+
+    def judge(self, data: int, result: torch.Tensor) -> str:
+        total, norm = result.chunk(2)
+        parts = [self._data(data, rank).double() for rank in (*range(self.heap.world_size), _NOBODY)]
+        # Exact sums, rounded once.
+        if not torch.equal(total, self.whole.expected(parts, self.heap.rank).to(total.dtype)):
+            return "the total is wrong"
+        return _wrong_norm(norm, total.double())
 
 
 _NORM = _Whole(
     "rms_norm", lambda parts, rank: parts[rank], options=(("replicated", (False, True)),), same=False
+)
+_SUM_NORM = _Whole(
+    "all_reduce_rms_norm",
+    lambda parts, rank: sum(parts[1:], parts[0]),
+    options=(("algorithm", ("auto", "one_shot", "two_shot")),),
+    # A program a row, which costs the interpreter a tenth of a second.
+    most_rows=16 if ON_CPU else 1 << 30,
 )
 
 _ALL = (
@@ -294,5 +340,6 @@ _ALL = (
         for whole in _WHOLE
     ),
     Op("rms_norm", _NORM.draw, partial(_Norm, _NORM)),
+    Op("all_reduce_rms_norm", _SUM_NORM.draw, partial(_SumNorm, _SUM_NORM), same=lambda facts: True),
 )
 OPS = {op.name: op for op in _ALL}

@@ -1,0 +1,166 @@
+"""`all_reduce_rms_norm`: a sum over ranks, plus a residual, and the RMSNorm of its rows, in one exchange of messages.
+
+    y, h = collectives.all_reduce_rms_norm(x, h, weight, 1e-6, group=group)     # between two blocks of a transformer
+
+Whoever sums an element adds the residual, in fp32, and rounds; whoever stores a row normalizes what was rounded
+(`collectives.exchange_kernel`). So all ranks get the same bits. What `stream_k.gemm_all_reduce_rms_norm` does behind
+its GEMM is the same, and its parts are these: `check_norm`, `results`, `normalized`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from collectives.by_message import all_reduce, check, check_algorithm, check_kind
+from collectives.exchange import Exchange, Finish
+from collectives.tensors import DTYPES, agree
+from pyrocshmem import status, trace
+from stream_k.config import cheaper_algorithm
+from stream_k.library import dispatched
+from stream_k.operands import kind
+from stream_k.workspace import Workspace, find_workspace
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    algorithm: str = "auto",
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the total, the total), total = sum over ranks of x, + residual, rounded to x's dtype: on every rank,
+    the same bits on all of them.
+
+    x: [..., N], of any strides; float16, bfloat16 or float32. residual: of x's shape and dtype, the same on every rank;
+    None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or more. group,
+    algorithm, workspace: as in `all_reduce`. Both results are new and contiguous. Rows of zeros with eps 0 are NaN, and
+    a NaN stays in its row, as in `torch.nn.functional.rms_norm`.
+
+    Where a gradient is needed or torch.compile traces it, and on one rank, it is `all_reduce` and PyTorch's own sum and
+    norm: the sum over ranks is then rounded before the residual is added, too.
+    Raises TypeError, ValueError before any launch; `CallMismatch` where ranks disagree, `PeerTimeout`, `PeerAborted`,
+    `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    by_hand = not dispatched(x, residual, weight)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        recorded = trace.recorder() is not None
+        key = ("all_reduce_rms_norm", kind(x), kind(residual), kind(weight), eps, algorithm, recorded)
+        plan: _Plan | None = space.plans.get(key)
+        if plan is not None:
+            return plan.run(x, residual, weight, eps)
+    check_algorithm(algorithm)
+    check_kind(x, dimensions=1)
+    check_norm(x, x.shape, residual, weight, eps)
+    if by_hand:
+        check(heap, x)
+        if heap.world_size > 1:
+            call = (
+                f"all_reduce_rms_norm({tuple(x.shape)} {x.dtype}, residual={residual is not None}, "
+                f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})"
+            )
+            if x.numel() == 0:
+                agree(space, call)
+                return x.new_empty(x.shape), x.new_empty(x.shape)
+            plan = space.planned_together(call, lambda: _Plan(x, residual, weight, eps, algorithm, space))
+            space.plans[key] = plan
+            return plan.run(x, residual, weight, eps)
+        group, workspace = heap, space
+    total = all_reduce(x, group=group, algorithm=algorithm, workspace=workspace)
+    return normalized(total, residual, weight, eps)
+
+
+class _Plan:
+    """The exchange of tensors of one kind."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        algorithm: str,
+        workspace: Workspace,
+    ) -> None:
+        self.workspace = workspace
+        if algorithm == "auto":
+            algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size)
+        out, finish = results(x, residual, weight, eps)
+        op = status.Op.ALL_REDUCE_RMS_NORM
+        self.exchange = Exchange(workspace, op, algorithm, x.contiguous(), out, finish=finish)
+
+    def run(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the call; returns (the norm, the total)."""
+        out, finish = results(x, residual, weight, eps)
+        with self.workspace:
+            self.exchange.run(x.contiguous(), out, finish)
+        assert finish.total is not None
+        return out, finish.total
+
+
+def check_norm(
+    x: torch.Tensor,
+    shape: torch.Size | tuple[int, ...],
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    """TypeError or ValueError for a residual, a weight or an eps that doesn't fit sums of this shape, like x."""
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+    N = shape[-1]
+    if weight.shape != (N,) or weight.device != x.device or not weight.is_contiguous():
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} on {weight.device}, strides {weight.stride()}; contiguous ({N},) on "
+            f"{x.device} is needed"
+        )
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+    if residual is None:
+        return
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual is a {type(residual).__name__}, a torch.Tensor or None is needed")
+    if residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device:
+        raise ValueError(
+            f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}; {tuple(shape)} {x.dtype} on "
+            f"{x.device} is needed"
+        )
+
+
+def results(
+    like: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Finish]:
+    """(a new result like `like`, of any strides, what becomes of the sums on their way to it)."""
+    # Microseconds less of the host than torch.empty with a shape.
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    if residual is not None:
+        residual = residual.contiguous()
+    return out, Finish(bias, like.shape[-1], "none", residual, total, weight, eps)
+
+
+def normalized(
+    total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm, total + residual), by PyTorch."""
+    if residual is not None:
+        total = total + residual
+    if weight.dtype == total.dtype:
+        return functional.rms_norm(total, weight.shape, weight, eps), total
+    # PyTorch wants one type: neither total nor weight is rounded for that.
+    return functional.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
