@@ -1,6 +1,6 @@
 """The collectives on whole tensors in `torch.library`: schemas, shapes for tracing, gradients, order.
 
-    torch.ops.collectives.all_reduce(x, "auto", stream_k.library.name_of(group))
+    torch.ops.collectives.all_reduce(x, "auto", stream_k.dispatch.name_of(group))
 
 A public function (`collectives.by_message`) comes here where a gradient is needed or `torch.compile` traces it, and
 launches its kernel without the dispatcher otherwise. With g the gradient of the result, that of x is
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives import by_message
 from stream_k.autograd import ranks
-from stream_k.library import find
+from stream_k.dispatch import find
 
 _SCHEMAS = {
     "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",

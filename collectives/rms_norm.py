@@ -20,7 +20,7 @@ from collectives.rms_norm_kernels import as_rows, backward, forward
 from collectives.tensors import DTYPES
 from reference.ops import shard_range
 from stream_k.autograd import ranks
-from stream_k.library import dispatched, find, name_of
+from stream_k.dispatch import dispatched, find, name_of
 from stream_k.operands import share_memory
 from stream_k.workspace import Workspace, find_workspace
 
@@ -90,7 +90,7 @@ def rms_norm(
 
 
 def _workspace(name: str) -> Workspace:
-    """What an operator's group stands for: see `stream_k.library.name_of`."""
+    """What an operator's group stands for: see `stream_k.dispatch.name_of`."""
     return find_workspace(*find(name))[1]
 
 

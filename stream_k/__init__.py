@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+from stream_k import library  # noqa: F401  registers the operators
 from stream_k.config import Config
 from stream_k.gemm import gemm
 from stream_k.schedule import Schedule, make_schedule

@@ -19,7 +19,7 @@ the gradient of its block. Nothing checks that the ranks' gradients of a replica
 A is kept for B's gradient, B for A's, where these are wanted. `all_gather_gemm` keeps the gathered A, or gathers it
 once more, as its caller says. On a GPU B's gradient is computed on a stream of its own, beside the op that
 communicates. Gradients of 16-bit tensors are rounded to them; bias gradients are summed in fp32.
-An activation has PyTorch's own gradient: `stream_k.library.differentiable` takes it out of the op.
+An activation has PyTorch's own gradient: `stream_k.dispatch.differentiable` takes it out of the op.
 Ops that communicate can be differentiated once.
 """
 
@@ -38,7 +38,7 @@ _sides: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def ranks(name: str) -> tuple[int, int]:
-    """(rank, number of ranks) of a group, from its name in the schemas: see `stream_k.library.name_of`."""
+    """(rank, number of ranks) of a group, from its name in the schemas: see `stream_k.dispatch.name_of`."""
     rank, world_size, _ = name.split("/", 2)
     return int(rank), int(world_size)
 

@@ -19,9 +19,9 @@ from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
 from stream_k import message_plan
 from stream_k.config import Config
+from stream_k.dispatch import dispatched, name_of
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, gemm, with_inner_size
-from stream_k.library import dispatched, name_of
 from stream_k.operands import check_product, kind
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace

@@ -8,9 +8,9 @@ import torch
 
 from pyrocshmem import signal, status, target, trace
 from stream_k.config import Config
+from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
-from stream_k.library import Options, differentiable, dispatched
 from stream_k.operands import (
     check_apart,
     check_device,

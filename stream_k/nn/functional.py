@@ -19,7 +19,7 @@ import torch
 
 import stream_k
 from stream_k import autograd
-from stream_k.library import name_of
+from stream_k.dispatch import name_of
 
 
 def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:

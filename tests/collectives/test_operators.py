@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives
 from collectives import by_message
 from pyrocshmem import Heap, target
-from stream_k.library import name_of
+from stream_k.dispatch import name_of
 from tests.ranks import run_ranks, values
 
 TIER = 3

@@ -10,7 +10,7 @@ from torch.nn import functional
 import collectives
 from pyrocshmem import CallMismatch, Heap
 from reference import accuracy
-from stream_k.library import name_of
+from stream_k.dispatch import name_of
 from tests.collectives.norm_rows import CASES, EPS, F16, F32, HEAP_BYTES, MIXES, Rows, run
 
 TIER = 2

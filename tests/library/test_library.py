@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import stream_k
-from stream_k import library
+from stream_k import dispatch
 from tests.library import bodies, tracing
 from tests.library.bodies import Case
 from tests.ranks import run_ranks, values
@@ -153,7 +153,7 @@ def test_what_has_no_gradient() -> None:
 
 def test_names() -> None:
     """The same one for the same thing; a process group is called as torch.distributed calls it."""
-    assert library.name_of() == library.name_of()
-    assert library.name_of().startswith("0/1/")
+    assert dispatch.name_of() == dispatch.name_of()
+    assert dispatch.name_of().startswith("0/1/")
     with pytest.raises(TypeError, match="group is a str"):
-        library.name_of("world")
+        dispatch.name_of("world")

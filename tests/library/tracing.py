@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stream_k
 from pyrocshmem import Heap
-from stream_k import library
+from stream_k import dispatch, library
 from stream_k.workspace import Workspace
 from tests.fused import norm_gradients
 from tests.library.bodies import BACKWARD, HEAP_BYTES, Model
@@ -23,7 +23,7 @@ from tests.stream_k.products import ON_CPU, device, random
 def checked(heap: Heap) -> list[str]:
     """`torch.library.opcheck` of every op, with gradients; what fails."""
     found = []
-    name = library.name_of(heap)
+    name = dispatch.name_of(heap)
     for number, case in enumerate(case for case in BACKWARD if not case.options):
         model = Model(dataclasses.replace(case, bias=torch.float32), heap.rank, heap.world_size, number)
         a, b, bias = (x.clone().requires_grad_() for x in model.shares(model.whole).values())
