@@ -39,8 +39,9 @@ def gemm(
 ) -> torch.Tensor:
     """activation(a @ b + bias), accumulated in fp32, the same bits on every run.
 
-    a: [M, K], b: [K, N], any strides (transposed views are read as they lie), float16, bfloat16 or float32,
-    one dtype for both. bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or
+    a: [M, K], b: [K, N], any strides, float16, bfloat16 or float32, one dtype for both. Transposed and sliced
+    views are read as they lie; on NVIDIA 16-bit operands whose rows or columns don't start at multiples of 16
+    bytes are copied first, into memory of PyTorch's allocator (`stream_k.copies`). bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or
     "silu". out: [M, N], any strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32
     operands may go through tf32 matrix units, where there are any (NVIDIA). config: None chooses one.
     workspace: of the same device; None: the device's own, on which calls run one after another where tiles
@@ -95,7 +96,7 @@ def run(
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
     with workspace:  # type: ignore[union-attr]
-        plan.launch(plan.arguments(a, b, bias, out))
+        plan.run(a, b, bias, out)
     return out
 
 
@@ -148,9 +149,22 @@ class GemmPlan:
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
-            int(status.Op.FIX_UP), 1, store_output, None, None, options, lag=-1, ends=product.split
+            int(status.Op.FIX_UP),
+            1,
+            store_output,
+            None,
+            None,
+            options,
+            lag=-1,
+            ends=product.split,
+            chained=True,
         )
         self.launch.compile(self.arguments(a, b, bias, out))
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue a call on tensors of this kind."""
+        a, b = self.product.readable(a, b)
+        self.launch(self.arguments(a, b, bias, out))
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor

@@ -185,6 +185,7 @@ class RowsPlan(FusedPlan):
         self.where.fill_(out.data_ptr())
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+        a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
         self.gemm(self._gemm_arguments(a, b))
         with workspace.beside(_MAIN):

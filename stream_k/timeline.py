@@ -54,6 +54,7 @@ _KERNELS = {
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",
     "reduce_rows_kernel": "sums",
+    "copy_kernel": "copies",
 }
 
 # (kernel, lane, stage, tile, begin, end), in nanoseconds of the rank's own clock.

@@ -24,6 +24,8 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 
 # Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
 GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+# What makes copies of operands whose alignment is lost, and tells nobody.
+COPIES = "copy_kernel"
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
@@ -78,7 +80,7 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
         if not kernel.count(wide):
             wrong.append("no 16-byte stores")
         # A row of sums takes one element of the bias a thread.
-        if kernel.kernel not in SUMS or "bias" not in dict(case.arguments):
+        if kernel.kernel != COPIES and (kernel.kernel not in SUMS or "bias" not in dict(case.arguments)):
             wrong += rules.narrow_accesses(kernel)
     return wrong
 
@@ -130,7 +132,7 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     wrong = []
     if scopes["other"]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
-    if kernel.kernel in SUMS:
+    if kernel.kernel in (*SUMS, COPIES):
         return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
     # A product before or after messages tells nobody.
     if kernel.constants["WORLD"] != "1" and not scopes["sys"]:
