@@ -157,7 +157,7 @@ class GemmPlan:
             options,
             lag=-1,
             ends=product.split,
-            chained=True,
+            alone=True,
         )
         self.launch.compile(self.arguments(a, b, bias, out))
 

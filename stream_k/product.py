@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
@@ -16,6 +17,10 @@ from stream_k.launch import Launch
 from stream_k.operands import as_argument, filled, how_to_read, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
+
+# Products alone have many sizes, and their kernel needs to know of none whether 16 divides it: one kernel for all.
+# Where programs that consume run in the same kernel, their wide accesses depend on it.
+_alone_kernel = triton.jit(stream_k_kernel.fn, do_not_specialize=["problem"])
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,10 @@ class Product:
         ends: bool,
         chunk: int = 0,
         gathers: bool = False,
-        chained: bool = False,
+        alone: bool = False,
     ) -> Launch:
-        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s."""
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: nothing
+        communicates; it may be made ready while the launch before it ends."""
         config = self.config
         constants = {
             "EPILOGUE": epilogue,
@@ -98,7 +104,8 @@ class Product:
             "SUBTILES": self.subtiles,
         }
         grid = self.schedule.num_programs + self.comm_programs
-        return Launch(stream_k_kernel, grid, constants, config.num_warps, config.num_stages, chained)
+        kernel = _alone_kernel if alone else stream_k_kernel
+        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone)
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""

@@ -194,6 +194,15 @@ def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
             assert _fits([gemm] + [helper] * each), (helper.kernel, each, gemm.registers, helper.registers)
 
 
+# Tiles of which a multiprocessor is to hold two: 128 x 64, 128 x 128 and 64 x 64.
+@pytest.mark.parametrize("shape", [(5077, 288, 341), (7762, 400, 422), (1419, 446, 197)], ids=str)
+def test_tiles_that_share_a_multiprocessor_fit(shape: tuple[int, int, int], compiled: Compile) -> None:
+    gemm = compiled(Case("gemm", "float16", shape), "sm_90")[-1]
+    assert gemm.programs > PROCESSORS
+    assert _fits([gemm] * 2)
+    assert gemm.spills == 0
+
+
 def test_what_does_not_fit_is_found() -> None:
     def program(registers: int, shared: int, warps: int) -> Assembly:
         return Assembly("sm_90", "hand_written", {}, "", shared, registers, 0, warps)

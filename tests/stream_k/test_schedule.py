@@ -17,6 +17,7 @@ from stream_k import schedule as schedule_module
 from stream_k.schedule import (
     FIX_UP_ITERS,
     MIN_SPLIT_ITERS,
+    OUT_OF_STEP,
     SPLITS,
     Schedule,
     Segment,
@@ -91,7 +92,8 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
         # No other number of parts takes less time, nor does the whole tile.
         parts, iters = schedule.num_split_programs // remainder, schedule.iters_per_tile
         most = min(programs // remainder, iters // options["min_split_iters"])
-        times = {p: -(-iters // p) + FIX_UP_ITERS * p for p in range(2, most + 1)}
+        late = tiles // programs * iters // OUT_OF_STEP
+        times = {p: -(-iters // p) + FIX_UP_ITERS * p + late for p in range(2, most + 1)}
         assert times[parts] == min(times.values()) < iters
 
 
@@ -242,6 +244,11 @@ def documented(schedule: Schedule, program: int) -> str:
         ((4096, 1792, 4096, 128, 256, 64, 132), "data_parallel"),  # 224 tiles: last wave 92 of 132
         ((128 * 12, 256 * 14, 4096, 128, 256, 64, 132), "split_k"),  # 168 tiles: last wave 36 of 132
         ((128 * 12, 256 * 14, 1536, 128, 256, 64, 132), "data_parallel"),  # the same of 24 iterations
+        ((128 * 24, 256 * 70, 4096, 128, 256, 64, 132), "data_parallel"),  # 12.7 waves
+        (
+            (128 * 24, 256 * 67, 8192, 128, 256, 64, 132),
+            "data_parallel",
+        ),  # last wave 24 of 132, behind 12 others
         ((128 * 13, 256 * 16, 8192, 128, 256, 64, 132), "data_parallel"),  # last wave 76: none of two parts
         ((16, 8192, 8192, 128, 256, 64, 132), "split_k"),  # 32 tiles in 4 parts
         ((16, 256, 64 * 127, 128, 256, 64, 132), "split_k"),  # one tile of 127 iterations
