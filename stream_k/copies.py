@@ -32,10 +32,10 @@ _INTERPRETED = (64, 512, 1)
 
 
 @triton.jit
-def _copy_block(x, copy, block, size, strides, LINES: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Block number `block` of lines of `x`, zeros behind them, to lines `pitch` apart."""
-    lines, length, stride = size
-    step, pitch = strides
+def _copy_block(
+    x, copy, block, lines, length, stride, step, pitch, LINES: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    """Block number `block` of `lines` lines of `x`, zeros behind them, to lines `pitch` apart."""
     wide = tl.cdiv(length, ELEMENTS)
     i = block // wide * LINES + tl.arange(0, LINES)
     j = block % wide * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -49,15 +49,16 @@ def _copy_block(x, copy, block, size, strides, LINES: tl.constexpr, ELEMENTS: tl
     tl.store(copy + i * pitch + j[None, :], value, mask=inside & (j < pitch)[None, :])
 
 
-@triton.jit(do_not_specialize=["x_size", "y_size", "x_blocks"])
+@triton.jit(
+    do_not_specialize=["x_lines", "x_length", "x_stride", "y_lines", "y_length", "y_stride", "x_blocks"]
+)
 def copy_kernel(
-    x, x_copy, x_size, x_strides, y, y_copy, y_size, y_strides, x_blocks, events,
-    LINES: tl.constexpr, ELEMENTS: tl.constexpr,
+    x, x_copy, x_lines, x_length, x_stride, x_step, x_pitch,
+    y, y_copy, y_lines, y_length, y_stride, y_step, y_pitch,
+    x_blocks, events, LINES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of `x`, or from program `x_blocks` on of `y`.
-
-    Of each: size (lines, length, elements from line to line), strides (elements from one to the next in a line, from
-    line to line of the copy).
+    """One block of `x`, or from program `x_blocks` on of `y`. stride, step: elements from one line to the next, and
+    from one element of a line to the next; pitch: from one line of the copy to the next.
 
     Example: three rows of 5, in blocks of 2 x 4, are four programs: rows 0 and 1, columns 0 to 3, then 4; row 2.
     """
@@ -66,9 +67,10 @@ def copy_kernel(
     block = tl.program_id(0)
     trace.mark(events, trace.STORE, -1)
     if block < x_blocks:
-        _copy_block(x, x_copy, block, x_size, x_strides, LINES, ELEMENTS)
+        _copy_block(x, x_copy, block, x_lines, x_length, x_stride, x_step, x_pitch, LINES, ELEMENTS)
     else:
-        _copy_block(y, y_copy, block - x_blocks, y_size, y_strides, LINES, ELEMENTS)
+        block -= x_blocks
+        _copy_block(y, y_copy, block, y_lines, y_length, y_stride, y_step, y_pitch, LINES, ELEMENTS)
     trace.mark(events, trace.END, -1)
 
 
@@ -80,11 +82,11 @@ class _Copied:
         lines = x.t() if self.by_columns else x
         pitch = -(-lines.shape[1] // _LINE) * _LINE
         self.shape = (lines.shape[0], pitch)
-        self.size = (*lines.shape, lines.stride(0))
-        self.strides = (lines.stride(1), pitch)
+        self.length = lines.shape[1]
+        self.sizes = (*lines.shape, *lines.stride(), pitch)
 
     def blocks(self, lines: int, elements: int) -> int:
-        return -(-self.size[0] // lines) * -(-self.size[1] // elements)
+        return -(-self.shape[0] // lines) * -(-self.length // elements)
 
 
 def worth_a_copy(x: torch.Tensor, how: int) -> bool:
@@ -114,7 +116,7 @@ class Copies:
         )
 
     def _arguments(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[Any, ...]:
-        each = [(x, y, c.size, c.strides) for x, y, c in zip(given, made, self._copied, strict=True)]
+        each = [(x, y, *c.sizes) for x, y, c in zip(given, made, self._copied, strict=True)]
         # A single one stands for both: all blocks are the first's.
         return *each[0], *each[-1], self._first
 
@@ -123,7 +125,7 @@ class Copies:
         found = []
         for x, copied in ((a, self._a), (b, self._b)):
             if copied is not None:
-                lines = x.new_empty(copied.shape)[:, : copied.size[1]]
+                lines = x.new_empty(copied.shape)[:, : copied.length]
                 x = lines.t() if copied.by_columns else lines
             found.append(x)
         return found[0], found[1]

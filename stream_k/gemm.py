@@ -19,6 +19,7 @@ from stream_k.operands import (
     filled,
     how_to_write,
     kind,
+    strides_by_pointer,
     template,
 )
 from stream_k.product import make_product
@@ -144,7 +145,7 @@ class GemmPlan:
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.strides = (out.stride(0), out.stride(1))
+        self.strides = strides_by_pointer(out, how)
         options = (ACTIVATIONS.index(activation), int(bias is not None), how)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
@@ -173,15 +174,5 @@ class GemmPlan:
         x, y = self.product.operands(a, b)
         extra = (bias if bias is not None else out, *self.strides)
         c = filled(self.c_template, out)
-        return (
-            x,
-            None,
-            y,
-            c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            self.product.problem,
-            self.product.strides,
-        )
+        problem, strides = self.product.problem, self.product.strides
+        return x, y, c, *self.fix_up, extra, self.context, *problem, strides

@@ -7,20 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
 from stream_k.copies import Copies, worth_a_copy
+from stream_k.gemm_kernel import gemm_kernel
 from stream_k.kernel import COLUMN, POINTER, nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.operands import as_argument, filled, how_to_read, template
+from stream_k.operands import as_argument, filled, how_to_read, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
-
-# Products alone have many sizes, and their kernel needs to know of none whether 16 divides it: one kernel for all.
-# Where programs that consume run in the same kernel, their wide accesses depend on it.
-_alone_kernel = triton.jit(stream_k_kernel.fn, do_not_specialize=["problem"])
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,8 @@ class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
     a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
-    strides: theirs, (am, ak, bk, bn). copies: of those that TMA can't address; None: both are read where they are.
+    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that TMA can't address; None:
+    both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
 
@@ -78,8 +75,8 @@ class Product:
         gathers: bool = False,
         alone: bool = False,
     ) -> Launch:
-        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: nothing
-        communicates; it may be made ready while the launch before it ends."""
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
+        `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates."""
         config = self.config
         constants = {
             "EPILOGUE": epilogue,
@@ -104,7 +101,7 @@ class Product:
             "SUBTILES": self.subtiles,
         }
         grid = self.schedule.num_programs + self.comm_programs
-        kernel = _alone_kernel if alone else stream_k_kernel
+        kernel = gemm_kernel if alone else stream_k_kernel
         return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone)
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
@@ -158,7 +155,6 @@ def make_product(
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
     tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
-    strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
     a_how, b_how = how_to_read(a), how_to_read(b)
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
     if a_how == COLUMN and by_rows:
@@ -170,6 +166,7 @@ def make_product(
     if copies is not None:
         a, b = copies.examples(a, b)
         a_how, b_how = how_to_read(a) if copies_a else a_how, how_to_read(b)
+    strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),
         template(b, b_how, config.block_k, config.block_n),

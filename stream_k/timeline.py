@@ -50,6 +50,7 @@ _OP = tl.constexpr(int(status.Op.BARRIER))
 # Names of kernels in a timeline, where they have others.
 _KERNELS = {
     "stream_k_kernel": "GEMM",
+    "gemm_kernel": "GEMM",
     "step_kernel": "stream",
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",

@@ -24,6 +24,7 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 
 # Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
 GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+GEMMS = ("stream_k_kernel", "gemm_kernel")
 # What makes copies of operands whose alignment is lost, and tells nobody.
 COPIES = "copy_kernel"
 # And those whose data carry their own flag.
@@ -61,20 +62,20 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + _wrong_scopes(case, kernel)
     if kernel.kernel not in (*SUMS, *MESSAGES):
         wrong += rules.unacquired_polls(kernel)
-    if kernel.kernel == "stream_k_kernel" and case.dtype != "float32":
+    if kernel.kernel in GEMMS and case.dtype != "float32":
         # Hopper's own take 64 rows.
         hopper = "wgmma.mma_async" if int(kernel.constants["BLOCK_M"]) >= 64 else "mma.sync"
         matrix = rf"\b{re.escape(hopper)}" if kernel.nvidia else r"\bv_mfma_f32_"
         if not kernel.count(matrix):
             wrong.append("no matrix instructions")
-    allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel != "stream_k_kernel" else 0
+    allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel not in GEMMS else 0
     if case.op == "all_gather_gemm" and kernel.target == "gfx950":
         allowed = GATHERING_SPILLS
     if case.hot and kernel.spills > allowed:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
     if kernel.kernel in MESSAGES:
         wrong += _wrong_messages(case, kernel)
-    elif kernel.kernel not in ("stream_k_kernel", *GATES):
+    elif kernel.kernel not in (*GEMMS, *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
@@ -155,7 +156,7 @@ FED = [
 
 
 def _multiplies(kernels: list[Assembly]) -> Assembly:
-    assert kernels[0].kernel == "stream_k_kernel"
+    assert kernels[0].kernel in GEMMS
     return kernels[0]
 
 
@@ -217,7 +218,7 @@ def test_what_does_not_fit_is_found() -> None:
 def test_too_many_stages_are_refused_before_anything_runs(compiled: Compile) -> None:
     """As Triton itself says it."""
     case = Case("gemm", changes=(("num_stages", 8), ("split", "none")))
-    text = r"stream_k_kernel needs \d{6} bytes of shared memory .* has 232448"
+    text = r"gemm_kernel needs \d{6} bytes of shared memory .* has 232448"
     with pytest.raises(ValueError, match=text):
         compiled(case, "sm_90")
 

@@ -65,9 +65,9 @@ def test_bit_by_bit() -> None:
 
 
 @triton.jit
-def one_element_short(x, copy, block, size, strides, LINES: tl.constexpr, ELEMENTS: tl.constexpr):
-    lines, length, stride = size
-    step, pitch = strides
+def one_element_short(
+    x, copy, block, lines, length, stride, step, pitch, LINES: tl.constexpr, ELEMENTS: tl.constexpr
+):
     wide = tl.cdiv(length, ELEMENTS)
     i = (block // wide * LINES + tl.arange(0, LINES))[:, None]
     j = (block % wide * ELEMENTS + tl.arange(0, ELEMENTS))[None, :]
