@@ -44,7 +44,9 @@ def _command(op: str) -> Callable[..., None]:
         providers: Annotated[
             str | None, typer.Option(help="Names with commas between them. Default: all.")
         ] = None,
-        iters: Annotated[int, typer.Option(help="Samples a provider.")] = 30,
+        iters: Annotated[
+            int | None, typer.Option(help="Samples a provider. Default: 30; of hundreds of cases 8.")
+        ] = None,
         num_ranks: Annotated[
             int | None, typer.Option("-n", "--num-ranks", help="Ranks. Default: all GPUs, or 2 on a CPU.")
         ] = None,
@@ -76,7 +78,7 @@ def _run(
     shapes: str | None,
     dtype: str | None,
     names: str | None,
-    iters: int,
+    iters: int | None,
     num_ranks: int | None,
     json_file: Path | None,
     csv_file: Path | None,
@@ -86,7 +88,7 @@ def _run(
     """Measure, print and write; whether every result is right and nothing of ours failed."""
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise ValueError(f"dtype is {dtype!r}, allowed are bfloat16, float16, float32")
-    if iters < 1:
+    if iters is not None and iters < 1:
         raise ValueError(f"iters is {iters}, allowed 1 or more")
     try:
         from benchmarks import run, tables

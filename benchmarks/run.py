@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import layers, providers, records
+from benchmarks import ahead, layers, providers, records
 from benchmarks.measure import broken, measure_cases
 from benchmarks.shapes import LAYERS, TIMED, Case, cases_of
 from pyrocshmem import target
@@ -22,6 +22,8 @@ from pyrocshmem.launch import RanksFailed, spawn
 # Cases that may break the ranks (a wait that ran out, a crash) before a run gives up; the others are measured by new
 # ranks.
 _MAX_BREAKS = 3
+# Samples a provider, and of the hundreds of products of the Stream-K corpus, whose distribution is what counts.
+_ITERS, _ITERS_OF_MANY, _MANY_CASES = 30, 8, 300
 # A run that outlives this hangs.
 _LIMIT_S = 3600.0
 # For M = N = 16384: two slots of fp32 partials, a result, and what captured graphs keep.
@@ -59,14 +61,18 @@ def _providers_of(op: str) -> tuple[str, ...]:
 def run(
     cases: list[Case],
     names: tuple[str, ...] | None,
-    iters: int,
+    iters: int | None,
     ranks: int,
     path: Path,
     commit: str,
 ) -> records.File:
-    """Measure `cases` on `ranks` ranks of this machine; what is in `path` afterwards."""
+    """Measure `cases` on `ranks` ranks of this machine; what is in `path` afterwards. iters: samples a provider; None:
+    30, of hundreds of cases 8."""
+    if iters is None:
+        iters = _ITERS if len(cases) <= _MANY_CASES else _ITERS_OF_MANY
     header = records.environment(ranks, commit)
     records.start(path, header)
+    ahead.compile_ahead(cases)
     todo = cases
     for attempt in range(_MAX_BREAKS + 1):
         try:

@@ -91,6 +91,7 @@ class ColumnsPlan(FusedPlan):
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
+        a, b = self.product.readable(a, b)
         workspace.fork(WAITS)
         self.gemm(self._gemm_arguments(a, b, bias))
         pull(workspace, self.step, self.pulls, out if self.result is None else self.result)

@@ -15,7 +15,8 @@ from functools import cache
 import torch
 
 from pyrocshmem import target
-from stream_k.schedule import SPLITS
+from stream_k.schedule import SPLITS, make_schedule
+from stream_k.tiles import fastest_tile
 
 PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "messages")
 # Those that each op has; a GEMM alone has no consumer to place.
@@ -132,7 +133,7 @@ def cost_model(
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     on_sm_90 = target.backend() == "cuda" and not target.interpreted()
     if op == "gemm":
-        return _fewest_programs(config, tiles, processors) if on_sm_90 else config
+        return _alone(config, M, N, K, dtype, processors) if on_sm_90 else config
     if placement is None:
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
@@ -241,7 +242,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
         return Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
     if M > 16 and N <= 64:
         return Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
-    for block_m, block_n in _SMALL_TILES if M > 16 else _ROW_TILES:
+    for block_m, block_n in _ROW_TILES if M <= 16 else _FEW_ROWS if 64 < M <= 128 else _SMALL_TILES:
         if block_m < 2 * max(M, 64) and -(-M // block_m) * -(-N // block_n) <= processors:
             return _small(block_m, block_n)
     return Config()
@@ -250,6 +251,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
 # Of products of less than a wave, the smallest tile that is still one wave: they are as fast as memory is read, by as
 # many multiprocessors as there are. In the order in which they are tried, from readings on H200 at M = 16 to 256.
 _ROW_TILES = ((16, 32), (16, 64), (16, 128), (16, 256))
+_FEW_ROWS = ((128, 32), (128, 64), (128, 128))
 _SMALL_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
 # What a program has of shared memory on sm_90, but for a few words of its own.
 _SHARED_BYTES = 229_000
@@ -263,7 +265,7 @@ def _small(block_m: int, block_n: int) -> Config:
     stages = (_SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
     return Config(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
-        group_m=1, subtiles=subtiles,
+        subtiles=subtiles,
     )  # fmt: skip
 
 
@@ -278,11 +280,27 @@ def balanced_programs(tiles: int, processors: int) -> int:
 _SPARE = 4
 
 
-def _fewest_programs(config: Config, tiles: int, processors: int) -> Config:
-    """`config` for a GEMM alone, unless its last wave will be split among all multiprocessors."""
-    rest = tiles % processors
-    whole = tiles >= processors and (rest == 0 or 2 * rest >= processors)
-    return replace(config, num_programs=balanced_programs(tiles, processors)) if whole else config
+def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processors: int) -> Config:
+    """A GEMM alone; `config`: its choice beside communication, which must not depend on K."""
+    M, N, K = max(M, 1), max(N, 1), max(K, 1)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if M <= 128 and processors < 2 * tiles <= 2 * processors:
+        # As fast as memory is read; the model is of products of more rows.
+        return config
+    if dtype == torch.float32:
+        blocks = (config.block_m, config.block_n, config.block_k)
+        schedule, programs = make_schedule(M, N, K, *blocks, processors), processors
+    else:
+        tile, schedule = fastest_tile(M, N, K, processors)
+        programs = tile.resident * processors
+        config = replace(
+            config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, subtiles=tile.subtiles,
+        )  # fmt: skip
+    # Of programs that share a multiprocessor, both must be there.
+    if schedule.kind == "data_parallel" and programs == processors:
+        programs = balanced_programs(schedule.num_tiles, processors)
+    return replace(config, num_programs=programs, placement="after")
 
 
 def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:

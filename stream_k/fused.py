@@ -2,7 +2,7 @@
 
 The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it
 differs), allocate, compile and load every kernel, and wait for one another. From then on a call looks its
-plan up and launches it: no rendezvous, no allocation but the result's.
+plan up and launches it: no rendezvous, no allocation but the result's and those of copied operands.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Call:
     num_rows: int
     longest_k: int
 
-    def product(self, stores_fp32: bool, row_blocks: int = 0) -> Product:
+    def product(self, stores_fp32: bool, row_blocks: int = 0, keeps_a: bool = False) -> Product:
         """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
         return make_product(
@@ -97,6 +97,7 @@ class Call:
             longest_k=self.longest_k,
             num_rows=self.num_rows,
             row_blocks=row_blocks,
+            keeps_a=keeps_a,
         )
 
     def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
@@ -111,6 +112,7 @@ class FusedPlan:
     squares: fp32 [tiles x M], where asked for. shape: of the result.
     """
 
+    product: Product
     launches: list[Launch]
     result: torch.Tensor | None
     squares: torch.Tensor
@@ -133,6 +135,7 @@ class FusedPlan:
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call: its launches one after another, or, of three, the last two beside the first."""
+        a, b = self.product.readable(a, b)
         arguments = self.arguments(a, b, bias, out)
         beside = len(self.launches) == 3
         if beside:

@@ -120,7 +120,7 @@ class _Plan(FusedPlan):
         self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
         if self.stand_in is not None:
             call = replace(call, a=self.stand_in)
-        self.product = product = call.product(call.a.dtype == torch.float32, row_blocks=world)
+        self.product = product = call.product(call.a.dtype == torch.float32, row_blocks=world, keeps_a=True)
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
@@ -155,6 +155,8 @@ class _Plan(FusedPlan):
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
+        if self.gemm is not None:
+            a, b = self.product.readable(a, b)
         workspace.fork(_COPIES)
         at_once = workspace.device.type == "cpu"
         if (

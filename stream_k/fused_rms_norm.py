@@ -180,7 +180,7 @@ class _Plan:
         a, b = with_inner_size(a, b)
         out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace:
-            self.gemm.launch(self.gemm.arguments(a, b, None, self.product))
+            self.gemm.run(a, b, None, self.product)
             self.exchange.run(self.product, out, finish)
         assert finish.total is not None
         return out, finish.total

@@ -19,6 +19,7 @@ from stream_k.operands import (
     filled,
     how_to_write,
     kind,
+    strides_by_pointer,
     template,
 )
 from stream_k.product import make_product
@@ -39,12 +40,13 @@ def gemm(
 ) -> torch.Tensor:
     """activation(a @ b + bias), accumulated in fp32, the same bits on every run.
 
-    a: [M, K], b: [K, N], any strides (transposed views are read as they lie), float16, bfloat16 or float32,
-    one dtype for both. bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or
-    "silu". out: [M, N], any strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32
-    operands may go through tf32 matrix units, where there are any (NVIDIA). config: None chooses one.
-    workspace: of the same device; None: the device's own, on which calls run one after another where tiles
-    are split.
+    a: [M, K], b: [K, N], any strides, float16, bfloat16 or float32, one dtype for both. Transposed and sliced
+    views are read as they lie; on NVIDIA 16-bit operands whose rows or columns don't start at multiples of 16
+    bytes are copied first, into memory of PyTorch's allocator (`stream_k.copies`). bias: [N], of their dtype
+    or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any strides without overlap,
+    of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32 matrix units, where
+    there are any (NVIDIA). config: None chooses one. workspace: of the same device; None: the device's own, on
+    which calls run one after another where tiles are split.
 
     Has a gradient (`stream_k.autograd`) and is traced by torch.compile, then without out and config: ValueError.
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
@@ -95,7 +97,7 @@ def run(
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
     with workspace:  # type: ignore[union-attr]
-        plan.launch(plan.arguments(a, b, bias, out))
+        plan.run(a, b, bias, out)
     return out
 
 
@@ -143,14 +145,27 @@ class GemmPlan:
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.strides = (out.stride(0), out.stride(1))
+        self.strides = strides_by_pointer(out, how)
         options = (ACTIVATIONS.index(activation), int(bias is not None), how)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
-            int(status.Op.FIX_UP), 1, store_output, None, None, options, lag=-1, ends=product.split
+            int(status.Op.FIX_UP),
+            1,
+            store_output,
+            None,
+            None,
+            options,
+            lag=-1,
+            ends=product.split,
+            alone=True,
         )
         self.launch.compile(self.arguments(a, b, bias, out))
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue a call on tensors of this kind."""
+        a, b = self.product.readable(a, b)
+        self.launch(self.arguments(a, b, bias, out))
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -159,15 +174,5 @@ class GemmPlan:
         x, y = self.product.operands(a, b)
         extra = (bias if bias is not None else out, *self.strides)
         c = filled(self.c_template, out)
-        return (
-            x,
-            None,
-            y,
-            c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            self.product.problem,
-            self.product.strides,
-        )
+        problem, strides = self.product.problem, self.product.strides
+        return x, y, c, *self.fix_up, extra, self.context, *problem, strides

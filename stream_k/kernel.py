@@ -25,8 +25,7 @@ is announced one tile late, when its stores have long been done and waiting for 
 or 0 where there is none to announce. Programs from `num_gemm_programs` up have no tiles of their own: that is
 where a consumer beside the GEMM runs.
 
-A and B are read in one of three ways each: ROW, a descriptor of a matrix with contiguous rows; COLUMN, a
-descriptor of its transpose; POINTER, any strides at all (sizes that TMA can't address come here).
+A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides.
 
 Rows in one of three orders, of which `stream_k.order` has the blocks:
   CHUNK 0    one matrix from top to bottom
@@ -42,7 +41,7 @@ fix-up needs four sub-tiles to fit beside the stages.
 import triton
 import triton.language as tl
 
-from pyrocshmem import signal, status, trace
+from pyrocshmem import chain, signal, status, trace
 from stream_k.order import (
     block_size,
     block_start,
@@ -286,6 +285,7 @@ def stream_k_kernel(
     iterations: 5 and 4) program 0 first leaves the first two iterations of tile 1 in its workspace, then does
     tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
+    chain.wait_for_previous()
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)
     rank = tl.load(context[0] + signal.RANK)

@@ -99,10 +99,10 @@ class MessagePlan(FusedPlan):
         if self.gathers:
             self.exchange.run(a, self.between)
             if self.gemm is not None:
-                self.gemm.launch(self.gemm.arguments(self.between, b, bias, out))
+                self.gemm.run(self.between, b, bias, out)
             return
         assert self.gemm is not None
-        self.gemm.launch(self.gemm.arguments(a, b, None if self.sums else bias, self.between))
+        self.gemm.run(a, b, None if self.sums else bias, self.between)
         written = out if self.result is None else self.result
         self.exchange.run(self.between, written, self._finish(bias))
 

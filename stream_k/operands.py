@@ -187,6 +187,12 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     return x
 
 
+def strides_by_pointer(x: torch.Tensor, how: int) -> tuple[int, int]:
+    """Strides of `x` for a kernel that goes there in the way `how`. For a descriptor, which has its own, none: Triton
+    would compile the kernel anew for others."""
+    return (x.stride(0), x.stride(1)) if how == POINTER else (0, 0)
+
+
 def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the
     same kind."""

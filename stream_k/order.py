@@ -24,24 +24,36 @@ def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _shared(iterations, num_split_tiles, num_split_programs):
+    """(iterations, programs): how many split iterations how many programs share, again and again: those of one tile,
+    where every tile has programs of its own."""
+    own = num_split_programs % num_split_tiles == 0
+    shared = tl.where(own, iterations, num_split_tiles * iterations)
+    return shared, tl.where(own, num_split_programs // num_split_tiles, num_split_programs)
+
+
+@triton.jit
 def program_range(program, iterations, num_split_tiles, num_split_programs):
-    """[lo, hi) of the split iterations of `program`: the first `extra` programs have one more than the
-    others."""
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
-    lo = program * base + min(program, extra)
-    return lo, lo + base + (program < extra).to(tl.int32)
+    """[lo, hi) of the split iterations of `program`: of what is shared, the first `extra` programs have one more than
+    the others."""
+    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
+    turn = program % sharers
+    base = shared // sharers
+    extra = shared % sharers
+    lo = program // sharers * shared + turn * base + min(turn, extra)
+    return lo, lo + base + (turn < extra).to(tl.int32)
 
 
 @triton.jit
 def program_of(iteration, iterations, num_split_tiles, num_split_programs):
     """The program whose range holds `iteration`: the inverse of `program_range`."""
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
+    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
+    within = iteration % shared
+    base = shared // sharers
+    extra = shared % sharers
     boundary = extra * (base + 1)
-    return tl.where(iteration < boundary, iteration // (base + 1), extra + (iteration - boundary) // base)
+    turn = tl.where(within < boundary, within // (base + 1), extra + (within - boundary) // base)
+    return iteration // shared * sharers + turn
 
 
 @triton.jit

@@ -10,9 +10,11 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
+from stream_k.copies import Copies, worth_a_copy
+from stream_k.gemm_kernel import gemm_kernel
 from stream_k.kernel import COLUMN, POINTER, nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.operands import as_argument, filled, how_to_read, template
+from stream_k.operands import as_argument, filled, how_to_read, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
 
@@ -22,7 +24,8 @@ class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
     a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
-    strides: theirs, (am, ak, bk, bn).
+    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that TMA can't address; None:
+    both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
 
@@ -39,6 +42,7 @@ class Product:
     precision: str
     comm_programs: int
     subtiles: int
+    copies: Copies | None
 
     @property
     def split(self) -> bool:
@@ -69,8 +73,10 @@ class Product:
         ends: bool,
         chunk: int = 0,
         gathers: bool = False,
+        alone: bool = False,
     ) -> Launch:
-        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s."""
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
+        `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates."""
         config = self.config
         constants = {
             "EPILOGUE": epilogue,
@@ -95,7 +101,8 @@ class Product:
             "SUBTILES": self.subtiles,
         }
         grid = self.schedule.num_programs + self.comm_programs
-        return Launch(stream_k_kernel, grid, constants, config.num_warps, config.num_stages)
+        kernel = gemm_kernel if alone else stream_k_kernel
+        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone)
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
@@ -107,8 +114,13 @@ class Product:
         tiles = tiles[: rows * config.block_n].view(rows, config.block_n)
         return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
 
+    def readable(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before the launch of a call, on its stream: `a` and `b`, or copies, which are enqueued, for `operands`."""
+        return (a, b) if self.copies is None else self.copies.run(a, b)
+
     def operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """`a` and `b`, of the kind that this was planned for, as the kernel gets them."""
+        """`a` and `b`, of the kind that this was planned for, or what `readable` made of them, as the kernel gets
+        them."""
         return filled(self.a_template, a), filled(self.b_template, b)
 
 
@@ -123,6 +135,7 @@ def make_product(
     longest_k: int = 0,
     num_rows: int | None = None,
     row_blocks: int = 0,
+    keeps_a: bool = False,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
@@ -130,7 +143,8 @@ def make_product(
     fp32 tiles.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
-    into, of whole tiles each; 0: one matrix. Raises ValueError when no program is left for the GEMM.
+    into, of whole tiles each; 0: one matrix. keeps_a: A is not copied, whatever its layout. Raises ValueError when no
+    program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
     rows = row_blocks * tiles_of_block(M, row_blocks, config.block_m) * config.block_m if row_blocks else M
@@ -142,15 +156,35 @@ def make_product(
     tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     a_how, b_how = how_to_read(a), how_to_read(b)
-    if a_how == COLUMN and not _blocks_are_aligned(M, row_blocks, a.element_size()):
+    by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
+    if a_how == COLUMN and by_rows:
         a_how = POINTER
+    copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
+    copies = (
+        Copies(a if copies_a else None, b if copies_b else None, by_rows) if copies_a or copies_b else None
+    )
+    if copies is not None:
+        a, b = copies.examples(a, b)
+        a_how, b_how = how_to_read(a) if copies_a else a_how, how_to_read(b)
+    strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),
         template(b, b_how, config.block_k, config.block_n),
     )
-    strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
     return Product(
-        M, N, K, config, schedule, a_how, b_how, *templates, strides, precision, comm_programs, subtiles
+        M,
+        N,
+        K,
+        config,
+        schedule,
+        a_how,
+        b_how,
+        *templates,
+        strides,
+        precision,
+        comm_programs,
+        subtiles,
+        copies,
     )
 
 

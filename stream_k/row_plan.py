@@ -211,6 +211,7 @@ class RowsPlan(FusedPlan):
         self.where.fill_(result.data_ptr())
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+        a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
         if self.everywhere:
             workspace.fork(WAITS)

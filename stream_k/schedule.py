@@ -10,19 +10,22 @@ M N K are the product's sizes, T its tiles, I the K-iterations of a tile, P the 
 tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel recomputes all of this from
 (T, I, P, T_s, P_s), so the closed form below is the contract between the two:
 
-1. Tiles [0, T_s) are cut at K-iterations: programs 0..P_s-1 take consecutive shares of the T_s * I
-   iterations, the first `extra` of them one iteration more. Tiles [T_s, T) stay whole, one program each,
-   round robin over P.
+1. Tiles [0, T_s) are cut at K-iterations. Where P_s is a multiple of T_s, every tile has P_s / T_s programs of
+   its own, which take consecutive shares of its I iterations (split-K). Else programs 0..P_s-1 take consecutive
+   shares of all T_s * I iterations (Stream-K). Of what is shared, the first `extra` shares are one iteration longer.
+   Tiles [T_s, T) stay whole, one program each, round robin over P.
 2. A program visits the tiles of its share from the last to the first, then its whole tiles. Only the last
    tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
 3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
    the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
    is resident, and an interpreter that runs programs one after another, both end.
 
-Rules of `make_schedule` (the published ones of CUTLASS for Hopper; "Stream-K", Osama et al., PPoPP 2023): no
-split where waves are exact, where a tile has few iterations or where the last wave is at least half full;
-else the last full wave and the remainder are split (the two-tile hybrid), and split-K where tiles are fewer
-than programs.
+Rules of `make_schedule`: tiles stay whole where waves are exact and where a tile has few iterations. Else the tiles
+of the last, part-full wave (all of them, where there are fewer than programs) are cut into as many equal parts as
+take the least time; one part is a whole tile. The two-tile hybrid of the Stream-K paper (Osama et al., PPoPP 2023;
+CUTLASS on Hopper), for which the last full wave and the remainder are cut together, is there to be asked for: its
+programs are at different iterations of their tiles and so read different parts of A and B, which made its
+iterations a quarter longer (H200; docs/schedule.md).
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ from dataclasses import dataclass
 
 # A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
 MIN_SPLIT_ITERS = 8
+# What each part of a tile adds to the time of its finisher, in iterations: 4.4 us of 0.65 for a tile of 128 x 256 x 64,
+# 2.5 of 0.40 for 128 x 128 x 64, 1.1 of 0.35 for 64 x 64 x 128 (fitted to readings on H200).
+FIX_UP_ITERS = 6
+# Whole tiles take an eleventh longer behind parts: their programs are out of step and share less of what they read.
+OUT_OF_STEP = 11
 
 SPLITS = ("auto", "none", "stream_k", "split_k")
 
@@ -125,13 +133,10 @@ class Schedule:
 
     @property
     def kind(self) -> str:
-        """data_parallel (no tile is shared), split_k (every tile cut into equal parts) or stream_k."""
+        """data_parallel (no tile is shared), split_k (every split tile has programs of its own) or stream_k."""
         if not self.has_shared_tiles:
             return "data_parallel"
-        parts, uneven = divmod(self.num_split_programs, self.num_tiles)
-        if self.whole_tiles == 0 and uneven == 0 and self.iters_per_tile % parts == 0:
-            return "split_k"
-        return "stream_k"
+        return "split_k" if self.num_split_programs % self.num_split_tiles == 0 else "stream_k"
 
     @property
     def max_iters(self) -> int:
@@ -151,9 +156,11 @@ class Schedule:
             raise ValueError(f"program is {program}, allowed 0 or more")
         if program >= self.num_split_programs:
             return 0, 0
-        base, extra = divmod(self.split_iters, self.num_split_programs)
-        lo = program * base + min(program, extra)
-        return lo, lo + base + (program < extra)
+        shared, sharers = self._shared()
+        group, turn = divmod(program, sharers)
+        base, extra = divmod(shared, sharers)
+        lo = group * shared + turn * base + min(turn, extra)
+        return lo, lo + base + (turn < extra)
 
     def segments(self, program: int) -> list[Segment]:
         """The segments of `program`, 0 <= program < num_programs, in the order in which it does them.
@@ -185,13 +192,21 @@ class Schedule:
             return self._split_owner((tile + 1) * self.iters_per_tile - 1)
         return (tile - self.num_split_tiles) % self.num_programs
 
+    def _shared(self) -> tuple[int, int]:
+        """(iterations, programs): how many iterations how many programs share, again and again."""
+        if self.num_split_programs % self.num_split_tiles == 0:
+            return self.iters_per_tile, self.num_split_programs // self.num_split_tiles
+        return self.split_iters, self.num_split_programs
+
     def _split_owner(self, iteration: int) -> int:
         """The program whose share holds split iteration `iteration`: the inverse of `program_range`."""
-        base, extra = divmod(self.split_iters, self.num_split_programs)
+        shared, sharers = self._shared()
+        group, within = divmod(iteration, shared)
+        base, extra = divmod(shared, sharers)
         longer = extra * (base + 1)
-        if iteration < longer:
-            return iteration // (base + 1)
-        return extra + (iteration - longer) // base
+        if within < longer:
+            return group * sharers + within // (base + 1)
+        return group * sharers + extra + (within - longer) // base
 
 
 def make_schedule(
@@ -210,10 +225,10 @@ def make_schedule(
 
     num_programs: how many programs may run, as a rule the number of SMs; the schedule's own num_programs is
     never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
-    split: "auto" follows the module's rules; "none" keeps every tile whole; "stream_k" splits even where the
-    last wave is half full or more; "split_k" cuts every tile into equal parts. The last two keep tiles whole,
-    too, where there is nothing to win (exact waves, at most `min_split_iters` iterations a tile, a cut that
-    makes no program's work shorter) or where no equal cut exists.
+    split: "auto" follows the module's rules; "none" keeps every tile whole; "split_k" cuts the tiles of the last,
+    part-full wave into equal parts, "stream_k" those and the wave before into equal shares, whatever it costs. The
+    last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
+    iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
     min_split_iters: no program's share of the split iterations is shorter than this.
 
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
@@ -234,30 +249,30 @@ def make_schedule(
     full_waves, remainder = divmod(tiles, num_programs)
     if split == "none" or remainder == 0 or iters <= min_split_iters:
         return whole
-    if split == "auto" and 2 * remainder >= num_programs:
-        return whole
-    if full_waves == 0:
-        cut = _cut_all(tiles_m, tiles_n, iters, num_programs, split, min_split_iters)
-    elif split == "split_k":
-        return whole
-    else:
+    if split == "stream_k":
         # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
-        cut = Schedule(tiles_m, tiles_n, iters, num_programs, num_programs + remainder, num_programs)
+        sharers = num_programs if full_waves else min(num_programs, tiles * iters // min_split_iters)
+        cut_tiles = remainder + (num_programs if full_waves else 0)
+    else:
+        most = min(num_programs // remainder, iters // min_split_iters)
+        parts = _best_parts(iters, full_waves, most, fewest=2 if split == "split_k" else 1)
+        sharers, cut_tiles = parts * remainder, remainder
+        if parts == 1:
+            return whole
+    cut = Schedule(tiles_m, tiles_n, iters, num_programs if full_waves else sharers, cut_tiles, sharers)
     return cut if cut.max_iters < whole.max_iters else whole
 
 
-def _cut_all(
-    tiles_m: int, tiles_n: int, iters: int, num_programs: int, split: str, min_split_iters: int
-) -> Schedule:
-    """The schedule for fewer tiles than programs: every tile cut, in equal parts where they cost little."""
-    tiles = tiles_m * tiles_n
-    sharers = min(num_programs, tiles * iters // min_split_iters)
-    parts = _equal_parts(iters, sharers // tiles)
-    # Equal parts leave each program one segment, not two, which is worth a share up to a quarter longer.
-    equal_wins = parts > 1 and 4 * (iters // parts) <= 5 * _cdiv(tiles * iters, sharers)
-    if split == "split_k" or (split == "auto" and equal_wins):
-        sharers = tiles * parts
-    return Schedule(tiles_m, tiles_n, iters, sharers, tiles, sharers)
+def _best_parts(iters: int, full_waves: int, most: int, fewest: int) -> int:
+    """The number of equal parts, from `fewest` to `most`, in which the tiles behind the full waves are done first; 1 if
+    there is none."""
+
+    def time(parts: int) -> int:
+        if parts == 1:
+            return iters
+        return _cdiv(iters, parts) + FIX_UP_ITERS * parts + full_waves * iters // OUT_OF_STEP
+
+    return min(range(fewest, most + 1), key=time, default=1)
 
 
 def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int]:
@@ -270,11 +285,6 @@ def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[in
     first = group * group_m
     size = min(tiles_m - first, group_m)
     return first + within % size, within // size
-
-
-def _equal_parts(iters: int, limit: int) -> int:
-    """The largest divisor of `iters` that is at most `limit`, at least 1: split-K parts must be equal."""
-    return next((parts for parts in range(min(limit, iters), 1, -1) if iters % parts == 0), 1)
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -50,10 +50,12 @@ _OP = tl.constexpr(int(status.Op.BARRIER))
 # Names of kernels in a timeline, where they have others.
 _KERNELS = {
     "stream_k_kernel": "GEMM",
+    "gemm_kernel": "GEMM",
     "step_kernel": "stream",
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",
     "reduce_rows_kernel": "sums",
+    "copy_kernel": "copies",
 }
 
 # (kernel, lane, stage, tile, begin, end), in nanoseconds of the rank's own clock.

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import collectives
 import stream_k
-from benchmarks import providers, records, run, tables
+from benchmarks import ahead, providers, records, run, tables
 from benchmarks.measure import measure_cases
 from benchmarks.providers import Run
 from benchmarks.shapes import OPS, Case
@@ -81,6 +81,20 @@ def test_every_op(tmp_path: Path) -> None:
     if target.interpreted():
         assert skipped["torch_symm_mem"] == "needs GPUs"
     assert "### gemm_all_reduce, tiny" in done.stdout
+
+
+@pytest.mark.cpu
+def test_kernels_of_a_corpus() -> None:
+    """One case each of a few dozen kernels stands for all 500; a plan of it can be made. Here nothing is compiled
+    ahead."""
+    cases = run.plan(["gemm"], "stream-k-corpus", None, 1, None)
+    assert len(cases) == 500
+    found = ahead.kernels(cases)
+    assert 2 <= len(found) <= 60
+    assert len(ahead.kernels(cases[:50])) <= len(found)
+    case, config = min(found.values(), key=lambda job: job[0].M * job[0].N * job[0].K)
+    assert ahead.plan(case, config).product.config == config
+    assert ahead.compile_ahead(cases) == 0
 
 
 def _replaced(make: Callable[[Any], Run]) -> None:

@@ -24,6 +24,9 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 
 # Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
 GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+GEMMS = ("stream_k_kernel", "gemm_kernel")
+# What makes copies of operands whose alignment is lost, and tells nobody.
+COPIES = "copy_kernel"
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
@@ -63,26 +66,26 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + _wrong_scopes(case, kernel)
     if kernel.kernel not in (*SUMS, *MESSAGES):
         wrong += rules.unacquired_polls(kernel)
-    if kernel.kernel == "stream_k_kernel" and case.dtype != "float32":
+    if kernel.kernel in GEMMS and case.dtype != "float32":
         # Hopper's own take 64 rows.
         hopper = "wgmma.mma_async" if int(kernel.constants["BLOCK_M"]) >= 64 else "mma.sync"
         matrix = rf"\b{re.escape(hopper)}" if kernel.nvidia else r"\bv_mfma_f32_"
         if not kernel.count(matrix):
             wrong.append("no matrix instructions")
-    allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel != "stream_k_kernel" else 0
+    allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel not in GEMMS else 0
     if case.op == "all_gather_gemm" and kernel.target == "gfx950":
         allowed = GATHERING_SPILLS
     if case.hot and kernel.spills > allowed:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
     if kernel.kernel in MESSAGES:
         wrong += _wrong_messages(case, kernel)
-    elif kernel.kernel not in ("stream_k_kernel", *GATES):
+    elif kernel.kernel not in (*GEMMS, *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
             wrong.append("no 16-byte stores")
         # A row of sums takes one element of the bias a thread.
-        if kernel.kernel not in SUMS or "bias" not in dict(case.arguments):
+        if kernel.kernel != COPIES and (kernel.kernel not in SUMS or "bias" not in dict(case.arguments)):
             wrong += rules.narrow_accesses(kernel)
     return wrong
 
@@ -141,7 +144,7 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     wrong = []
     if scopes["other"]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
-    if kernel.kernel in SUMS:
+    if kernel.kernel in (*SUMS, COPIES):
         return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
     # A product before or after messages tells nobody.
     if kernel.constants["WORLD"] != "1" and not scopes["sys"]:
@@ -164,7 +167,7 @@ FED = [
 
 
 def _multiplies(kernels: list[Assembly]) -> Assembly:
-    assert kernels[0].kernel == "stream_k_kernel"
+    assert kernels[0].kernel in GEMMS
     return kernels[0]
 
 
@@ -203,6 +206,15 @@ def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
             assert _fits([gemm] + [helper] * each), (helper.kernel, each, gemm.registers, helper.registers)
 
 
+# Tiles of which a multiprocessor is to hold two: 128 x 64, 128 x 128 and 64 x 64.
+@pytest.mark.parametrize("shape", [(5077, 288, 341), (7762, 400, 422), (1419, 446, 197)], ids=str)
+def test_tiles_that_share_a_multiprocessor_fit(shape: tuple[int, int, int], compiled: Compile) -> None:
+    gemm = compiled(Case("gemm", "float16", shape), "sm_90")[-1]
+    assert gemm.programs > PROCESSORS
+    assert _fits([gemm] * 2)
+    assert gemm.spills == 0
+
+
 def test_what_does_not_fit_is_found() -> None:
     def program(registers: int, shared: int, warps: int) -> Assembly:
         return Assembly("sm_90", "hand_written", {}, "", shared, registers, 0, warps)
@@ -217,7 +229,7 @@ def test_what_does_not_fit_is_found() -> None:
 def test_too_many_stages_are_refused_before_anything_runs(compiled: Compile) -> None:
     """As Triton itself says it."""
     case = Case("gemm", changes=(("num_stages", 8), ("split", "none")))
-    text = r"stream_k_kernel needs \d{6} bytes of shared memory .* has 232448"
+    text = r"gemm_kernel needs \d{6} bytes of shared memory .* has 232448"
     with pytest.raises(ValueError, match=text):
         compiled(case, "sm_90")
 

@@ -87,6 +87,22 @@ def test_split_k() -> None:
         assert torch.equal(stream_k.gemm(a, b, config=config).double(), a.double() @ b.double())
 
 
+@pytest.mark.parametrize(("tiles", "num_programs", "parts"), [(4, 3, 3), (6, 4, 2), (3, 7, 2), (1, 5, 3)])
+def test_parts_of_the_last_wave(tiles: int, num_programs: int, parts: int) -> None:
+    """Whole tiles and, of the tiles behind them, parts, some of which are an iteration longer."""
+    config = small_config(split="split_k", num_programs=num_programs)
+    depth = 41 * config.block_k - 5
+    a, b = (
+        integers(tiles * config.block_m - 3, depth, torch.float16, tiles),
+        integers(depth, 24, torch.float16, parts),
+    )
+    sizes = (a.shape[0], 24, depth, config.block_m, config.block_n, config.block_k)
+    schedule = stream_k.make_schedule(*sizes, num_programs, split="split_k")
+    rest = tiles % num_programs
+    assert (schedule.num_split_tiles, schedule.num_split_programs) == (rest, parts * rest)
+    assert torch.equal(stream_k.gemm(a, b, config=config).double(), a.double() @ b.double())
+
+
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 def test_subtiles(subtiles: int) -> None:
     """A tile leaves the registers in 1, 2 or 4 parts, and comes back so in a fix-up."""

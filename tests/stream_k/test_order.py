@@ -17,6 +17,7 @@ from reference.ops import shard_range
 from stream_k import order
 from stream_k.product import tiles_of_block
 from stream_k.row_plan import RowsPlan
+from stream_k.schedule import Schedule
 from tests.pyrocshmem.kernels import run
 
 TIER = 1
@@ -47,6 +48,32 @@ def rows_kernel(out, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr, ROW:
         block, row = ROW(i, rank, tiles, CHUNK, WORLD)
         tl.store(out + 2 * i, block)
         tl.store(out + 2 * i + 1, row)
+
+
+@triton.jit
+def shares_kernel(out, count, iterations, num_split_tiles, num_split_programs, RANGE: tl.constexpr):
+    """out[p]: the range of program p; out[count + t]: the program with the first iteration of split tile t."""
+    for program in range(0, count):
+        lo, hi = RANGE(program, iterations, num_split_tiles, num_split_programs)
+        tl.store(out + 2 * program, lo)
+        tl.store(out + 2 * program + 1, hi)
+    for tile in range(0, num_split_tiles):
+        first = order.program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
+        last = order.program_of(
+            tile * iterations + iterations - 1, iterations, num_split_tiles, num_split_programs
+        )
+        tl.store(out + 2 * (count + tile), first)
+        tl.store(out + 2 * (count + tile) + 1, last)
+
+
+@triton.jit
+def range_of_all(program, iterations, num_split_tiles, num_split_programs):
+    """`order.program_range`, but that all programs share all iterations, even where tiles have their own."""
+    total = num_split_tiles * iterations
+    base = total // num_split_programs
+    extra = total % num_split_programs
+    lo = program * base + min(program, extra)
+    return lo, lo + base + (program < extra).to(tl.int32)
 
 
 @triton.jit
@@ -83,6 +110,25 @@ def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_star
     return ""
 
 
+def shares(schedule: Schedule, program_range: Any = order.program_range) -> list[tuple[int, int]]:
+    """What kernels make of a schedule with split tiles: each program's range, each tile's first and last program."""
+    count, tiles = schedule.num_split_programs, schedule.num_split_tiles
+    out = torch.full((count + tiles, 2), -1, dtype=torch.int32)
+    run(shares_kernel, 1, out, count, schedule.iters_per_tile, tiles, count, RANGE=program_range)
+    return [tuple(pair) for pair in out.tolist()]
+
+
+def shares_on_the_host(schedule: Schedule) -> list[tuple[int, int]]:
+    """The same by `stream_k.schedule`, whose own tests say that it is right."""
+    ranges = [schedule.program_range(program) for program in range(schedule.num_split_programs)]
+    iters = schedule.iters_per_tile
+    ends = []
+    for tile in range(schedule.num_split_tiles):
+        first = [p for p, (lo, hi) in enumerate(ranges) if lo <= tile * iters < hi]
+        ends.append((first[0], schedule.finisher(tile)))
+    return ranges + ends
+
+
 def order_of(
     rank: int, tiles: int, chunk: int, world: int, row: Any = order.chunk_row
 ) -> list[tuple[int, int]]:
@@ -100,6 +146,22 @@ def enumerated(rank: int, tiles: int, chunk: int, world: int) -> list[tuple[int,
         for turn in range(1, world + 1)
         for i in range(first, min(first + chunk, tiles))
     ]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_kernels_share_iterations_as_the_schedule_does(data: st.DataObject) -> None:
+    tiles, iters = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 30))
+    parts = st.integers(1, iters).map(lambda parts: parts * tiles)
+    count = min(data.draw(st.one_of(st.integers(1, tiles * iters), parts)), 24)
+    schedule = Schedule(tiles, 1, iters, count, tiles, count)
+    assert shares(schedule) == shares_on_the_host(schedule)
+
+
+def test_a_share_of_the_wrong_iterations_is_caught() -> None:
+    own = Schedule(2, 1, 17, 4, 2, 4)
+    assert shares(own) == shares_on_the_host(own)
+    assert shares(own, range_of_all) != shares_on_the_host(own)
 
 
 @given(rows, worlds, heights)

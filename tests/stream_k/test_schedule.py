@@ -1,5 +1,6 @@
 """The Stream-K schedule on random products and at its edges; planted mistakes must be caught."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -13,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_k import schedule as schedule_module
-from stream_k.schedule import MIN_SPLIT_ITERS, SPLITS, Schedule, Segment, make_schedule, tile_coords
+from stream_k.schedule import (
+    FIX_UP_ITERS,
+    MIN_SPLIT_ITERS,
+    OUT_OF_STEP,
+    SPLITS,
+    Schedule,
+    Segment,
+    make_schedule,
+    tile_coords,
+)
 from tests.stream_k.schedule_checks import check_schedule, simulate
 
 TIER = 0
@@ -70,14 +80,21 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
         assert schedule.num_programs == min(programs, tiles)
         return
     assert options["split"] != "none"
-    assert options["split"] != "split_k" or schedule.kind == "split_k"
+    assert (options["split"] == "stream_k") >= (schedule.kind == "stream_k")
     assert remainder > 0
     assert schedule.iters_per_tile > options["min_split_iters"]
-    assert options["split"] != "auto" or 2 * remainder < programs
     lo, hi = schedule.program_range(schedule.num_split_programs - 1)
     assert hi - lo >= options["min_split_iters"]
-    assert schedule.num_split_tiles == (remainder if tiles < programs else remainder + programs)
+    hybrid = options["split"] == "stream_k" and tiles >= programs
+    assert schedule.num_split_tiles == (remainder + programs if hybrid else remainder)
     assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
+    if options["split"] == "auto":
+        # No other number of parts takes less time, nor does the whole tile.
+        parts, iters = schedule.num_split_programs // remainder, schedule.iters_per_tile
+        most = min(programs // remainder, iters // options["min_split_iters"])
+        late = tiles // programs * iters // OUT_OF_STEP
+        times = {p: -(-iters // p) + FIX_UP_ITERS * p + late for p in range(2, most + 1)}
+        assert times[parts] == min(times.values()) < iters
 
 
 @settings(max_examples=300)
@@ -96,16 +113,39 @@ def test_any_valid_numbers_make_a_schedule(data: st.DataObject) -> None:
     check_schedule(Schedule(tiles_m, tiles_n, iters, programs, split_tiles, split_programs))
 
 
+def test_equal_parts_of_every_small_last_wave() -> None:
+    """All products of up to 3 waves of up to 9 programs: each tile of the last wave has programs of its own, whose
+    shares differ by one iteration at most."""
+    found = 0
+    for programs, tiles, iters in itertools.product(range(2, 10), range(1, 28), (7, 16, 23, 40)):
+        schedule = make_schedule(tiles, 1, iters, 1, 1, 1, programs, split="split_k", min_split_iters=2)
+        check_schedule(schedule)
+        rest = tiles % programs
+        if schedule.kind == "data_parallel":
+            assert rest == 0 or programs // rest < 2, (programs, tiles, iters)
+            continue
+        found += 1
+        parts, uneven = divmod(schedule.num_split_programs, rest)
+        assert (schedule.kind, uneven, schedule.num_split_tiles) == ("split_k", 0, rest)
+        assert schedule.num_programs == (programs if tiles >= programs else parts * rest)
+        for tile in range(rest):
+            own = [schedule.program_range(program) for program in range(tile * parts, (tile + 1) * parts)]
+            assert (own[0][0], own[-1][1]) == (tile * iters, (tile + 1) * iters)
+            assert {hi - lo for lo, hi in own} <= {iters // parts, iters // parts + 1}
+    assert found > 300
+
+
+# Of nine tiles, seven shared by four programs; of five, the first by three of four, 4, 3 and 3 iterations.
 SPLIT = Schedule(3, 3, 10, 4, 7, 4)
+PARTS = Schedule(5, 1, 10, 4, 1, 3)
 
 
 class WithoutExtra(Schedule):
-    """The planted off-by-one: shares forget the iterations that don't divide evenly."""
+    """The planted off-by-one: the first share forgets an iteration that does not divide evenly."""
 
     def program_range(self, program: int) -> tuple[int, int]:
         lo, hi = super().program_range(program)
-        extra = self.split_iters % self.num_split_programs
-        return lo, hi - (program < extra)
+        return lo, hi - (program == 0)
 
 
 class ContributesLast(Schedule):
@@ -149,9 +189,10 @@ class WrongFinisher(Schedule):
         WrongFinisher,
     ],
 )
-def test_checker_catches_a_planted_mistake(mutant: type[Schedule]) -> None:
-    check_schedule(SPLIT)
-    numbers = {field.name: getattr(SPLIT, field.name) for field in fields(SPLIT)}
+@pytest.mark.parametrize("schedule", [SPLIT, PARTS], ids=["stream_k", "split_k"])
+def test_checker_catches_a_planted_mistake(mutant: type[Schedule], schedule: Schedule) -> None:
+    check_schedule(schedule)
+    numbers = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
     with pytest.raises(AssertionError):
         check_schedule(mutant(**numbers))
 
@@ -170,7 +211,7 @@ def test_simulation_catches_a_wait_that_nobody_ends() -> None:
 
 
 def test_example_of_the_documentation() -> None:
-    schedule = make_schedule(5 * 128, 256, 12 * 64, 128, 256, 64, 4)
+    schedule = make_schedule(5 * 128, 256, 12 * 64, 128, 256, 64, 4, split="stream_k")
     assert schedule == Schedule(5, 1, 12, 4, 5, 4)
     none = range(0)
     assert [schedule.segments(program) for program in range(4)] == [
@@ -201,9 +242,16 @@ def documented(schedule: Schedule, program: int) -> str:
         ((4096, 4096, 4096, 128, 128, 64, 128), "data_parallel"),  # 1024 tiles: 8 exact waves
         ((4096, 4096, 512, 128, 256, 64, 132), "data_parallel"),  # 8 iterations a tile
         ((4096, 1792, 4096, 128, 256, 64, 132), "data_parallel"),  # 224 tiles: last wave 92 of 132
-        ((128 * 12, 256 * 14, 4096, 128, 256, 64, 132), "stream_k"),  # 168 tiles: last wave 36 of 132
+        ((128 * 12, 256 * 14, 4096, 128, 256, 64, 132), "split_k"),  # 168 tiles: last wave 36 of 132
+        ((128 * 12, 256 * 14, 1536, 128, 256, 64, 132), "data_parallel"),  # the same of 24 iterations
+        ((128 * 24, 256 * 70, 4096, 128, 256, 64, 132), "data_parallel"),  # 12.7 waves
+        (
+            (128 * 24, 256 * 67, 8192, 128, 256, 64, 132),
+            "data_parallel",
+        ),  # last wave 24 of 132, behind 12 others
+        ((128 * 13, 256 * 16, 8192, 128, 256, 64, 132), "data_parallel"),  # last wave 76: none of two parts
         ((16, 8192, 8192, 128, 256, 64, 132), "split_k"),  # 32 tiles in 4 parts
-        ((16, 256, 64 * 127, 128, 256, 64, 132), "stream_k"),  # one tile of 127 iterations: no equal cut
+        ((16, 256, 64 * 127, 128, 256, 64, 132), "split_k"),  # one tile of 127 iterations
         ((0, 4096, 4096, 128, 256, 64, 132), "data_parallel"),
         ((4096, 0, 4096, 128, 256, 64, 132), "data_parallel"),
         ((4096, 4096, 0, 128, 256, 64, 132), "data_parallel"),
@@ -216,7 +264,7 @@ def test_rules(arguments: tuple[int, ...], kind: str) -> None:
 
 
 def test_hybrid_shares_are_between_one_and_two_tiles() -> None:
-    schedule = make_schedule(128 * 300, 256, 4096, 128, 256, 64, 132)
+    schedule = make_schedule(128 * 300, 256, 4096, 128, 256, 64, 132, split="stream_k")
     assert (schedule.num_split_tiles, schedule.whole_tiles, schedule.num_split_programs) == (168, 132, 132)
     lo, hi = schedule.program_range(131)
     assert schedule.iters_per_tile < hi - lo < 2 * schedule.iters_per_tile
@@ -309,17 +357,19 @@ def test_imports_neither_torch_nor_triton() -> None:
 
 
 def test_minimum_of_iterations_is_the_default() -> None:
-    shape = (640, 256, 10 * 64, 128, 256, 64, 132)
-    schedule = make_schedule(*shape)
+    shape = (640, 256, 16 * 64, 128, 256, 64, 132)
+    schedule = make_schedule(*shape, split="split_k")
     lo, hi = schedule.program_range(schedule.num_split_programs - 1)
     assert hi - lo >= MIN_SPLIT_ITERS
-    assert make_schedule(*shape, min_split_iters=9).kind == "data_parallel"
+    assert schedule.kind == "split_k"
+    assert make_schedule(*shape, split="split_k", min_split_iters=9).kind == "data_parallel"
 
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "schedule.svg"
     command = [sys.executable, "-m", "stream_k.schedule_plot", "--shape", "640,256,768", "--programs", "4"]
+    command += ["--split", "stream_k"]
     subprocess.run([*command, "--out", str(out)], check=True, cwd=ROOT, timeout=100, capture_output=True)
     texts = [node.text for node in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}text")]
     # Both panels name their length; the lower one shows tile 4 and the cut tiles.
