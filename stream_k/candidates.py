@@ -77,7 +77,8 @@ def _for_gemm(base: Config, processors: int, several: bool) -> Iterator[Variant]
     whole = replace(free, split="none")
     yield Variant(whole, processors)
     yield Variant(whole, _share(processors, 128))
-    yield Variant(replace(free, split="stream_k"))
+    for split in ("split_k", "stream_k"):
+        yield Variant(replace(free, split=split))
     for group_m in (4, 16):
         yield Variant(replace(base, group_m=group_m))
 
