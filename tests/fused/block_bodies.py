@@ -118,16 +118,16 @@ def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) ->
 
 @triton.jit
 def slot_of_two(messages, slot_quads, count):
-    """`message._slot` as it must not be."""
+    """`message.slot_of` as it must not be."""
     return messages + tl.cast(count % 2, tl.int64) * slot_quads * 4
 
 
 def messages_ahead(rank: int, world_size: int, ways: list[Way]) -> dict[str, dict[Way, int]]:
     """By plant and way (op, placement, algorithm): calls that were wrong or ended in a fault."""
-    honest = message.restore, message._slot
+    honest = message.restore, message.slot_of
     found: dict[str, dict[Way, int]] = {}
     for plant in PLANTS:
-        message._slot = slot_of_two if plant == TWO_SLOTS else honest[1]
+        message.slot_of = slot_of_two if plant == TWO_SLOTS else honest[1]
         found[plant] = {way: _wrong_behind(way, plant, honest[0]) for way in ways}
     return found
 
