@@ -4,7 +4,7 @@ TMA wants lines (rows, or the columns of a transposed view) that start at multip
 read by pointers, but 16-bit elements then come 2 bytes at a time and, since an asynchronous copy moves 4 at least,
 with nothing in flight. Copying such an operand into lines of whole 128 bytes and reading that by TMA took less time in
 all but one of 124 products measured (H200, 1 launch for both operands, 3.3 TB/s of reading and writing; M N K
-log-uniform in 128 to 8192): 2.7 times less, geometric mean.
+log-uniform in 128 to 8192): 2.6 times less, geometric mean.
 
 Copies live from their launch to the GEMM's, in memory of PyTorch's allocator: calls on several streams don't share
 them, and a captured graph keeps its own.
