@@ -91,7 +91,8 @@ class _Plan:
     ) -> None:
         self.workspace = workspace
         if algorithm == "auto":
-            # In two shots a row's norm is made once, by its owner: half as many bytes are enough for them.
+            # In two shots the squares travel beside the sums, in one they take a trip of their own: two are the faster
+            # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
         out, finish = results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
