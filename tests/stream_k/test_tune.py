@@ -55,7 +55,9 @@ def test_candidates(
 
 
 @pytest.mark.parametrize(
-    ("shape", "programs"), [((1995, 220, 621), 128), ((5077, 288, 341), 264), ((7762, 400, 422), 264)], ids=str
+    ("shape", "programs"),
+    [((1995, 220, 621), 128), ((5077, 288, 341), 264), ((7762, 400, 422), 264)],
+    ids=str,
 )
 def test_candidates_around_small_tiles(
     shape: tuple[int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
