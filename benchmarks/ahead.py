@@ -1,6 +1,6 @@
 """Compiling ahead: the kernels of many products at once, by processes that leave them in Triton's cache.
 
-Each of the 500 products of the Stream-K corpus needs one of some 40 kernels, and a kernel takes 2 s; one process after
+Each of the 500 products of the Stream-K corpus needs one of some 30 kernels, and a kernel takes 2 s; one process after
 another would compile for longer than it measures.
 """
 

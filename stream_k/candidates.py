@@ -69,7 +69,8 @@ def _share(processors: int, of_132: int) -> int:
 
 
 def _for_gemm(base: Config, processors: int, several: bool) -> Iterator[Variant]:
-    free = replace(base, num_programs=0)
+    # Programs that share multiprocessors stay as many.
+    free = base if base.num_programs > processors else replace(base, num_programs=0)
     if not several:
         for split in ("none", "stream_k", "split_k"):
             yield Variant(replace(free, split=split))
@@ -84,7 +85,7 @@ def _for_gemm(base: Config, processors: int, several: bool) -> Iterator[Variant]
 
 
 def _narrow_tiles(base: Config, several: bool) -> Iterator[Variant]:
-    narrow = replace(base, block_n=128, num_warps=4, subtiles=1, num_programs=0)
+    narrow = replace(base, block_n=128, num_warps=4, num_stages=4, subtiles=1, num_programs=0)
     yield Variant(replace(narrow, block_m=128, block_k=64))
     if not several:
         yield Variant(replace(narrow, block_m=64, block_k=128))

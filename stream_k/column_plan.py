@@ -21,7 +21,10 @@ from stream_k.row_plan import step_launch
 
 
 class ColumnsPlan(FusedPlan):
-    """The launches and copies of a call. R ranks have N columns each; the result is [M, R x N]."""
+    """The launches and copies of a call. R ranks have N columns each; the result is [M, R x N].
+
+    columns: this rank's, [M, N], on the heap. result: as in `FusedPlan`, where rows of `out` don't lie together.
+    """
 
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
@@ -36,9 +39,8 @@ class ColumnsPlan(FusedPlan):
         self.columns = workspace.buffer("columns", M * N, call.a.dtype)[: M * N].view(M, N)
         c_how = how_to_write(self.columns)
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
-        tiles = -(-M // config.block_m)
-        self.chunk = min(config.chunk, tiles)
-        num_steps = -(-tiles // self.chunk)
+        self.chunk = min(config.chunk, product.schedule.tiles_m)
+        num_steps = -(-product.schedule.tiles_m // self.chunk)
         self.flags = workspace.flags(num_steps)
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
@@ -48,29 +50,27 @@ class ColumnsPlan(FusedPlan):
             op, self.world, row_blocks.store_columns, row_blocks.announce_rows, None, call.epilogue_options(c_how),
             0, False,
         )  # fmt: skip
-        self.step, self.end = (
-            step_launch(op, self.world, between=True),
-            step_launch(op, self.world, ends=True),
-        )
+        self.step = step_launch(op, self.world, between=True)
+        self.end = step_launch(op, self.world, ends=True)
         out = call.out if self.result is None else self.result
         self.pulls = [self._pull(step, call, out) for step in range(num_steps)]
 
     def _pull(self, step: int, call: Call, out: torch.Tensor) -> Pull:
-        """Of a step: its tiles, whole groups of them, and the copies of all ranks' rows, the neighbour's first."""
-        config, columns, N = call.config, self.product.schedule.tiles_n, self.product.N
-        tiles = -(-self.product.M // config.block_m)
-        first, last = step * self.chunk, min((step + 1) * self.chunk, tiles)
-        end = min(-(-last // config.group_m) * config.group_m, tiles)
-        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
+        the columns come first; and the copies of all ranks' columns, the neighbour's first."""
+        config, schedule, N = call.config, self.product.schedule, self.product.N
+        first, last = step * self.chunk, min((step + 1) * self.chunk, schedule.tiles_m)
         begin = first // config.group_m * config.group_m
-        tiles_of_step = begin * columns, end * columns
+        end = min(-(-last // config.group_m) * config.group_m, schedule.tiles_m)
+        tiles = begin * schedule.tiles_n, end * schedule.tiles_n
+        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         rows = slice(first * config.block_m, last * config.block_m)
         copies = []
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
             block = out[rows, owner * N : (owner + 1) * N]
             copies.append(RowCopy.of(block, out, call.heap.peer_view(self.columns[rows], owner)))
-        return Pull(self._step_arguments(step, peers, tiles_of_step), copies[:-1], copies[-1:])
+        return Pull(self._step_arguments(step, peers, tiles), copies[:-1], copies[-1:])
 
     def _step_arguments(
         self, step: int = 0, peers: int = 0, tiles: tuple[int, int] = (0, 0)

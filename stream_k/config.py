@@ -45,9 +45,9 @@ class Config:
     placement, algorithm: where and how tiles are consumed (docs/architecture.md has the placements).
     num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
     programs have comm_warps.
-    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows of a rank's row block, in an all-scatter
-    of the product, that the copy engine moves at a time.
-    partial_dtype: what partial sums travel in (all-reduce). None is fp32: ranks' sums are then as accurate as
+    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that the copy engine moves at a time: of
+    each rank's row block, in an all-scatter of the whole product.
+    partial_dtype: what partial sums travel in, of ops that sum over ranks. None is fp32: they are then as accurate as
     one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
     """
 
@@ -133,6 +133,7 @@ def cost_model(
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     on_sm_90 = target.backend() == "cuda" and not target.interpreted()
     if op == "gemm":
+        config = replace(config, placement="after")  # nothing consumes beside it
         return _alone(config, M, N, K, dtype, processors) if on_sm_90 else config
     if placement is None:
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
@@ -167,8 +168,8 @@ def _placement(
     op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool
 ) -> str:
     """The fastest one known. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
-    decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows can go
-    in steps."""
+    decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows has
+    `_PULLED_TILES` tile rows."""
     if op == "all_gather_gemm":
         small = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if small else "copy_engine"
@@ -179,9 +180,9 @@ def _placement(
     return "own_stream" if on_sm_90 else "beside"
 
 
-# What a copy of pulled rows should move: less and the gaps between copies count, more and what follows the last one.
+# What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.
 _PULLED_BYTES = 8 << 20
-# Tile rows of a block of sums below which one step has them all, and consumers beside the GEMM are as fast.
+# Tile rows of a block of sums below which consumers beside the GEMM are as fast.
 _PULLED_TILES = 8
 
 
@@ -300,7 +301,7 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     # Of programs that share a multiprocessor, both must be there.
     if schedule.kind == "data_parallel" and programs == processors:
         programs = balanced_programs(schedule.num_tiles, processors)
-    return replace(config, num_programs=programs, placement="after")
+    return replace(config, num_programs=programs)
 
 
 def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:

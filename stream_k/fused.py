@@ -108,7 +108,7 @@ class Call:
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    launches: in stream order. result: on the heap, to be copied out; None: the op writes `out` itself.
+    launches: in stream order. result: a buffer of the workspace, to be copied out; None: the op writes `out` itself.
     squares: fp32 [tiles x M], where asked for. shape: of the result.
     """
 

@@ -5,8 +5,8 @@ Shape letters: A [M, K], B [K, N]; P programs; T tiles [BLOCK_M, BLOCK_N], of wh
 Every program does its share of the split tiles first (`stream_k.schedule` has the closed form and its tests):
 one contributing segment, whose fp32 partial goes to the program's own workspace tile, then the segments that
 finish a tile, adding the partials of lower-numbered programs in ascending order, so the bits are the same on
-every run. Then it walks whole tiles, P apart. Split tiles come first so that the wait of a fix-up (3 to 5 us)
-hides behind the whole ones.
+every run. Then it walks whole tiles, P apart. Split tiles come first, so that those who contributed go on to
+whole ones while a finisher waits (3 to 5 us).
 
 A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which tells whoever waits for it;
 after a program's tiles comes CONSUMER. All are jit functions handed over as constexprs; ANNOUNCE may be None:

@@ -84,16 +84,20 @@ class RowsPlan(FusedPlan):
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, c_how)
 
+    def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
+        """[begin, end) of a step's rows, counted from the first one of the owner's block."""
+        first, last = shard_range(self.product.M, owner, self.world)
+        height = self.chunk * self.product.config.block_m
+        return min(step * height, last - first), min((step + 1) * height, last - first)
+
     def _copies(
         self, step: int, rows: torch.Tensor, block: int, call: Call
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(to, from, flag) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
         copies = []
-        height = self.chunk * call.config.block_m
         for turn in range(1, self.world):
             owner = (self.rank + turn) % self.world
-            first, last = shard_range(self.product.M, owner, self.world)
-            begin, end = (min(row, last - first) for row in (step * height, (step + 1) * height))
+            begin, end = self._rows_of(step, owner)
             source = rows[owner * block + begin : owner * block + end]
             # At the owner, the blocks from its peers follow those of its own, its neighbour's first.
             place = (self.world + (self.rank - owner - 1) % self.world) * block
@@ -105,12 +109,11 @@ class RowsPlan(FusedPlan):
     def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
         """The copies of a step's sums from their owners, the neighbour's first. Nothing keeps an owner from writing
         those of the next call but that it needs this rank's partials for them, which come when this call is over."""
-        height = self.chunk * call.config.block_m
         copies = []
         for turn in range(1, self.world):
             owner = (self.rank + turn) % self.world
-            first, last = shard_range(self.product.M, owner, self.world)
-            begin, end = (min(row, last - first) for row in (step * height, (step + 1) * height))
+            first, _ = shard_range(self.product.M, owner, self.world)
+            begin, end = self._rows_of(step, owner)
             if begin < end:
                 source = call.heap.peer_view(sums[begin:end], owner)
                 copies.append(RowCopy.of(out[first + begin : first + end], out, source))
@@ -168,9 +171,6 @@ class RowsPlan(FusedPlan):
         )
 
     def _sum_arguments(self, step: int) -> tuple[Any, ...]:
-        first, last = shard_range(self.product.M, self.rank, self.world)
-        height = self.chunk * self.product.config.block_m
-        rows = min(step * height, last - first), min((step + 1) * height, last - first)
         bias = self.results if self.bias is None else self.bias
         return (
             self.partials,
@@ -179,7 +179,7 @@ class RowsPlan(FusedPlan):
             self.where,
             *self.strides,
             bias,
-            *rows,
+            *self._rows_of(step, self.rank),
             self.product.M,
             self.product.N,
             self.workspace.context,

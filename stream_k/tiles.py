@@ -2,7 +2,7 @@
 
 Usage::
 
-    tile, programs = fastest_tile(M, N, K, processors=132)
+    tile, schedule = fastest_tile(M, N, K, processors=132)
 
 The time of a product is that of its busiest program, or of the memory that is read and written, whichever is longer:
 

@@ -248,6 +248,8 @@ def _for_shape(entry: Entry, cost: Config, shape: Shape, processors: int) -> Con
         raise ValueError("what is fastest for one wave of tiles says nothing about several")
     if entry.op == "gemm":
         # Whether to split the last wave depends on what is in it: the cost model's part.
-        same = (config.block_m, config.block_n) == (cost.block_m, cost.block_n)
+        # Its programs are as many as share a multiprocessor: those of another size don't.
+        size = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
+        same = all(getattr(config, name) == getattr(cost, name) for name in size)
         return dataclasses.replace(config, num_programs=cost.num_programs if same else 0, split="auto")
     return Variant(config, entry.most_programs, entry.comm_each).fitted(*shape[:2], processors)

@@ -237,6 +237,8 @@ class Workspace:
             self._retired.append(buffer)
         elif self.heap is not None and self.heap.is_symmetric(buffer):
             self.heap.free(buffer)
+        elif self._stream is not None:
+            buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
 
     def __enter__(self) -> Workspace:
         """Before the launches of a call: orders it after the one before, and raises what an earlier one left

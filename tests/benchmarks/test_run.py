@@ -91,7 +91,6 @@ def test_kernels_of_a_corpus() -> None:
     assert len(cases) == 500
     found = ahead.kernels(cases)
     assert 2 <= len(found) <= 60
-    assert len(ahead.kernels(cases[:50])) <= len(found)
     case, config = min(found.values(), key=lambda job: job[0].M * job[0].N * job[0].K)
     assert ahead.plan(case, config).product.config == config
     assert ahead.compile_ahead(cases) == 0

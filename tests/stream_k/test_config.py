@@ -76,6 +76,8 @@ def test_choose_gives_a_fit_one(op: str, dtype: torch.dtype) -> None:
             assert config.placement in PLACEMENTS
             assert config.algorithm in ALGORITHMS
             assert config.partial_dtype in (None, dtype)
+            # Alone nothing consumes, so that any number of programs will do.
+            assert op != "gemm" or dataclasses.replace(config, num_programs=1).num_programs == 1
             programs = config.num_programs or num_multiprocessors(device())
             blocks = (config.block_m, config.block_n, config.block_k)
             schedule = stream_k.make_schedule(M, N, K, *blocks, programs, split=config.split)

@@ -129,7 +129,7 @@ def test_what_is_copied() -> None:
 
 
 def test_copies_are_of_the_call() -> None:
-    """Two calls in a row on the same plan, other data: each result is its own call's."""
+    """Calls in a row on the same plan, other data: each result is its own call's."""
     workspace, config = Workspace(device=device()), small_config()
     for _ in range(3):
         a, b = random(33, 45, DTYPE), random(45, 51, DTYPE)

@@ -75,12 +75,18 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     assert schedule.iters_per_tile == -(-K // block_k)
     assert schedule.num_programs <= programs
     tiles, remainder = schedule.num_tiles, schedule.num_tiles % programs
+    iters = schedule.iters_per_tile
+    most = min(programs // remainder, iters // options["min_split_iters"]) if remainder else 0
+    late = tiles // programs * iters // OUT_OF_STEP
+    times = {parts: -(-iters // parts) + FIX_UP_ITERS * parts + late for parts in range(2, most + 1)}
     if schedule.kind == "data_parallel":
         assert schedule.num_split_tiles == 0
         assert schedule.num_programs == min(programs, tiles)
+        # Where one chooses, no number of parts takes less time.
+        assert options["split"] != "auto" or min(times.values(), default=iters) >= iters
         return
     assert options["split"] != "none"
-    assert (options["split"] == "stream_k") >= (schedule.kind == "stream_k")
+    assert schedule.kind == "split_k" or options["split"] == "stream_k"
     assert remainder > 0
     assert schedule.iters_per_tile > options["min_split_iters"]
     lo, hi = schedule.program_range(schedule.num_split_programs - 1)
@@ -90,10 +96,7 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
     if options["split"] == "auto":
         # No other number of parts takes less time, nor does the whole tile.
-        parts, iters = schedule.num_split_programs // remainder, schedule.iters_per_tile
-        most = min(programs // remainder, iters // options["min_split_iters"])
-        late = tiles // programs * iters // OUT_OF_STEP
-        times = {p: -(-iters // p) + FIX_UP_ITERS * p + late for p in range(2, most + 1)}
+        parts = schedule.num_split_programs // remainder
         assert times[parts] == min(times.values()) < iters
 
 

@@ -54,6 +54,31 @@ def test_candidates(
             assert config.num_programs == balanced_programs(tiles, variant.most_programs)
 
 
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [((1995, 220, 621), 128), ((5077, 288, 341), 264), ((7762, 400, 422), 264)],
+    ids=str,
+)
+def test_candidates_around_small_tiles(
+    shape: tuple[int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages fit, even where the model's tile has many; programs that share multiprocessors stay as many."""
+    monkeypatch.setattr(config_module, "CPU_PROGRAMS", 132)
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    monkeypatch.setattr(target, "backend", lambda: "cuda")
+    forget()
+    found = list(candidates("gemm", shape, torch.bfloat16, 1, CPU))
+    forget()
+    assert found[0].num_programs == programs
+    for config in found:
+        stage = 2 * (config.block_m + config.block_n) * config.block_k
+        assert config.num_stages * stage <= config_module._SHARED_BYTES, config
+    size = (found[0].block_m, found[0].block_n, found[0].num_warps)
+    cut = [config for config in found if config.split in ("split_k", "stream_k")]
+    assert {(config.block_m, config.block_n, config.num_warps) for config in cut} == {size}
+    assert {config.num_programs for config in cut} == {programs if programs > 132 else 0}
+
+
 class _Greedy:
     """A kernel that compiles, and then needs more than the device has."""
 

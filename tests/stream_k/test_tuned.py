@@ -167,6 +167,14 @@ def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
     assert (found.split, found.num_programs, found.group_m) == ("auto", 0, 4)
 
 
+def test_programs_that_share_a_multiprocessor_are_those_of_a_size() -> None:
+    """Not of another with as many rows and columns, which has other stages and warps."""
+    shared = dataclasses.replace(TINY, placement="after", num_programs=2 * PROCESSORS)
+    for other, programs in (({}, 2 * PROCESSORS), ({"num_warps": 2}, 0), ({"num_stages": 2}, 0)):
+        measured = entry(dataclasses.replace(shared, num_programs=0, **other), op="gemm", ranks=1)
+        assert tuned._for_shape(measured, shared, (576, 512, 256), PROCESSORS).num_programs == programs
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -107,6 +107,20 @@ def test_busy() -> None:
     product(workspace)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_grows_outlives_the_last_call(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that is given back may be in use on another stream than that of its allocation, or in a graph."""
+    workspace, held = Workspace(device=device()), []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: held.append((x.data_ptr(), stream)))
+    old = workspace.buffer("place", 8, torch.float32, local=True).data_ptr()
+    stream = object()
+    workspace._stream, workspace._captured = stream, captured  # type: ignore[assignment]
+    workspace.buffer("place", 16, torch.float32, local=True)
+    assert [x.data_ptr() for x in workspace._retired] == ([old] if captured else [])
+    assert held == ([] if captured else [(old, stream)])
+
+
 def test_free_again_after_an_error() -> None:
     workspace = Workspace(device=device())
     with pytest.raises(RuntimeError, match="planted"), workspace:
