@@ -179,11 +179,12 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     if out is None:
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
+    # What the call leaves in the workspace is read before another stream may write there.
     with workspace:
         plan.run(a, b, bias, out)
-    if plan.result is not None:
-        out.copy_(plan.result)
-    return (out, plan.second(request.a)) if _has_second(request) else out
+        if plan.result is not None:
+            out.copy_(plan.result)
+        return (out, plan.second(request.a)) if _has_second(request) else out
 
 
 def _has_second(request: Request) -> bool:
