@@ -195,20 +195,20 @@ def _pieces(
         x_part = part
     else:
         part = n
-    width = columns if by_rows or kind == "all_scatter" else part
+    # Pieces are whole rows, even if a part has but one, or runs of units.
+    whole_rows = by_rows or kind == "all_scatter"
+    width = columns if whole_rows else part
     step = max(1, PIECE_BYTES // world_size // x.element_size())
-    step = max(step // width, 1) * width if width < part else max(step // unit, 1) * unit
+    step = max(step // width, 1) * width if whole_rows else max(step // unit, 1) * unit
     pieces = []
     for first in range(0, part, step):
         size = min(step, part - first)
-        rows = size // width if width < part or kind == "all_scatter" else 1
-        row = first // width
         pieces.append(
             _Piece(
                 first,
-                row * width * world_size if kind == "all_scatter" else first,
-                rows,
-                width if width < part or kind == "all_scatter" else size,
+                first * world_size if kind == "all_scatter" else first,
+                size // width if whole_rows else 1,
+                width if whole_rows else size,
                 x_part,
                 longer,
                 extra,
