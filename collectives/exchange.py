@@ -31,6 +31,8 @@ _THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
 # Of gathers of more units than these, threads have two: more of them are on the way then.
 _MANY_UNITS = 1 << 20
+# Programs of a row that is normalized, at most: a GPU has a multiprocessor for each.
+_MOST_PARTS = 128
 
 # SUMS, GATHERS, BROADCASTS.
 _KINDS = {
@@ -154,13 +156,13 @@ def row_programs(row_units: int, world_size: int, interpreted: bool) -> tuple[in
     """(units of a program, programs of a row) where rows of so many units are normalized.
 
     As many units as give each thread one, so that all are waited for at once; more where the programs would outnumber
-    them: a program takes the sums of all programs of its row in one block as well.
+    them, for a program takes the sums of all programs of its row in one block as well, or could not all run at a time.
     Interpreted: programs run one after another, so none may wait for a later one.
     """
     if interpreted:
         return triton.next_power_of_2(row_units), 1
     step = _THREADS // triton.next_power_of_2(world_size)
-    while step * step < row_units:
+    while step * min(step, _MOST_PARTS) < row_units:
         step *= 2
     return step, -(-row_units // step)
 

@@ -108,7 +108,7 @@ def _row_squares(
     """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
 
     The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
-    their numbers and runs many more than PARTS, STEP at most, at a time: on every rank those of the first row that is
+    their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is
     not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
     """
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]

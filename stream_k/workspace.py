@@ -262,9 +262,9 @@ class Workspace:
             self.check()
 
     def _order(self) -> None:
-        # The handle first: making a stream object costs more than all the rest of this.
+        # The handle first: making a stream object costs more than all the rest. The default stream is never captured.
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle == self._handle:
+        if handle == self._handle and (handle == 0 or not torch.cuda.is_current_stream_capturing()):
             return
         stream = torch.cuda.current_stream(self.device)
         if torch.cuda.is_current_stream_capturing():

@@ -2,6 +2,7 @@
 after a recovery."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def between_calls(rank: int, world_size: int, shares: bool, recovers: bool) -> l
         calls.wait(patience)
         calls.seed = 1000
         return wrong + calls.wrong(MORE)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["another stream", "the stream of the call before"])
+def test_a_capture_is_noticed(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured graph uses is kept when it is outgrown."""
+    capturing = False
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    space = workspaces.Workspace(device=torch.device("cpu"))
+    if before:
+        space._order()
+    assert not space._captured
+    capturing = True
+    space._order()
+    assert space._captured
 
 
 @pytest.mark.num_ranks(2)

@@ -42,6 +42,11 @@ def test_rows_are_cut_for_programs(world_size: int) -> None:
         step, programs = exchange.row_programs(row_units, world_size, interpreted=True)
         assert programs == 1
         assert row_units <= step < 2 * row_units
+    # The least of the GPUs that we know has 132 multiprocessors, each with room for one program of that many threads.
+    for row_units in (16385, 70_000, 1 << 20):
+        step, programs = exchange.row_programs(row_units, world_size, interpreted=False)
+        assert (programs - 1) * step < row_units <= programs * step
+        assert programs <= 128
 
 
 def test_rows_of_8192_columns_have_16_or_32_programs() -> None:
