@@ -31,6 +31,8 @@ _THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
 # Of gathers of more units than these, threads have two: more of them are on the way then.
 _MANY_UNITS = 1 << 20
+# Programs of a row that is normalized, at most: a GPU has a multiprocessor for each.
+_MOST_PARTS = 128
 
 # SUMS, GATHERS, BROADCASTS.
 _KINDS = {
@@ -154,13 +156,13 @@ def row_programs(row_units: int, world_size: int, interpreted: bool) -> tuple[in
     """(units of a program, programs of a row) where rows of so many units are normalized.
 
     As many units as give each thread one, so that all are waited for at once; more where the programs would outnumber
-    them: a program takes the sums of all programs of its row in one block as well.
+    them, for a program takes the sums of all programs of its row in one block as well, or could not all run at a time.
     Interpreted: programs run one after another, so none may wait for a later one.
     """
     if interpreted:
         return triton.next_power_of_2(row_units), 1
     step = _THREADS // triton.next_power_of_2(world_size)
-    while step * step < row_units:
+    while step * min(step, _MOST_PARTS) < row_units:
         step *= 2
     return step, -(-row_units // step)
 
@@ -195,20 +197,20 @@ def _pieces(
         x_part = part
     else:
         part = n
-    width = columns if by_rows or kind == "all_scatter" else part
+    # Pieces are whole rows, even if a part has but one, or runs of units.
+    whole_rows = by_rows or kind == "all_scatter"
+    width = columns if whole_rows else part
     step = max(1, PIECE_BYTES // world_size // x.element_size())
-    step = max(step // width, 1) * width if width < part else max(step // unit, 1) * unit
+    step = max(step // width, 1) * width if whole_rows else max(step // unit, 1) * unit
     pieces = []
     for first in range(0, part, step):
         size = min(step, part - first)
-        rows = size // width if width < part or kind == "all_scatter" else 1
-        row = first // width
         pieces.append(
             _Piece(
                 first,
-                row * width * world_size if kind == "all_scatter" else first,
-                rows,
-                width if width < part or kind == "all_scatter" else size,
+                first * world_size if kind == "all_scatter" else first,
+                size // width if whole_rows else 1,
+                width if whole_rows else size,
                 x_part,
                 longer,
                 extra,

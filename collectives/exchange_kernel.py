@@ -108,7 +108,7 @@ def _row_squares(
     """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
 
     The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
-    their numbers and runs many more than PARTS, STEP at most, at a time: on every rank those of the first row that is
+    their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is
     not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
     """
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
@@ -198,14 +198,14 @@ def exchange_kernel(
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
     start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
     words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
-    count, slot = message.begin(messages, slot_quads, context)
+    count, slot = message.begin(messages, slot_quads)
     peers = message.slot_of(home, slot_quads, count)
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
     _send(peers, rank * a_quads + units_of * QUADS, units.clean(words), sent)
     deadline = message.deadline_ns(context)
-    message.restore(messages, slot_quads, count, context, STEP * RANKS)
+    message.restore(messages, slot_quads, count, STEP * RANKS)
     last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish
@@ -260,7 +260,7 @@ def exchange_kernel(
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     if last:
         sums = tl.num_programs(0) if PARTS else 0
-        message.advance(count, WORLD * (part_units * SLOT_QUADS + sums) * 4, context)
+        message.advance(messages, count, WORLD * (part_units * SLOT_QUADS + sums) * 4)
     if tl.max(late) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
         who = tl.argmax(tl.max(late, axis=0), axis=0)

@@ -74,7 +74,7 @@ def rms_norm_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
     lanes = tl.arange(0, signal.MAX_WORLD)
-    count, slot = message.begin(messages, slot_quads, context)
+    count, slot = message.begin(messages, slot_quads)
     deadline = message.deadline_ns(context)
     epoch = count
     places = (out + column,)
@@ -114,7 +114,7 @@ def rms_norm_kernel(
                 if REPLICATED:
                     signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
     row_sums.report(absent, deadline, count, context, _OP, WORLD)
-    message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
+    message.restore(messages, slot_quads, count, row_sums.RESTORED)
     if REPLICATED:
         trace.mark(events, trace.WAIT, -1)
         for block in range(program, blocks, programs):
@@ -124,7 +124,7 @@ def rms_norm_kernel(
     else:
         last = signal.is_last(context)
     if last:
-        message.advance(count, WORLD * M * 4, context)
+        message.advance(messages, count, WORLD * M * 4)
     trace.mark(events, trace.END, -1)
 
 
@@ -158,7 +158,7 @@ def rms_norm_backward_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
-    count, slot = message.begin(messages, slot_quads, context)
+    count, slot = message.begin(messages, slot_quads)
     deadline = message.deadline_ns(context)
     absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):
@@ -197,9 +197,9 @@ def rms_norm_backward_kernel(
                         of_weight += tl.load(place, mask=lane < N, other=0.0)
                     tl.store(place, of_weight, mask=lane < N)
     row_sums.report(absent, deadline, count, context, _OP, WORLD)
-    message.restore(messages, slot_quads, count, context, row_sums.RESTORED)
+    message.restore(messages, slot_quads, count, row_sums.RESTORED)
     if signal.is_last(context):
-        message.advance(count, WORLD * M * 4, context)
+        message.advance(messages, count, WORLD * M * 4)
     trace.mark(events, trace.END, -1)
 
 

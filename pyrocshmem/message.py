@@ -8,18 +8,19 @@ as the NaN beside it (`clean`). Integers can't be sent this way.
 Three slots rotate. A call pushes into its peers' slot `count % 3`, and puts SENTINEL back into its own slot of the
 call before; the next but one will use that again:
 
-    count, slot = message.begin(messages, slot_quads, context)         # the own slot of this call
+    count, slot = message.begin(messages, slot_quads)                  # the own slot of this call
     message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
-    message.restore(messages, slot_quads, count, context, STEP)        # the slot of the call before
+    message.restore(messages, slot_quads, count, STEP)                 # the slot of the call before
     last = signal.is_last(context, False)                              # all have read the count
     words, late = message.poll(slot + .., mask, deadline, context)
-    if last: message.advance(count, used_words, context)
+    if last: message.advance(messages, count, used_words)
 
 Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call
 n + 1 only after its call n has put the sentinels back. Hence the one rule for callers: in every call every rank
 hears from every rank, be it 16 bytes. Ranks whose data are late make `poll` give up after the wait budget.
 What such a rank still pushes when its peers have given up lands in their slots alone, which nobody takes for a
 result: the peers' record stands until `Heap.recover`, which empties the slots.
+The count lies before the slots: a graph that holds others, from before they grew, goes on with its own.
 
 The protocol is NCCL's and FlashInfer's "low latency" idea, as published with NVIDIA's Lamport all-reduce kernels.
 A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four
@@ -37,17 +38,22 @@ _EMPTY = "0xFFF3FFF3"
 SENTINEL = tl.constexpr(int(_EMPTY, 16) - (1 << 32))
 QUAD_BYTES = 16
 NUM_SLOTS = 3
+# Words before the slots, a line of a cache: how many calls there were so far, and how many words the last of them used
+# of its slot.
+HEAD_WORDS = 32
+COUNT, USED = 0, 1
 
 _PAUSE_NS = 40
 _INTERPRETED = tl.constexpr(target.interpreted())
 # The count of calls starts again here: a multiple of the number of slots.
 _WRAP = tl.constexpr(3 << 28)
+_HEAD, _COUNT, _USED = tl.constexpr(HEAD_WORDS), tl.constexpr(COUNT), tl.constexpr(USED)
 
 
 @triton.jit
-def begin(messages, slot_quads, context):
+def begin(messages, slot_quads):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
-    count = tl.load(context[0] + signal.MESSAGES)
+    count = tl.load(messages + _COUNT)
     chain.allow_next()
     return count, slot_of(messages, slot_quads, count)
 
@@ -55,13 +61,13 @@ def begin(messages, slot_quads, context):
 @triton.jit
 def slot_of(messages, slot_quads, count):
     """The slot of call number `count`, of the own messages or a peer's (`device.remote`)."""
-    return messages + tl.cast(count % 3, tl.int64) * slot_quads * 4
+    return messages + _HEAD + tl.cast(count % 3, tl.int64) * slot_quads * 4
 
 
 @triton.jit
-def restore(messages, slot_quads, count, context, STEP: tl.constexpr):
+def restore(messages, slot_quads, count, STEP: tl.constexpr):
     """The grid puts SENTINEL back into what the call before used of its slot, STEP words at a time."""
-    used = tl.load(context[0] + signal.MESSAGE_WORDS)
+    used = tl.load(messages + _USED)
     slot = slot_of(messages, slot_quads, count + 2)
     empty = tl.full((STEP,), SENTINEL, tl.int32)
     for step in range(tl.program_id(0), tl.cdiv(used, STEP), tl.num_programs(0)):
@@ -70,10 +76,10 @@ def restore(messages, slot_quads, count, context, STEP: tl.constexpr):
 
 
 @triton.jit
-def advance(count, used_words, context):
+def advance(messages, count, used_words):
     """Close the call, in the program for which `signal.is_last` was true: all have read the count by then."""
-    tl.store(context[0] + signal.MESSAGES, (count + 1) % _WRAP)
-    tl.store(context[0] + signal.MESSAGE_WORDS, used_words)
+    tl.store(messages + _COUNT, (count + 1) % _WRAP)
+    tl.store(messages + _USED, used_words)
 
 
 @triton.jit

@@ -1,15 +1,13 @@
 """Workspace: the device memory of one op at a time: control words, flags, slots and fix-up tiles.
 
-A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with
-everything that peers touch on the symmetric heap. Give an op a workspace of its own to run it beside another
-one:
+A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with everything
+that peers touch on the symmetric heap. Give an op a workspace of its own to run it beside another one:
 
     mine = stream_k.Workspace(heap)                     # grows as calls need it
     stream_k.gemm_all_reduce(a, b, group=heap, workspace=mine)
 
-Calls on one workspace run one after another. A call on another stream waits, on the device, for the one
-before; a call from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a
-workspace in the same order.
+Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call
+from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class _Side(NamedTuple):
 class Workspace:
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
 
-    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace
-    with no heap.
-    nbytes: a fixed size for the slots; calls that need more raise ValueError before anything is launched.
+    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
+    heap. nbytes: a fixed size for all its buffers; calls that need more raise ValueError before anything is launched.
     None: grows as needed.
     wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
     """
@@ -77,6 +74,7 @@ class Workspace:
         self.agreed: dict[Any, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[Any] = []
+        self._outgrown: list[tuple[str, torch.Tensor]] = []
         self._lost = False
         self._captured = False
         self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
@@ -118,8 +116,7 @@ class Workspace:
         return int(self.control[int(signal.EPOCH.value)].item())
 
     def restart(self, epoch: int) -> None:
-        """Count calls from `epoch` (any int32) on: collective, with no call in flight. For tests of
-        wrap-around."""
+        """Count calls from `epoch` (any int32) on: collective, no call in flight. For tests of wrap-around."""
         self.control[int(signal.EPOCH.value)] = epoch
         for first in (signal.ENTERED, signal.BARRIER):
             self.control[int(first.value) :][: int(signal.MAX_WORLD.value)] = epoch
@@ -135,22 +132,23 @@ class Workspace:
             self._retired.extend(self.plans.values())
         self.plans.clear()
         self.agreed.clear()
-        first, last = self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes
-        for key, buffer in list(self._buffers.items()):
-            if first <= buffer.data_ptr() < last and not self.heap.is_symmetric(buffer):
-                del self._buffers[key]
-            elif key.endswith("flags"):
-                buffer.zero_()
-            elif key == _MESSAGES:
-                buffer.fill_(int(message.SENTINEL.value))
+        there = range(self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes)
+        held = [*self._buffers.items()], self._outgrown
+        for buffers in held:
+            buffers[:] = (x for x in buffers if x[1].data_ptr() not in there or self.heap.is_symmetric(x[1]))
+            for key, buffer in buffers:
+                if key.endswith("flags"):
+                    buffer.zero_()
+                elif key == _MESSAGES:
+                    _empty(buffer)
+        self._buffers = dict(held[0])
         if not self.heap.is_symmetric(self.control):
             self._lost = True  # a peer never made this workspace
             return
-        kept = int(signal.RANK.value), int(signal.BUDGET_US.value)
-        values = [(place, int(self.control[place])) for place in kept]
+        kept = [int(signal.RANK.value), int(signal.BUDGET_US.value)]
+        values = self.control[kept]
         self.control.zero_()
-        for place, value in values:
-            self.control[place] = value
+        self.control[kept] = values
 
     def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
         """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
@@ -167,12 +165,12 @@ class Workspace:
         return plan
 
     def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
-        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose
-        name ends in "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch
-        it, so it lies off the heap.
+        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose name ends
+        in "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch it, so it lies off
+        the heap.
 
-        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would
-        grow under CUDA graph capture.
+        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would grow
+        under CUDA graph capture.
         """
         key = f"{'local' if local else 'symmetric'}:{dtype}:{name}"
         found = self._buffers.get(key)
@@ -189,7 +187,7 @@ class Workspace:
                 f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; "
                 "use a larger one or smaller blocks"
             )
-        self._release(self._buffers.pop(key, None))
+        self._release(key)
         if self.heap is not None and not local:
             made = self.heap.empty(count, dtype=dtype)
         else:
@@ -197,7 +195,7 @@ class Workspace:
         if name.endswith("flags"):
             made.fill_(self.epoch())
         elif key == _MESSAGES:
-            made.fill_(int(message.SENTINEL.value))
+            _empty(made)
         self._buffers[key] = made
         if not local:
             self._agree(name)
@@ -210,8 +208,8 @@ class Workspace:
     def slots(self, name: str, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """(a buffer of two slots of at least `count` elements, the elements from one to the other).
 
-        The slots are the halves of the buffer, whatever its size: were they packed for each call, a large
-        call's first slot would reach into the second one of the small call before, which a peer still reads.
+        The slots are the halves of the buffer, whatever its size: were they packed for each call, a large call's first
+        slot would reach into the second one of the small call before, which a peer still reads.
         """
         buffer = self.buffer(name, 2 * -(-count // _SLOT_STEP) * _SLOT_STEP, dtype)
         return buffer, buffer.numel() // 2
@@ -220,29 +218,27 @@ class Workspace:
         """(the slots that `pyrocshmem.message` rotates, the quads of one): at least `slot_bytes` each."""
         words = -(-slot_bytes // message.QUAD_BYTES) * 4
         found = self._buffers.get(_MESSAGES)
-        if found is None or found.numel() < message.NUM_SLOTS * words:
+        if found is None or found.numel() < message.HEAD_WORDS + message.NUM_SLOTS * words:
             # In powers of two: every growth costs the ranks a meeting.
             words = max(_FEWEST_MESSAGE_WORDS, 1 << (words - 1).bit_length())
-            found = self.buffer("messages", message.NUM_SLOTS * words, torch.int32)
-            # All new slots are empty: nothing to restore.
-            self.control[int(signal.MESSAGE_WORDS.value)] = 0
-        return found, found.numel() // message.NUM_SLOTS // 4
+            found = self.buffer("messages", message.HEAD_WORDS + message.NUM_SLOTS * words, torch.int32)
+        return found, (found.numel() - message.HEAD_WORDS) // message.NUM_SLOTS // 4
 
-    def _release(self, buffer: torch.Tensor | None) -> None:
+    def _release(self, key: str) -> None:
+        buffer = self._buffers.pop(key, None)
         if buffer is None:
             return
         self.plans.clear()
         if self._captured:
-            # A captured graph may still write there.
-            self._retired.append(buffer)
+            # A captured graph may still use it.
+            self._outgrown.append((key, buffer))
         elif self.heap is not None and self.heap.is_symmetric(buffer):
             self.heap.free(buffer)
         elif self._stream is not None:
             buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
 
     def __enter__(self) -> Workspace:
-        """Before the launches of a call: orders it after the one before, and raises what an earlier one left
-        in the record."""
+        """Before the launches of a call: orders it after the one before, and raises what is in the record."""
         if not self._lock.acquire(blocking=False):
             raise WorkspaceBusy(
                 "the workspace is in use by a call of another thread; give each thread a workspace of its own"
@@ -268,9 +264,9 @@ class Workspace:
             self.check()
 
     def _order(self) -> None:
-        # The handle first: making a stream object costs more than all the rest of this.
+        # The handle first: making a stream object costs more than all the rest. The default stream is never captured.
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle == self._handle:
+        if handle == self._handle and (handle == 0 or not torch.cuda.is_current_stream_capturing()):
             return
         stream = torch.cuda.current_stream(self.device)
         if torch.cuda.is_current_stream_capturing():
@@ -323,6 +319,12 @@ class Workspace:
         """Bytes of all buffers, local and symmetric."""
         own = self.own.nbytes_in_use() if self.own is not None else 0
         return own + sum(x.numel() * x.element_size() for x in self._buffers.values())
+
+
+def _empty(messages: torch.Tensor) -> None:
+    """No calls so far, and nothing in the slots."""
+    messages.fill_(int(message.SENTINEL.value))
+    messages[: message.HEAD_WORDS] = 0
 
 
 _local: dict[torch.device, Workspace] = {}

@@ -119,7 +119,7 @@ def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) ->
 @triton.jit
 def slot_of_two(messages, slot_quads, count):
     """`message.slot_of` as it must not be."""
-    return messages + tl.cast(count % 2, tl.int64) * slot_quads * 4
+    return messages + message._HEAD + tl.cast(count % 2, tl.int64) * slot_quads * 4
 
 
 def messages_ahead(rank: int, world_size: int, ways: list[Way]) -> dict[str, dict[Way, int]]:
@@ -141,14 +141,14 @@ def _wrong_behind(way: Way, plant: str, restore: Any) -> int:
     wrong = 0
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S if plant == KEPT else SHORT_S)
-        word = int(signal.MESSAGES.value)
-        workspace.control[word] = int(message._WRAP.value) - 2
-        ahead = heap.peer_view(workspace.control, 0)
+        messages, _ = workspace.messages(0)
+        own = messages[message.COUNT :][:1].fill_(int(message._WRAP.value) - 2)
+        ahead = heap.peer_view(own, 0)
         late = heap.rank == 1
 
         def behind(messages: Any, slot_quads: Any, count: Any, *rest: Any) -> None:
             deadline = time.monotonic() + SHORT_S / 2
-            while late and ahead[word] == workspace.control[word] and time.monotonic() < deadline:
+            while late and ahead == own and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(PAUSE_S if late else 0.0)
             # The slot of the call before, of two: the next one's.

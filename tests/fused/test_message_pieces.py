@@ -12,8 +12,8 @@ from pyrocshmem import Heap, target
 from tests.ranks import run_ranks, values
 
 TIER = 2
-SHAPES = ((40, 51, 33), (7, 64, 16))
-# A few rows of either product.
+SHAPES = ((40, 51, 33), (7, 64, 16), (2, 300, 16))
+# A few rows of the first products, less than one of the last.
 PIECE_BYTES = 2048
 
 

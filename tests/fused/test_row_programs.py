@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives import exchange, exchange_kernel
-from pyrocshmem import Heap, message, signal, target  # before Triton
+from pyrocshmem import Heap, message, target  # before Triton
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 
 import triton  # isort: skip
@@ -42,6 +42,11 @@ def test_rows_are_cut_for_programs(world_size: int) -> None:
         step, programs = exchange.row_programs(row_units, world_size, interpreted=True)
         assert programs == 1
         assert row_units <= step < 2 * row_units
+    # The least of the GPUs that we know has 132 multiprocessors, each with room for one program of that many threads.
+    for row_units in (16385, 70_000, 1 << 20):
+        step, programs = exchange.row_programs(row_units, world_size, interpreted=False)
+        assert (programs - 1) * step < row_units <= programs * step
+        assert programs <= 128
 
 
 def test_rows_of_8192_columns_have_16_or_32_programs() -> None:
@@ -51,10 +56,10 @@ def test_rows_of_8192_columns_have_16_or_32_programs() -> None:
 
 
 @triton.jit
-def leave_the_last_quad(count, used_words, context):
+def leave_the_last_quad(messages, count, used_words):
     """`message.advance` as it must not be: the last program's sum of squares stays in the slot."""
-    tl.store(context[0] + signal.MESSAGES, count + 1)
-    tl.store(context[0] + signal.MESSAGE_WORDS, used_words - 4)
+    tl.store(messages + message._COUNT, count + 1)
+    tl.store(messages + message._USED, used_words - 4)
 
 
 def left_behind(rank: int, world_size: int, emptied: bool) -> list[str]:
@@ -71,10 +76,11 @@ def left_behind(rank: int, world_size: int, emptied: bool) -> list[str]:
             bodies.Whole(case, heap, seed).all_reduce(workspace=workspace)
             heap.synchronize()
             heap.vote("all have called")
-            slots, quads = workspace.messages(0)
-            full = (slots.view(message.NUM_SLOTS, quads * 4) != int(message.SENTINEL.value)).cpu()
-            last = (int(workspace.control[int(signal.MESSAGES.value)]) - 1) % message.NUM_SLOTS
-            used = int(workspace.control[int(signal.MESSAGE_WORDS.value)])
+            messages, quads = workspace.messages(0)
+            slots = messages[message.HEAD_WORDS :].view(message.NUM_SLOTS, quads * 4)
+            full = (slots != int(message.SENTINEL.value)).cpu()
+            last = (int(messages[message.COUNT]) - 1) % message.NUM_SLOTS
+            used = int(messages[message.USED])
             rows = -(-shape[0] // (world_size if algorithm == "two_shot" else 1))
             piece = exchange._Piece(0, 0, rows, shape[1], 0, 0, 0, 0, 0, 0)
             planned = exchange.slot_bytes(algorithm, piece, F32, F16, world_size, True)
