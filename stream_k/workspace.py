@@ -48,8 +48,7 @@ class Workspace:
 
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
     heap. nbytes: a fixed size for all its buffers; calls that need more raise ValueError before anything is launched.
-    None: grows as needed.
-    wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
+    None: grows as needed. wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
     """
 
     def __init__(
@@ -216,8 +215,7 @@ class Workspace:
 
     def messages(self, slot_bytes: int) -> tuple[torch.Tensor, int]:
         """(the slots that `pyrocshmem.message` rotates, the quads of one): at least `slot_bytes` each."""
-        words = -(-slot_bytes // message.QUAD_BYTES) * 4
-        found = self._buffers.get(_MESSAGES)
+        words, found = -(-slot_bytes // message.QUAD_BYTES) * 4, self._buffers.get(_MESSAGES)
         if found is None or found.numel() < message.HEAD_WORDS + message.NUM_SLOTS * words:
             # In powers of two: every growth costs the ranks a meeting.
             words = max(_FEWEST_MESSAGE_WORDS, 1 << (words - 1).bit_length())
