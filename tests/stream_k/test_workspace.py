@@ -117,7 +117,7 @@ def test_what_grows_outlives_the_last_call(captured: bool, monkeypatch: pytest.M
     stream = object()
     workspace._stream, workspace._captured = stream, captured  # type: ignore[assignment]
     workspace.buffer("place", 16, torch.float32, local=True)
-    assert [x.data_ptr() for x in workspace._retired] == ([old] if captured else [])
+    assert [x.data_ptr() for _, x in workspace._outgrown] == ([old] if captured else [])
     assert held == ([] if captured else [(old, stream)])
 
 
