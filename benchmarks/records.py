@@ -93,7 +93,8 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A file of records: its environment and its cases."""
+    """A file of records: its environment, of the last run where there are several, and the commands of all; its
+    cases."""
 
     path: Path
     environment: dict[str, Any]
@@ -110,6 +111,7 @@ def read(path: Path) -> File | None:
     for line in lines[1:]:
         if "op" not in line:
             found |= line
+    found["commands"] = [line["command"] for line in lines if "command" in line]
     return File(path, found, cases)
 
 

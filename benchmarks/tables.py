@@ -192,8 +192,9 @@ def file_text(file: File) -> str:
     env = file.environment
     gpu = env["gpus"][0].split(",")[0] if env["gpus"] else "CPU"
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl", "python") if env[name])
+    commands = ", ".join(f"`{command}`" for command in env.get("commands", [env["command"]]))
     return (
-        f"- `{env['command']}` on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{_changed(env)}, "
+        f"- {commands} on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{_changed(env)}, "
         f"{env['started']}; {versions}. Records: `{file.path.name}`.\n"
     )
 
