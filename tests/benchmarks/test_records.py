@@ -53,6 +53,16 @@ def test_summary_for_people_and_of_several_files(tmp_path: Path) -> None:
     assert "old.jsonl: not in format" in done.output
 
 
+def test_all_runs_of_a_file_are_named(tmp_path: Path) -> None:
+    path = made_up.write(tmp_path / "a.jsonl", FUSED)
+    again = json.dumps(made_up.ENVIRONMENT | {"command": "python -m benchmarks gemm"})
+    path.write_text(f"{path.read_text()}{again}\n")
+    file = records_module.read(path)
+    assert file is not None
+    assert "`python -m benchmarks all`, `python -m benchmarks gemm` on 4 x GPU X" in tables.file_text(file)
+    assert len(file.cases) == len(FUSED)
+
+
 def test_wrong_results_do_not_count() -> None:
     wrong = made_up.case("gemm_all_reduce", "llama3", 16384, 4096, 1792, ours=1, unfused=1000) | {
         "wrong": ["ours"]
