@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
-from stream_k.epilogue import activate, add_bias, store_block
+from stream_k.epilogue import activate, add_bias, store_block, store_output
 from stream_k.order import block_start, block_tiles
 
 _LANES = tl.constexpr(256)
@@ -54,15 +54,10 @@ def store_columns(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: the finished tile into this rank's columns. `extra` is (tile_flags, bias)."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    PART_N: tl.constexpr = BLOCK_N // len(parts)
-    for i in tl.static_range(len(parts)):
-        col = tile_n * BLOCK_N + i * PART_N
-        value = parts[i]
-        if OPTIONS[1]:
-            value = add_bias(value, extra[1], col, N, PART_N)
-        value = activate(value, OPTIONS[0])
-        store_block(c, row, col, value, row_end, N, N, 1, OPTIONS[2], BLOCK_M, PART_N)
+    output = (extra[1], problem[1], 1)
+    store_output(
+        parts, tile, row, row_end, tile_n, epoch, c, output, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS
+    )  # fmt: skip
 
 
 @triton.jit
