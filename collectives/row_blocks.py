@@ -2,26 +2,23 @@
 
 Shape letters: M N of the whole result; R ranks. The M rows are cut into R blocks (`stream_k.order`), block q
 belongs to rank q. Copies are commands of a stream; what they wait for and what they announce is done by
-`step_kernel`, one small program between them, so waits have a budget and watch the abort word here too. It and
-the programs of `reduce_rows_kernel` are small enough to run on multiprocessors that a GEMM's programs fill.
+`step_kernel`, one small program between them, so waits have a budget and watch the abort word here too. It needs no
+multiprocessor of its own: a GEMM's program leaves room for it, or another is free.
 
-    GEMM        --tile flags-->            step_kernel, copies of partial rows, step_kernel
-                                           --partial flags--> the owner of the rows
-    the owner:  step_kernel, reduce_rows_kernel: sums the R partials of its rows in rank order in fp32,
-                adds the bias, activates, writes them into its own result and, in an all-reduce, into `sums`
-                --sum flags--> every rank
-    all-reduce: step_kernel, copies of the owner's `sums` into the own result
+    GEMM of the peers' rows   --tile flags-->     step_kernel, copies of partial rows to their owners
+                              --partial flags-->  the owner
+    GEMM of the own rows      `sum_rows`, for a tile whose partials have come: sums them in rank order in fp32, adds
+                              the bias, activates; into the result, or, in an all-reduce, into `sums`
+                              --tile flags-->     step_kernel --sum flags--> every rank
+    all-reduce                the same step_kernel, copies of all ranks' sums into the own result
 
     all-scatter, which has no row blocks: N columns a rank, in steps of rows
-    GEMM        --tile flags-->            step_kernel --flags--> every rank
-    every rank: the same step_kernel, copies of all ranks' columns into the own result
+    GEMM                      --tile flags-->     step_kernel --flags--> every rank
+    every rank                the same step_kernel, copies of all ranks' columns into the own result
 
-Nothing deadlocks: what a stream waits for was started before it, here by the GEMM and at the peers by their
-GEMM and their copies, none of which waits for a sum; sums wait for no pull. A step of an all-scatter waits for
-the same one of the peers, and tells them before.
-
-Sums start only after they found their GEMM's tiles, so that the GEMM's programs are resident by then: a sum
-that came first could take the registers that they need.
+Nothing deadlocks, on streams that share a queue neither: what a stream waits for was enqueued before it, and at
+the peers likewise. The first GEMM waits for nobody; copies wait for it, the second GEMM for the peers' copies. A
+step of sums or columns waits for the same one of the peers, and tells them before.
 """
 
 import triton
@@ -29,9 +26,12 @@ import triton.language as tl
 
 from pyrocshmem import signal, trace
 from stream_k.epilogue import activate, add_bias, store_block, store_output
-from stream_k.order import block_start, block_tiles
+from stream_k.order import block_tiles
 
 _LANES = tl.constexpr(256)
+# Parts of a tile whose partials are on their way while another is added, times peers: 1% of an op of two ranks; with
+# more ranks, what one part needs fills the registers.
+_AHEAD = tl.constexpr(2)
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def store_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's rows for its owner. `extra` is (tile_flags,)."""
+    """Epilogue: the partial tile into this rank's rows for a peer. `extra` is (tile_flags,)."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
@@ -58,6 +58,81 @@ def store_columns(
     store_output(
         parts, tile, row, row_end, tile_n, epoch, c, output, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS
     )  # fmt: skip
+
+
+@triton.jit
+def _came(
+    tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Wait for the peers' partials of the rows of own tile number `tile`. False: gave up."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    number = tile - (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    before = number - num_gemm_programs
+    step = number // step_tiles
+    came = signal.load_now(context[1]) == 0
+    if (before < 0) | (before // step_tiles != step):
+        # The first tile of the step that this program does: what it acquires holds for the others.
+        lanes = tl.arange(0, signal.MAX_WORLD)
+        peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
+        came = signal.wait(signal.word(flags, step, lanes), peers, epoch, tile, lanes, context, OP, WORLD)
+    return came
+
+
+@triton.jit
+def _sent(
+    partials, peer, rank, row, col, N, height, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Block [BLOCK_M, WIDTH] at (row, col) of the own rows, from the `peer`-th of the others in rank order."""
+    source = peer + tl.where(peer < rank, 0, 1)
+    first = (rank - source + WORLD - 1) % WORLD * height + row
+    # Of all that is read only these numbers differ: the offsets inside a block take registers once.
+    place = partials + first.to(tl.int64) * N + col
+    j = tl.arange(0, WIDTH)
+    return tl.load(
+        place + tl.arange(0, BLOCK_M)[:, None] * N + j[None, :], mask=(col + j < N)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def sum_rows(
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: waits for the peers' partials of the tile's rows, and sums them and the own one in rank order in fp32,
+    into the own rows. Writes nothing once a wait has given up.
+
+    `extra` is (tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n): a word of `flags` for every
+    `step_tiles` tiles, raised by each peer; `partials` has a block of rows a peer, that of the rank before this one
+    first. OPTIONS[3] is the op.
+    """
+    tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n = extra
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    PEERS: tl.constexpr = WORLD - 1
+    AHEAD: tl.constexpr = _AHEAD // PEERS if PEERS > 0 else 0
+    rank = tl.load(context[0] + signal.RANK)
+    came = _came(tile, epoch, flags, step_tiles, context, problem, OPTIONS[3], WORLD, BLOCK_M, BLOCK_N)
+    row_end = tl.where(came, row_end, 0)
+    height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
+    blocks = ()
+    for part in tl.static_range(len(parts) + AHEAD):
+        if part < len(parts):
+            for peer in tl.static_range(PEERS):
+                col = tile_n * BLOCK_N + part * PART_N
+                block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
+                blocks = blocks + (block,)  # type: ignore[assignment]
+        if part >= AHEAD:
+            total = tl.zeros((BLOCK_M, PART_N), tl.float32)
+            for peer in tl.static_range(PEERS):
+                total = tl.where(peer == rank, total + parts[part - AHEAD], total)
+                total += blocks[(part - AHEAD) * PEERS + peer].to(tl.float32)
+            total = tl.where(rank == PEERS, total + parts[part - AHEAD], total)
+            col = tile_n * BLOCK_N + (part - AHEAD) * PART_N
+            if OPTIONS[1]:
+                total = add_bias(total, bias, col, N, PART_N)
+            total = activate(total, OPTIONS[0])
+            store_block(c, row, col, total, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
 
 
 @triton.jit
@@ -116,58 +191,4 @@ def step_kernel(
         signal.wait(words, ((senders >> lanes) & 1) == 1, epoch, first, lanes, context, OP, WORLD)
     if ENDS:
         signal.end(context, epoch)
-    trace.mark(events, trace.END, -1)
-
-
-@triton.jit
-def _source(partials, source, rank, tiles, N, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Where the partial of the own row block from rank `source` starts: the first R blocks of `partials` are
-    this rank's, one an owner; the next R - 1 came from the peers, the neighbour's first."""
-    block = tl.where(source == rank, rank, WORLD + (source - rank - 1 + WORLD) % WORLD)
-    return partials + tl.cast(block * tiles * BLOCK_M, tl.int64) * N
-
-
-@triton.jit(do_not_specialize=["first", "last"])
-def reduce_rows_kernel(
-    partials, sums, results, where, stride_m, stride_n, bias, first, last, M, N, context, events,
-    OPTIONS: tl.constexpr, EVERYWHERE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rows [first, last) of the own block: the sum of the R partials, the bias, the activation.
-
-    They go into the own result, which lies where the word `where` says, at a multiple of 16 bytes if ALIGNED;
-    `results` has its type only. It is the block alone, or, EVERYWHERE, [M, N], and the block goes into `sums`, from
-    where peers pull it, as well. Writes nothing once a wait has given up.
-    """
-    control, abort, record, heap_bases = context
-    rank = tl.load(control + signal.RANK)
-    tiles = block_tiles(M, WORLD, BLOCK_M)
-    columns = tl.cdiv(N, COLUMNS)
-    rows = tl.cdiv(last - first, ROWS)
-    if tl.load(abort, volatile=True) != 0:
-        rows = rows - rows
-    top = first - first
-    if EVERYWHERE:
-        top = block_start(rank, M, WORLD)
-    results = tl.cast(tl.load(where), results.dtype)
-    if ALIGNED:
-        results = tl.multiple_of(results, 16)
-    trace.mark(events, trace.REDUCE, first)
-    for step in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
-        row = first + step // columns * ROWS
-        col = step % columns * COLUMNS
-        i = row + tl.arange(0, ROWS)
-        j = col + tl.arange(0, COLUMNS)
-        offsets = i.to(tl.int64)[:, None] * N + j[None, :]
-        mask = (i < last)[:, None] & (j < N)[None, :]
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for source in tl.static_range(WORLD):
-            place = _source(partials, source, rank, tiles, N, WORLD, BLOCK_M)
-            total += tl.load(place + offsets, mask=mask, other=0.0).to(tl.float32)
-        if OPTIONS[1]:
-            total = add_bias(total, bias, col, N, COLUMNS)
-        total = activate(total, OPTIONS[0])
-        if EVERYWHERE:
-            store_block(sums, row, col, total, last, N, N, 1, 2, ROWS, COLUMNS)
-        store_block(results, top + row, col, total, top + last, N, stride_m, stride_n, 2, ROWS, COLUMNS)
     trace.mark(events, trace.END, -1)

@@ -142,7 +142,7 @@ def cost_model(
     if placement == "copy_engine":
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
-        config = _by_copy_engine(config, op, -(-rows // config.block_m), -(-N // config.block_n), world_size)
+        config = _by_copy_engine(config, op, -(-rows // config.block_m), -(-N // config.block_n))
     if op == "gemm_all_reduce" and placement in ("after", "messages"):
         # Little to overlap with: the fewest hops, or the fewest bytes.
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
@@ -186,17 +186,16 @@ _PULLED_BYTES = 8 << 20
 _PULLED_TILES = 8
 
 
-def _by_copy_engine(config: Config, op: str, tiles_m: int, tiles_n: int, world_size: int) -> Config:
-    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md). Rows that
-    peers pull: in at least two steps. Otherwise four, or one for a few waves: a step costs the copy engines as long as
-    it takes them to move a megabyte or two."""
+def _by_copy_engine(config: Config, op: str, tiles_m: int, tiles_n: int) -> Config:
+    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md): at least two
+    steps, of few tile rows, since something follows the last one; but a step costs the copy engines as long as it takes
+    them to move a megabyte or two."""
     if op in ("gemm_all_reduce", "gemm_all_scatter"):
         tile_rows = _PULLED_BYTES // (config.block_m * config.block_n * tiles_n * 2)
         least = 4 if op == "gemm_all_reduce" else 8
         chunk = min(max(least, _power_of_two(tile_rows)), -(-tiles_m // 2))
     else:
-        few = tiles_m * tiles_n * world_size <= 4 * 132
-        chunk = tiles_m if few else min(8, max(4, -(-tiles_m // 4)))
+        chunk = min(8, -(-tiles_m // 2))
     return replace(
         config,
         placement="copy_engine",

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import chain, target, trace
-from stream_k.kernel import POINTER
 from stream_k.launch import Launch
+from stream_k.mainloop import POINTER
 
 # Elements of a line of a copy are a multiple of this: 128 bytes, what memory is read in.
 _LINE = 64

@@ -13,7 +13,7 @@ OPTIONS is a tuple of constants; the first three places mean the same in every e
 import triton
 import triton.language as tl
 
-from stream_k.kernel import POINTER
+from stream_k.mainloop import POINTER
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
 

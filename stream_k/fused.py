@@ -84,7 +84,9 @@ class Call:
     num_rows: int
     longest_k: int
 
-    def product(self, stores_fp32: bool, row_blocks: int = 0, keeps_a: bool = False) -> Product:
+    def product(
+        self, stores_fp32: bool, row_blocks: int = 0, keeps_a: bool = False, num_blocks: int | None = None
+    ) -> Product:
         """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
         return make_product(
@@ -97,6 +99,7 @@ class Call:
             longest_k=self.longest_k,
             num_rows=self.num_rows,
             row_blocks=row_blocks,
+            num_blocks=num_blocks,
             keeps_a=keeps_a,
         )
 

@@ -13,7 +13,7 @@ from stream_k.column_plan import ColumnsPlan
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
-from stream_k.kernel import POINTER
+from stream_k.mainloop import POINTER
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import filled, how_to_write, template
 from stream_k.workspace import Workspace

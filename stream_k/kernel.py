@@ -25,13 +25,13 @@ is announced one tile late, when its stores have long been done and waiting for 
 or 0 where there is none to announce. Programs from `num_gemm_programs` up have no tiles of their own: that is
 where a consumer beside the GEMM runs.
 
-A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides.
-
-Rows in one of three orders, of which `stream_k.order` has the blocks:
+Rows in one of four orders, of which `stream_k.order` has the blocks:
   CHUNK 0    one matrix from top to bottom
-  CHUNK > 0  CHUNK tile rows of every row block in turn, into `c` of R blocks of whole tiles, one per owner
+  CHUNK > 0  the peers' row blocks, CHUNK tile rows of each in turn, into `c` of R - 1 blocks of whole tiles
   GATHERS    the own row block from `a`, then the peers' from `gathered`, each as soon as its flag
              (word 0 of `arrived`, written by the peer) is up; the result has the rows of all
+  SUMS       the own row block, whose epilogue waits for the peers' partials and adds them. It is launched behind the
+             one with the peers' rows, counts its tiles on from them, and begins before that one ends
 
 Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two sub-tiles, FLATTEN: 165
 registers, 229,408 B of shared memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32
@@ -42,79 +42,18 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import chain, signal, status, trace
+from stream_k.mainloop import multiply, split_columns
 from stream_k.order import (
     block_size,
     block_start,
     block_tiles,
-    chunk_row,
+    peer_row,
     program_of,
     program_range,
     tile_coords,
 )
 
-ROW = 0
-COLUMN = 1
-POINTER = 2
-
-_COLUMN = tl.constexpr(COLUMN)
-_POINTER = tl.constexpr(POINTER)
 _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
-
-
-@triton.jit
-def _load_block(
-    x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside."""
-    if HOW == _POINTER:
-        i = row + tl.arange(0, R)
-        j = col + tl.arange(0, C)
-        offsets = i.to(tl.int64)[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_col
-        block = tl.load(x + offsets, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0.0)
-    elif HOW == _COLUMN:
-        block = x.load([col, row]).T
-    else:
-        block = x.load([row, col])
-    return block
-
-
-@triton.jit
-def _halves(x, R: tl.constexpr, C: tl.constexpr):
-    """The left and the right half of a block [R, C]."""
-    return x.reshape((R, 2, C // 2)).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr):
-    """`acc` [BLOCK_M, BLOCK_N] as a tuple of SUBTILES (1, 2 or 4) blocks of columns, left to right."""
-    if SUBTILES == 1:
-        parts = (acc,)
-    elif SUBTILES == 2:
-        parts = _halves(acc, BLOCK_M, BLOCK_N)
-    else:
-        left, right = _halves(acc, BLOCK_M, BLOCK_N)
-        a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
-        c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
-        parts = (a, b, c, d)  # type: ignore[assignment]
-    return parts
-
-
-@triton.jit
-def _multiply(
-    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Sum of the K-iterations [k_begin, k_end) of the tile at `row` of `a`, which has `rows`: fp32 [BLOCK_M,
-    BLOCK_N]."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    stride_am, stride_ak, stride_bk, stride_bn = strides
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(k_begin, k_end):
-        x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
-        y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit
@@ -161,9 +100,9 @@ def _rows_of(tile_m, rank, M, CHUNK: tl.constexpr, WORLD: tl.constexpr, BLOCK_M:
     row_c = row
     if CHUNK > 0:
         tiles = block_tiles(M, WORLD, BLOCK_M)
-        block, i = chunk_row(tile_m, rank, tiles, CHUNK, WORLD)
-        row = block_start(block, M, WORLD) + i * BLOCK_M
-        row_c = (block * tiles + i) * BLOCK_M
+        peer, i = peer_row(tile_m, tiles, CHUNK, WORLD)
+        row = block_start((rank + 1 + peer) % WORLD, M, WORLD) + i * BLOCK_M
+        row_c = (peer * tiles + i) * BLOCK_M
     return row, row_c
 
 
@@ -190,11 +129,11 @@ def _split_tiles(
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
-        acc = _multiply(
+        acc = multiply(
             a, b, row, M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
+        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if k_end < iterations:
             trace.mark(events, trace.FIX_UP, tile)
             for part in tl.static_range(SUBTILES):
@@ -240,11 +179,11 @@ def _whole_tiles(
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
-        acc = _multiply(
+        acc = multiply(
             a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        parts = _split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
+        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if ANNOUNCE is not None:
             before = tile - num_gemm_programs
             late = (before >= first) & (before + prompt < end)
@@ -269,7 +208,7 @@ def stream_k_kernel(
     a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
-    LAG: tl.constexpr, ENDS: tl.constexpr, CHUNK: tl.constexpr, GATHERS: tl.constexpr,
+    LAG: tl.constexpr, ENDS: tl.constexpr, CHUNK: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
     SPLIT: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -285,7 +224,8 @@ def stream_k_kernel(
     iterations: 5 and 4) program 0 first leaves the first two iterations of tile 1 in its workspace, then does
     tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
-    chain.wait_for_previous()
+    if not SUMS:
+        chain.wait_for_previous()
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)
     rank = tl.load(context[0] + signal.RANK)
@@ -293,10 +233,10 @@ def stream_k_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     c_end = M
     if CHUNK > 0:
-        tiles_m = WORLD * block_tiles(M, WORLD, BLOCK_M)
+        tiles_m = (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M)
         c_end = tiles_m * BLOCK_M
     # A rank alone is counted, too, where a gate waits for its programs; a product alone (LAG < 0) by nobody.
-    epoch = signal.begin(context, WORLD > 1 or (LAG >= 0 and not ENDS), WORLD)
+    epoch = signal.begin(context, (WORLD > 1 and not SUMS) or (LAG >= 0 and not ENDS), WORLD)
     may_write = program >= 0
     if LAG >= 0:
         trace.mark(events, trace.WAIT, -1)
@@ -337,6 +277,14 @@ def stream_k_kernel(
                         extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW,
                         PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
                     )  # fmt: skip
+    elif SUMS:
+        begin = tiles_m * tiles_n
+        own_tiles_m = block_tiles(M, WORLD, BLOCK_M)
+        _whole_tiles(
+            a, b, c, begin, begin + program, begin + own_tiles_m * tiles_n, own_tiles_m, block_start(rank, M, WORLD),
+            M, 0, block_size(rank, M, WORLD), rank, epoch, extra, context, problem, strides, events, EPILOGUE,
+            ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        )  # fmt: skip
     elif may_write & (program < num_gemm_programs):
         _whole_tiles(
             a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
@@ -345,6 +293,9 @@ def stream_k_kernel(
         )  # fmt: skip
 
     CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    if SUMS:
+        # What follows on the stream counts on both launches.
+        chain.wait_for_previous()
     if ENDS:
         signal.end(context, epoch)
     trace.mark(events, trace.END, -1)

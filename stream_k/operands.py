@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pyrocshmem import target
 from stream_k.epilogue import ACTIVATIONS
-from stream_k.kernel import COLUMN, POINTER, ROW
+from stream_k.mainloop import COLUMN, POINTER, ROW
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

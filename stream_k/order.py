@@ -102,16 +102,17 @@ def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def chunk_row(tile_m, rank, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
-    """(row block, tile row inside it) that `rank` computes as its tile row number `tile_m`, blocks having
-    `tiles` tile rows.
+def peer_row(tile_m, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
+    """(peer, tile row inside its row block) that a rank computes as tile row number `tile_m` of the rows that it has
+    for others, blocks having `tiles` tile rows. Peers are counted from the neighbour, 0, to the rank before, R - 2.
 
-    CHUNK tile rows of every block make a step, so that all blocks grow together; in each step a rank starts
-    with the block of its neighbour and ends with its own, so that ranks don't all send to the same one.
+    CHUNK tile rows of every peer's block make a step, so that all blocks grow together; each rank starts with that of
+    its own neighbour, so that they don't all send to the same one.
 
-    Example, R = 2, blocks of 3 tile rows, CHUNK 2, rank 0: (1,0) (1,1) (0,0) (0,1), then (1,2) (0,2).
+    Example, R = 3, blocks of 3 tile rows, CHUNK 2: (0,0) (0,1) (1,0) (1,1), then (0,2) (1,2).
     """
-    step = tile_m // (WORLD * CHUNK)
+    PEERS: tl.constexpr = WORLD - 1
+    step = tile_m // (PEERS * CHUNK)
     height = min(CHUNK, tiles - step * CHUNK)
-    within = tile_m - step * WORLD * CHUNK
-    return (rank + 1 + within // height) % WORLD, step * CHUNK + within % height
+    within = tile_m - step * PEERS * CHUNK
+    return within // height, step * CHUNK + within % height

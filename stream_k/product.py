@@ -12,8 +12,9 @@ from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
 from stream_k.copies import Copies, worth_a_copy
 from stream_k.gemm_kernel import gemm_kernel
-from stream_k.kernel import COLUMN, POINTER, nothing, stream_k_kernel
+from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
+from stream_k.mainloop import COLUMN, POINTER
 from stream_k.operands import as_argument, filled, how_to_read, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
@@ -73,6 +74,7 @@ class Product:
         ends: bool,
         chunk: int = 0,
         gathers: bool = False,
+        sums: bool = False,
         alone: bool = False,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
@@ -89,6 +91,7 @@ class Product:
             "ENDS": ends,
             "CHUNK": chunk,
             "GATHERS": gathers,
+            "SUMS": sums,
             "SPLIT": self.split,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
@@ -102,7 +105,7 @@ class Product:
         }
         grid = self.schedule.num_programs + self.comm_programs
         kernel = gemm_kernel if alone else stream_k_kernel
-        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone)
+        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone or sums)
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
@@ -135,6 +138,7 @@ def make_product(
     longest_k: int = 0,
     num_rows: int | None = None,
     row_blocks: int = 0,
+    num_blocks: int | None = None,
     keeps_a: bool = False,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
@@ -143,11 +147,14 @@ def make_product(
     fp32 tiles.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
-    into, of whole tiles each; 0: one matrix. keeps_a: A is not copied, whatever its layout. Raises ValueError when no
-    program is left for the GEMM.
+    into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
+    keeps_a: A is not copied, whatever its layout. Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
-    rows = row_blocks * tiles_of_block(M, row_blocks, config.block_m) * config.block_m if row_blocks else M
+    rows = M
+    if row_blocks:
+        blocks = row_blocks if num_blocks is None else num_blocks
+        rows = blocks * tiles_of_block(M, row_blocks, config.block_m) * config.block_m
     schedule = schedule_of(config, rows, N, max(K, longest_k), a.device, comm_programs)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles

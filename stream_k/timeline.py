@@ -51,10 +51,10 @@ _OP = tl.constexpr(int(status.Op.BARRIER))
 _KERNELS = {
     "stream_k_kernel": "GEMM",
     "gemm_kernel": "GEMM",
+    "sum_rows": "GEMM + sums",
     "step_kernel": "stream",
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",
-    "reduce_rows_kernel": "sums",
     "copy_kernel": "copies",
 }
 
@@ -137,7 +137,7 @@ def clock_offset(ours: np.ndarray, theirs: np.ndarray) -> tuple[int, int]:
 @dataclass(frozen=True)
 class _Launched:
     kernel: str
-    pushes: bool
+    stores: str
     stream: int
     events: torch.Tensor
 
@@ -192,9 +192,13 @@ class Recorder:
         # Compiled for addresses that 16 divides.
         self._used += words + words % 2
         epilogue = launch.constants.get("EPILOGUE")
-        # Epilogues that store at the peers are named so.
-        pushes = epilogue is not None and epilogue.fn.__name__.startswith("push")
-        self._records.append(_Launched(launch.kernel.fn.__name__, pushes, self._stream(), events))
+        # Epilogues that do more than store are named so.
+        name = "" if epilogue is None else epilogue.fn.__name__
+        sums = name.startswith("sum")
+        stores = "push" if name.startswith("push") else "reduce" if sums else "store"
+        # The product with the sums has programs of the same numbers as the one before it, which may not have ended.
+        kernel = name if sums else launch.kernel.fn.__name__
+        self._records.append(_Launched(kernel, stores, self._stream(), events))
         return events
 
     def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
@@ -262,7 +266,7 @@ class Recorder:
             dropped += int(np.maximum(rows[:, 0] - _MAX_EVENTS, 0).sum())
             for program, row in enumerate(rows):
                 lane = stream if record.kernel == "step_kernel" else program
-                spans += _spans_of(row, _KERNELS.get(record.kernel, record.kernel), lane, record.pushes)
+                spans += _spans_of(row, _KERNELS.get(record.kernel, record.kernel), lane, record.stores)
         mine = json.dumps([[*span[:4], span[4] - ahead_ns, span[5] - ahead_ns] for span in spans])
         return _joined(self.heap.vote("timeline", f"{dropped} {mine}".encode()), error_ns)
 
@@ -273,14 +277,14 @@ class Recorder:
         return int(self._met[0, 3].item()) + int(self._met_event.elapsed_time(moment) * 1e6)
 
 
-def _spans_of(row: np.ndarray, kernel: str, lane: int, pushes: bool) -> Iterator[_RawSpan]:
-    """The stages of one program, from the marks in `row`."""
+def _spans_of(row: np.ndarray, kernel: str, lane: int, stores: str) -> Iterator[_RawSpan]:
+    """The stages of one program, from the marks in `row`. stores: what its stage "store" is."""
     count = min(int(row[0]), _MAX_EVENTS)
     marks = row[1 : 1 + 2 * count].reshape(-1, 2).tolist()
     for (begin, what), (end, _) in pairwise(marks):
         stage = trace.STAGES[what % 256]
         if stage != "end":
-            yield kernel, lane, "push" if pushes and stage == "store" else stage, what // 256 - 1, begin, end
+            yield kernel, lane, stores if stage == "store" else stage, what // 256 - 1, begin, end
 
 
 def _joined(payloads: Iterable[bytes], error_ns: int) -> Timeline:

@@ -22,8 +22,8 @@ OLD_TRITON = triton.__version__.startswith("3.6.")
 # The two loops of a GEMM that gathers: gfx950's vector registers don't suffice with Triton 3.6.
 GATHERING_SPILLS = 32 if OLD_TRITON else 0
 
-# Kernels that wait and tell, but move nothing; and those that move what a kernel before them has waited for.
-GATES, SUMS = ("gate_kernel", "step_kernel"), ("reduce_rows_kernel",)
+# Kernels that wait and tell, but move nothing.
+GATES = ("gate_kernel", "step_kernel")
 GEMMS = ("stream_k_kernel", "gemm_kernel")
 # What makes copies of operands whose alignment is lost, and tells nobody.
 COPIES = "copy_kernel"
@@ -41,10 +41,7 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     constants = kernel.constants
     allowed = set()
     # The ticket of an exchange orders nothing: its data are messages.
-    if (
-        kernel.kernel not in ("gate_kernel", "exchange_kernel", *SUMS)
-        and constants.get("ENDS", "True") == "True"
-    ):
+    if kernel.kernel not in ("gate_kernel", "exchange_kernel") and constants.get("ENDS", "True") == "True":
         allowed.add("ticket")
     if constants.get("SPLIT") == "True":
         allowed.add("fix-up")
@@ -64,7 +61,7 @@ def test_kernel(case: Case, target: str, compiled: Compile) -> None:
 
 def _faults(case: Case, kernel: Assembly) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + _wrong_scopes(case, kernel)
-    if kernel.kernel not in (*SUMS, *MESSAGES):
+    if kernel.kernel not in MESSAGES:
         wrong += rules.unacquired_polls(kernel)
     if kernel.kernel in GEMMS and case.dtype != "float32":
         # Hopper's own take 64 rows.
@@ -84,8 +81,7 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
             wrong.append("no 16-byte stores")
-        # A row of sums takes one element of the bias a thread.
-        if kernel.kernel != COPIES and (kernel.kernel not in SUMS or "bias" not in dict(case.arguments)):
+        if kernel.kernel != COPIES:
             wrong += rules.narrow_accesses(kernel)
     return wrong
 
@@ -144,7 +140,7 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     wrong = []
     if scopes["other"]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
-    if kernel.kernel in (*SUMS, COPIES):
+    if kernel.kernel == COPIES:
         return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
     # A product before or after messages tells nobody.
     if kernel.constants["WORLD"] != "1" and not scopes["sys"]:

@@ -12,7 +12,7 @@ import triton.language as tl
 import stream_k
 from stream_k import copies
 from stream_k.copies import Copies
-from stream_k.kernel import POINTER, ROW
+from stream_k.mainloop import POINTER, ROW
 from stream_k.operands import how_to_read
 from stream_k.product import make_product
 from stream_k.workspace import Workspace

@@ -23,6 +23,7 @@ from tests.stream_k.products import device, random, small_config
 TIER = 3
 M, N, K = 96, 64, 64
 WORLD = 2
+GEMMS = ("GEMM", "GEMM + sums")
 OPS = {
     "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
     "gemm_reduce_scatter": ("copy_engine",),
@@ -151,8 +152,10 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
     for rank in range(WORLD):
         own = [span for span in found.spans if span.rank == rank]
-        for stage in (MMA, "push" if config.placement == "inside" else "store"):
-            counts = Counter(span.tile for span in own if span.kernel == "GEMM" and span.stage == stage)
+        sums_own = config.placement == "copy_engine" and op in ("gemm_all_reduce", "gemm_reduce_scatter")
+        stored = {"push"} if config.placement == "inside" else {"store", "reduce"} if sums_own else {"store"}
+        for stage in ({MMA}, stored):
+            counts = Counter(span.tile for span in own if span.kernel in GEMMS and span.stage in stage)
             assert counts == dict.fromkeys(range(tiles), 1), (rank, stage)
         stages = {span.stage for span in own}
         if config.placement == "copy_engine":
@@ -176,10 +179,10 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
 def _num_copies(op: str, config: Config) -> int:
     """Of a rank, which has one peer."""
     steps = -(-M // WORLD // config.block_m)
-    # Partials are pushed and, in an all-reduce, sums pulled; columns come from both ranks.
+    # Partials are pushed and, in an all-reduce, sums pulled, from both ranks, as columns are.
     columns = 2 * -(-M // config.block_m)
     return {
-        "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 2 * steps, "gemm_all_scatter": columns
+        "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 3 * steps, "gemm_all_scatter": columns
     }[op]  # fmt: skip
 
 
@@ -190,7 +193,7 @@ def _check_order(found: Timeline) -> None:
     for span in found.spans:
         assert span.begin_us <= span.end_us
         lanes[span.rank, span.kernel, span.lane].append(span)
-        if span.kernel == "GEMM" and span.stage == MMA:
+        if span.kernel in GEMMS and span.stage == MMA:
             done[span.rank, span.tile] = span.end_us
     for spans in lanes.values():
         spans.sort(key=lambda span: (span.begin_us, span.end_us))
@@ -199,7 +202,10 @@ def _check_order(found: Timeline) -> None:
     for span in found.spans:
         if span.stage in ("store", "push") and span.tile >= 0:
             assert span.begin_us >= done[span.rank, span.tile]
-        if span.stage == "reduce" and span.kernel in ("GEMM", "consumer"):
+        if span.kernel == "GEMM + sums" and span.stage == "reduce":
+            # Its wait for the peers is part of it.
+            assert span.begin_us >= done[span.rank, span.tile]
+        elif span.stage == "reduce" and span.kernel in ("GEMM", "consumer"):
             stored = max(done[rank, span.tile] for rank in range(WORLD))
             assert span.begin_us >= stored - found.clock_error_us
 

@@ -1,0 +1,70 @@
+"""What a tile is made of: blocks of A and B, read and multiplied.
+
+A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides.
+"""
+
+import triton
+import triton.language as tl
+
+ROW = 0
+COLUMN = 1
+POINTER = 2
+
+_COLUMN = tl.constexpr(COLUMN)
+_POINTER = tl.constexpr(POINTER)
+
+
+@triton.jit
+def _load_block(
+    x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside."""
+    if HOW == _POINTER:
+        i = row + tl.arange(0, R)
+        j = col + tl.arange(0, C)
+        offsets = i.to(tl.int64)[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_col
+        block = tl.load(x + offsets, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0.0)
+    elif HOW == _COLUMN:
+        block = x.load([col, row]).T
+    else:
+        block = x.load([row, col])
+    return block
+
+
+@triton.jit
+def _halves(x, R: tl.constexpr, C: tl.constexpr):
+    """The left and the right half of a block [R, C]."""
+    return x.reshape((R, 2, C // 2)).permute(0, 2, 1).split()
+
+
+@triton.jit
+def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr):
+    """`acc` [BLOCK_M, BLOCK_N] as a tuple of SUBTILES (1, 2 or 4) blocks of columns, left to right."""
+    if SUBTILES == 1:
+        parts = (acc,)
+    elif SUBTILES == 2:
+        parts = _halves(acc, BLOCK_M, BLOCK_N)
+    else:
+        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
+        c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
+        parts = (a, b, c, d)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def multiply(
+    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sum of the K-iterations [k_begin, k_end) of the tile at `row` of `a`, which has `rows`: fp32 [BLOCK_M,
+    BLOCK_N]."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    stride_am, stride_ak, stride_bk, stride_bn = strides
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(k_begin, k_end):
+        x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
+        y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
