@@ -1,6 +1,6 @@
-"""The compiled cases: a pool of processes starts on all collected ones at once, and tests take theirs as they come.
+"""The compiled cases: pools of processes start on all collected ones at once, and tests take theirs as they come.
 
-Kernels are compiled afresh in every session, into a cache folder of its own.
+Kernels are compiled afresh in every session, into cache folders of its own.
 """
 
 import functools
@@ -18,6 +18,8 @@ from tests.compile.cases import Case
 from tests.compile.target_names import TARGETS
 
 Compile = Callable[[Case, str], list[Assembly]]
+# Fixtures of what is compiled in processes of its own.
+APART = {"compiled_without_settle", "compiled_without_marks", "compiled_recorded"}
 
 
 def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
@@ -42,35 +44,54 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return futures[case, target]
 
     for item in request.session.items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if {"case", "target"} <= params.keys():
-            start(params["case"], params["target"])
+        _start_of(item, start)
+        # Now, too: their tests come last, when all other processes are idle.
+        for name in APART & set(getattr(item, "fixturenames", ())):
+            request.getfixturevalue(name)
     yield lambda case, target: start(case, target).result()
     for pool in pools.values():
         pool.shutdown(cancel_futures=True)
 
 
-def _apart(cache: Path, without: str, job: Compile = worker.compile_case) -> Iterator[Compile]:
+def _start_of(item: pytest.Item, start: Callable[[Case, str], object]) -> None:
+    """Start on the case of a test that has one."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if {"case", "target"} <= params.keys():
+        start(params["case"], params["target"])
+
+
+def _apart(
+    request: pytest.FixtureRequest, cache: Path, without: str, job: Compile = worker.compile_case
+) -> Iterator[Compile]:
     """The same, in one process for all targets: what differs from all other kernels of the session."""
     pool = _pool(1, without, cache)
-    compile_ = functools.cache(lambda case, target: pool.submit(job, case, target))
-    yield lambda case, target: compile_(case, target).result()
+    start = functools.cache(lambda case, target: pool.submit(job, case, target))
+    for item in request.session.items:
+        if request.fixturename in getattr(item, "fixturenames", ()):
+            _start_of(item, start)
+    yield lambda case, target: start(case, target).result()
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
-def compiled_without_settle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_without_settle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """With `signal.settle` doing nothing: what the checks must find."""
-    yield from _apart(tmp_path_factory.mktemp("settle"), "settle")
+    yield from _apart(request, tmp_path_factory.mktemp("settle"), "settle")
 
 
 @pytest.fixture(scope="session")
-def compiled_without_marks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_without_marks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """With `trace.mark` doing nothing."""
-    yield from _apart(tmp_path_factory.mktemp("marks"), "marks")
+    yield from _apart(request, tmp_path_factory.mktemp("marks"), "marks")
 
 
 @pytest.fixture(scope="session")
-def compiled_recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """Of calls that a timeline records."""
-    yield from _apart(tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)
+    yield from _apart(request, tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)
