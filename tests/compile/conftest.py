@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.compile import worker
+from tests.compile import publishers, worker
 from tests.compile.assembly import Assembly
-from tests.compile.cases import Case
+from tests.compile.cases import CASES, Case
 from tests.compile.target_names import TARGETS
 
 Compile = Callable[[Case, str], list[Assembly]]
+Rest = tuple[Future[set[str]], dict[str, Future[list[Assembly]]]]
 # Fixtures of what is compiled in processes of its own.
-APART = {"compiled_without_settle", "compiled_without_marks", "compiled_recorded"}
+APART = {"compiled_without_settle", "compiled_without_marks", "compiled_recorded", "rest"}
+# Whose kernels take the longest, as they go to the assembler, another process.
+SLOWEST = "sm_90"
 
 
 def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
@@ -35,7 +38,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     shape, was made for one kind of GPU.
     """
     share = max(1, (os.cpu_count() or 1) // len(TARGETS))
-    pools = {name: _pool(share, "", tmp_path_factory.mktemp(name)) for name in TARGETS}
+    pools = {name: _pool(share + (name == SLOWEST), "", tmp_path_factory.mktemp(name)) for name in TARGETS}
     futures: dict[tuple[Case, str], Future[list[Assembly]]] = {}
 
     def start(case: Case, target: str) -> Future[list[Assembly]]:
@@ -95,3 +98,14 @@ def compiled_recorded(
 ) -> Iterator[Compile]:
     """Of calls that a timeline records."""
     yield from _apart(request, tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)
+
+
+@pytest.fixture(scope="session")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rest]:
+    """(the names of what the cases launch, of each target the kernels that no case compiles)."""
+    pool = _pool(1, "", tmp_path_factory.mktemp("rest"))
+    # What is launched depends on the dtype in nothing.
+    cases = [case for case in CASES if case.dtype == "bfloat16"]
+    launched = pool.submit(publishers.planned, cases, SLOWEST)
+    yield launched, {name: pool.submit(publishers.compile_rest, None, name) for name in TARGETS}
+    pool.shutdown(cancel_futures=True)
