@@ -11,14 +11,16 @@ its program as they were.
 
 The interpreter replaces functions of `triton.language` when a kernel starts and again in every call of a jit
 function, which takes half of its time, and puts them back when a kernel ends, under the others that run. Here they
-are replaced once, by the first kernel, for as long as any kernel runs.
+are replaced once, by the first kernel, for as long as any kernel runs; and what takes which place is looked for once
+a process, since to look through the modules takes milliseconds, as long as a small kernel.
 """
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
@@ -55,13 +57,37 @@ def _languages() -> tuple[Any, Any]:
     return tl, core
 
 
+@functools.cache
+def _replacements(patch_lang: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+    """(module or class, name, what kernels need there), in the order in which the interpreter replaces."""
+    scope = patch_lang(_languages)
+    found = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+    scope.restore()
+    return found
+
+
+@functools.cache
+def _remembering(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`interpreter._get_np_dtype`, which makes a table of all types in each of its many calls, with what it said."""
+    known: dict[str, Any] = {}
+
+    def remembered(triton_type: Any) -> Any:
+        # Types that compare by their parts have no hash; names have the parts in them.
+        if triton_type.name not in known:
+            known[triton_type.name] = numpy_type(triton_type)
+        return known[triton_type.name]
+
+    return remembered
+
+
 def _replace() -> contextlib.ExitStack:
     """Replace what kernels need; closing the stack puts all back."""
-    stack = contextlib.ExitStack()
-    replace = interpreter._patch_lang
-    stack.callback(replace(_languages).restore)
-    interpreter._patch_lang = lambda fn: _Nothing()
-    stack.callback(setattr, interpreter, "_patch_lang", replace)
+    scope, stack = interpreter._LangPatchScope(), contextlib.ExitStack()
+    stack.callback(scope.restore)
+    for place, name, needed in _replacements(interpreter._patch_lang):
+        scope.set_attr(place, name, needed)
+    scope.set_attr(interpreter, "_patch_lang", lambda fn: _Nothing())
+    scope.set_attr(interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype))
     builder = interpreter.interpreter_builder
     stack.callback(setattr, builder, "options", builder.options)
     # It checks every sum of integers, at a quarter of its time, and drops what it finds unless it debugs.

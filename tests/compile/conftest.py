@@ -1,6 +1,6 @@
-"""The compiled cases: a pool of processes starts on all collected ones at once, and tests take theirs as they come.
+"""The compiled cases: pools of processes start on all collected ones at once, and tests take theirs as they come.
 
-Kernels are compiled afresh in every session, into a cache folder of its own.
+Kernels are compiled afresh in every session, into cache folders of its own.
 """
 
 import functools
@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.compile import worker
+from tests.compile import publishers, worker
 from tests.compile.assembly import Assembly
-from tests.compile.cases import Case
+from tests.compile.cases import CASES, Case
 from tests.compile.target_names import TARGETS
 
 Compile = Callable[[Case, str], list[Assembly]]
+Rest = tuple[Future[set[str]], dict[str, Future[list[Assembly]]]]
+# Fixtures of what is compiled in processes of its own.
+APART = {"compiled_without_settle", "compiled_without_marks", "compiled_recorded", "rest"}
+# Whose kernels take the longest, as they go to the assembler, another process.
+SLOWEST = "sm_90"
 
 
 def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
@@ -33,7 +38,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     shape, was made for one kind of GPU.
     """
     share = max(1, (os.cpu_count() or 1) // len(TARGETS))
-    pools = {name: _pool(share, "", tmp_path_factory.mktemp(name)) for name in TARGETS}
+    pools = {name: _pool(share + (name == SLOWEST), "", tmp_path_factory.mktemp(name)) for name in TARGETS}
     futures: dict[tuple[Case, str], Future[list[Assembly]]] = {}
 
     def start(case: Case, target: str) -> Future[list[Assembly]]:
@@ -42,35 +47,65 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return futures[case, target]
 
     for item in request.session.items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if {"case", "target"} <= params.keys():
-            start(params["case"], params["target"])
+        _start_of(item, start)
+        # Now, too: their tests come last, when all other processes are idle.
+        for name in APART & set(getattr(item, "fixturenames", ())):
+            request.getfixturevalue(name)
     yield lambda case, target: start(case, target).result()
     for pool in pools.values():
         pool.shutdown(cancel_futures=True)
 
 
-def _apart(cache: Path, without: str, job: Compile = worker.compile_case) -> Iterator[Compile]:
+def _start_of(item: pytest.Item, start: Callable[[Case, str], object]) -> None:
+    """Start on the case of a test that has one."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if {"case", "target"} <= params.keys():
+        start(params["case"], params["target"])
+
+
+def _apart(
+    request: pytest.FixtureRequest, cache: Path, without: str, job: Compile = worker.compile_case
+) -> Iterator[Compile]:
     """The same, in one process for all targets: what differs from all other kernels of the session."""
     pool = _pool(1, without, cache)
-    compile_ = functools.cache(lambda case, target: pool.submit(job, case, target))
-    yield lambda case, target: compile_(case, target).result()
+    start = functools.cache(lambda case, target: pool.submit(job, case, target))
+    for item in request.session.items:
+        if request.fixturename in getattr(item, "fixturenames", ()):
+            _start_of(item, start)
+    yield lambda case, target: start(case, target).result()
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
-def compiled_without_settle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_without_settle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """With `signal.settle` doing nothing: what the checks must find."""
-    yield from _apart(tmp_path_factory.mktemp("settle"), "settle")
+    yield from _apart(request, tmp_path_factory.mktemp("settle"), "settle")
 
 
 @pytest.fixture(scope="session")
-def compiled_without_marks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_without_marks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """With `trace.mark` doing nothing."""
-    yield from _apart(tmp_path_factory.mktemp("marks"), "marks")
+    yield from _apart(request, tmp_path_factory.mktemp("marks"), "marks")
 
 
 @pytest.fixture(scope="session")
-def compiled_recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def compiled_recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
     """Of calls that a timeline records."""
-    yield from _apart(tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)
+    yield from _apart(request, tmp_path_factory.mktemp("recorded"), "", worker.compile_recorded)
+
+
+@pytest.fixture(scope="session")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rest]:
+    """(the names of what the cases launch, of each target the kernels that no case compiles)."""
+    pool = _pool(1, "", tmp_path_factory.mktemp("rest"))
+    # What is launched depends on the dtype in nothing.
+    cases = [case for case in CASES if case.dtype == "bfloat16"]
+    launched = pool.submit(publishers.planned, cases, SLOWEST)
+    yield launched, {name: pool.submit(publishers.compile_rest, None, name) for name in TARGETS}
+    pool.shutdown(cancel_futures=True)

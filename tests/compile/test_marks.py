@@ -21,7 +21,9 @@ MARKED = [
     Case("all_gather_gemm", hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
 ]
-every_case = pytest.mark.parametrize("case", MARKED, ids=str)
+every_case = pytest.mark.parametrize(
+    ("case", "target"), [pytest.param(case, TARGET, id=str(case)) for case in MARKED]
+)
 
 
 def _facts(kernel: Assembly) -> tuple[str, str, int, int, int]:
@@ -32,18 +34,20 @@ def _facts(kernel: Assembly) -> tuple[str, str, int, int, int]:
 
 @every_case
 def test_off_is_the_code_of_a_kernel_without_marks(
-    case: Case, compiled: Compile, compiled_without_marks: Compile
+    case: Case, target: str, compiled: Compile, compiled_without_marks: Compile
 ) -> None:
     """Instructions, registers, spills and shared memory."""
     assert case in CASES
-    off, unmarked = compiled(case, TARGET), compiled_without_marks(case, TARGET)
+    off, unmarked = compiled(case, target), compiled_without_marks(case, target)
     assert [_facts(kernel) for kernel in off] == [_facts(kernel) for kernel in unmarked]
 
 
 @every_case
-def test_on_keeps_the_pipeline(case: Case, compiled: Compile, compiled_recorded: Compile) -> None:
+def test_on_keeps_the_pipeline(
+    case: Case, target: str, compiled: Compile, compiled_recorded: Compile
+) -> None:
     """Marks bring clocks into the loops of the GEMM, and leave its stages as they are."""
-    for off, on in zip(compiled(case, TARGET), compiled_recorded(case, TARGET), strict=True):
+    for off, on in zip(compiled(case, target), compiled_recorded(case, target), strict=True):
         assert on.kernel == off.kernel
         assert on.count("%globaltimer") > off.count("%globaltimer")
         assert on.shared == off.shared, f"{on.kernel}: shared memory"

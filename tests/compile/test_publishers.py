@@ -1,15 +1,12 @@
 """No kernel that publishes escapes the checks of its assembly: every one is compiled, by a case or here."""
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.compile import assembly as rules
 from tests.compile import publishers
-from tests.compile.cases import CASES
-from tests.compile.conftest import _pool
+from tests.compile.conftest import Rest
 from tests.compile.target_names import TARGETS
 
 TIER = 3
@@ -18,18 +15,9 @@ REST = {"rms_norm_kernel", "meet_kernel", "ring_kernel"}
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    pool = _pool(1, "", tmp_path_factory.mktemp("rest"))
-    yield pool
-    pool.shutdown(cancel_futures=True)
-
-
-def test_every_kernel_that_publishes_is_compiled(process: ProcessPoolExecutor) -> None:
+def test_every_kernel_that_publishes_is_compiled(rest: Rest) -> None:
     graph, telling = publishers.call_graph(ROOT), publishers.publishers(ROOT)
-    # What is launched depends on the dtype in nothing.
-    cases = [case for case in CASES if case.dtype == "bfloat16"]
-    roots = process.submit(publishers.planned, cases, "sm_90").result()
+    roots = rest[0].result()
     assert "stream_k_kernel" in roots
     assert {"_raise_arrived", "announce_partial", "_raise_word"} <= telling
     missing = telling - publishers.reached(graph, roots | REST)
@@ -46,9 +34,9 @@ def test_a_function_that_nothing_launches_is_missed() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_rest(process: ProcessPoolExecutor, target: str) -> None:
+def test_the_rest(rest: Rest, target: str) -> None:
     """Barrier, drain and scope before every release; a poll past the caches, acquired."""
-    kernels = process.submit(publishers.compile_rest, None, target).result()
+    kernels = rest[1][target].result()
     assert {kernel.kernel for kernel in kernels} == REST
     for kernel in kernels:
         assert not rules.unsettled_releases(kernel), kernel.kernel

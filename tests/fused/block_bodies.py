@@ -18,7 +18,7 @@ from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import small_config
 
-AHEAD_S, SHORT_S, LONG_S, PAUSE_S = 1.5, 0.5, 20.0, 0.1
+AHEAD_S, SHORT_S, LONG_S, PAUSE_S = 0.75, 0.5, 20.0, 0.1
 CALLS = 3
 PLANTS = KEPT, TWO_SLOTS, NEVER_EMPTIED = "kept", "two slots", "never emptied"
 Way = tuple[str, str, str]
