@@ -20,7 +20,7 @@ from stream_k.fused import Call, FusedPlan
 from stream_k.launch import Launch
 from stream_k.operands import aligned, as_argument, how_to_write
 from stream_k.product import tiles_of_block
-from stream_k.pulls import PULLS, WAITS, Pull, pull
+from stream_k.pulls import Pull, Pulls
 
 # Streams beside the caller's. The first has all that isn't the GEMM; from it fork those that wait for tiles, copy, and
 # sum.
@@ -75,14 +75,15 @@ class RowsPlan(FusedPlan):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.sums: torch.Tensor | None = None
-        self.pulls: list[Pull] = []
+        steps: list[Pull] = []
         if everywhere:
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
-            self.pulls = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
+            steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
         self.fix_up = product.fix_up(workspace)
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, c_how)
+        self.pulls = Pulls(workspace, self.step, steps)
 
     def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
         """[begin, end) of a step's rows, counted from the first one of the owner's block."""
@@ -213,18 +214,16 @@ class RowsPlan(FusedPlan):
             self.bias.copy_(bias)
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
-        if self.everywhere:
-            workspace.fork(WAITS)
+        # Not in the graph, which keeps its arguments, while the result is another in every call.
+        pull = self.pulls.into(result) if self.everywhere else None
         self.gemm(self._gemm_arguments(a, b))
         with workspace.beside(_MAIN):
             if self.graph is None or torch.cuda.is_current_stream_capturing():
                 self._beside()
             else:
                 self.graph.replay()
-        if self.everywhere:
-            # Not in the graph, which keeps its arguments, while the result is another in every call.
-            pull(workspace, self.step, self.pulls, result)
-            workspace.join(PULLS)
+        if pull is not None:
+            pull()
         workspace.join(_MAIN)
         self.end(self._step_arguments())
 
