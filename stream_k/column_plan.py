@@ -16,7 +16,7 @@ from pyrocshmem import status
 from pyrocshmem.copies import RowCopy, takes_rows
 from stream_k.fused import Call, FusedPlan
 from stream_k.operands import as_argument, how_to_write
-from stream_k.pulls import PULLS, WAITS, Pull, pull
+from stream_k.pulls import Pull, Pulls
 from stream_k.row_plan import step_launch
 
 
@@ -53,7 +53,8 @@ class ColumnsPlan(FusedPlan):
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
         out = call.out if self.result is None else self.result
-        self.pulls = [self._pull(step, call, out) for step in range(num_steps)]
+        steps = [self._pull(step, call, out) for step in range(num_steps)]
+        self.pulls = Pulls(workspace, self.step, steps)
 
     def _pull(self, step: int, call: Call, out: torch.Tensor) -> Pull:
         """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
@@ -90,11 +91,8 @@ class ColumnsPlan(FusedPlan):
             launch.compile(self._step_arguments())
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        workspace = self.workspace
         a, b = self.product.readable(a, b)
-        workspace.fork(WAITS)
+        pull = self.pulls.into(out if self.result is None else self.result)
         self.gemm(self._gemm_arguments(a, b, bias))
-        pull(workspace, self.step, self.pulls, out if self.result is None else self.result)
-        workspace.join(PULLS)
-        workspace.join(WAITS)
+        pull()
         self.end(self._step_arguments())

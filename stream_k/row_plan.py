@@ -23,7 +23,7 @@ from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.product import tiles_of_block
-from stream_k.pulls import PULLS, WAITS, Pull, pull
+from stream_k.pulls import Pull, Pulls
 
 # Streams beside the caller's. The first has all that waits for the peers' rows; from it fork those that wait for tiles,
 # and copy.
@@ -76,15 +76,16 @@ class RowsPlan(FusedPlan):
         if everywhere and not takes_rows(call.out):
             self.result = workspace.buffer("own results", M * N, call.a.dtype, local=True)[: M * N].view(M, N)
         self.sums: torch.Tensor | None = None
-        self.pulls: list[Pull] = []
+        steps: list[Pull] = []
         if everywhere:
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
-            self.pulls = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
+            steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
         rows = self.partials[: 2 * half].view(-1, N)
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, rows[: peers * block])
+        self.pulls = Pulls(workspace, self.step, steps)
 
     def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
         """[begin, end) of a step's rows, counted from the first one of the owner's block."""
@@ -223,8 +224,8 @@ class RowsPlan(FusedPlan):
         workspace = self.workspace
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
-        if self.everywhere:
-            workspace.fork(WAITS)
+        # Not in the graph, which keeps its arguments, while the result is another in every call.
+        pull = self.pulls.into(out if self.result is None else self.result) if self.everywhere else None
         if self.peers_gemm is not None:
             self.peers_gemm(self._peers_arguments(a, b))
         with workspace.beside(_MAIN):
@@ -233,11 +234,8 @@ class RowsPlan(FusedPlan):
             else:
                 self.graph.replay()
         self.own_gemm(self._own_arguments(a, b, bias, out))
-        if self.everywhere:
-            # Not in the graph, which keeps its arguments, while the result is another in every call.
-            pull(workspace, self.step, self.pulls, out if self.result is None else self.result)
-            workspace.join(PULLS)
-            workspace.join(WAITS)
+        if pull is not None:
+            pull()
         workspace.join(_MAIN)
         self.end(self._step_arguments())
 

@@ -32,6 +32,7 @@ from tests.stream_k.products import ON_CPU, integers, small_config
 DELAY_S, STALL_S = 0.2, 0.02
 _WAIT_S = 20.0
 Shape = tuple[int, int, int]
+Arguments = tuple[torch.Tensor, torch.Tensor, dict[str, int]]
 
 
 @triton.jit
@@ -40,16 +41,9 @@ def end_without_counting(context, epoch):
     return False
 
 
-def integer_call(
-    heap: Heap,
-    seed: int,
-    shape: tuple[int, int, int],
-    config: stream_k.Config,
-    workspace: Workspace,
-    op: str = "all_reduce",
-) -> bool:
-    """One call with data of its own; whether it came out exactly. op: a name of reference.problems; N and K of `shape`
-    are those of a rank's operands, M is that of the product."""
+def integer_problem(heap: Heap, seed: int, shape: Shape, op: str) -> tuple[Arguments, torch.Tensor]:
+    """(a, b and the global sizes of a call, its result in float64) of this rank. op: a name of reference.problems; N
+    and K of `shape` are those of a rank's operands, M is that of the product."""
     M, N, K = shape
     rank, world_size = heap.rank, heap.world_size
     shares = [
@@ -62,17 +56,25 @@ def integer_call(
     problem = PROBLEMS[op]
     a, b = shares[rank if problem.sums else 0][0], shares[rank][1]
     if problem.sums:
-        expected = sum(x.double() @ y.double() for x, y in shares)
+        expected = torch.stack([x.double() @ y.double() for x, y in shares]).sum(0)
     elif problem.out_cut == "N":
         expected = a.double() @ b.double()
     else:
         expected = torch.cat([a.double() @ y.double() for _, y in shares], dim=1)
     if op == "reduce_scatter":
-        expected = expected.tensor_split(world_size)[rank]  # type: ignore[union-attr]
-    more = {}
+        expected = expected.tensor_split(world_size)[rank]
     if op == "all_gather":
-        a, more = a.tensor_split(world_size)[rank], {"num_rows": M}
-    out = getattr(stream_k, problem.op)(a, b, group=heap, config=config, workspace=workspace, **more)
+        return (a.tensor_split(world_size)[rank], b, {"num_rows": M}), expected
+    return (a, b, {}), expected
+
+
+def integer_call(
+    heap: Heap, seed: int, shape: Shape, config: stream_k.Config, workspace: Workspace, op: str = "all_reduce"
+) -> bool:
+    """One call with data of its own, of `integer_problem`; whether it came out exactly."""
+    (a, b, sizes), expected = integer_problem(heap, seed, shape, op)
+    options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, **sizes}
+    out = getattr(stream_k, PROBLEMS[op].op)(a, b, **options)
     return torch.equal(out.double(), expected)
 
 
