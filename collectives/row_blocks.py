@@ -29,9 +29,9 @@ from stream_k.epilogue import activate, add_bias, store_block, store_output
 from stream_k.order import block_tiles
 
 _LANES = tl.constexpr(256)
-# Parts of a tile whose partials are on their way while another is added, times peers: 1% of an op of two ranks; with
-# more ranks, what one part needs fills the registers.
-_AHEAD = tl.constexpr(2)
+# Bits of an element's partials, of all peers, that are on their way while another part of the tile is added: as many
+# registers as are left. It is worth 1% of an op of two ranks.
+_BITS_AHEAD = tl.constexpr(32)
 
 
 @triton.jit
@@ -110,7 +110,8 @@ def sum_rows(
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
-    AHEAD: tl.constexpr = _AHEAD // PEERS if PEERS > 0 else 0
+    WIDTH: tl.constexpr = partials.dtype.element_ty.primitive_bitwidth
+    AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH) if PEERS > 0 else 0  # parts
     rank = tl.load(context[0] + signal.RANK)
     came = _came(tile, epoch, flags, step_tiles, context, problem, OPTIONS[3], WORLD, BLOCK_M, BLOCK_N)
     row_end = tl.where(came, row_end, 0)
