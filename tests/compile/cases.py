@@ -12,6 +12,8 @@ SMALL = (16, 4096, 4096)
 EVEN = (8192, 3584, 4096)
 # All four stages of A and B on sm_90, and the tile on its way out.
 FULL_PIPELINE_BYTES = 229_408
+# Those stages alone: (128 + 256) x 64 elements of 2 bytes.
+FOUR_STAGES_BYTES = 4 * 49_152
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Every kernel configuration that ships compiles for every target, and its assembly is what it should be."""
 
+import itertools
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import triton
 
 from tests.compile import assembly as rules
 from tests.compile.assembly import Assembly
-from tests.compile.cases import BLOCKS, CASES, EVEN, FULL_PIPELINE_BYTES, LARGE, Case
+from tests.compile.cases import BLOCKS, CASES, EVEN, FOUR_STAGES_BYTES, FULL_PIPELINE_BYTES, LARGE, Case
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
@@ -162,15 +163,19 @@ FED = [
 ]
 
 
-def _multiplies(kernels: list[Assembly]) -> Assembly:
+def _gemms(kernels: list[Assembly]) -> list[Assembly]:
+    """One, or two of an op that sums row blocks: of the peers' rows, and of the own ones with the sums."""
     assert kernels[0].kernel in GEMMS
-    return kernels[0]
+    return [kernel for kernel in kernels if kernel.kernel in GEMMS]
 
 
 @pytest.mark.parametrize("case", [case for case in FED if "gemm" in case.op], ids=str)
 def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
-    """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it."""
-    assert _multiplies(compiled(case, "sm_90")).shared == FULL_PIPELINE_BYTES
+    """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it. What sums stores by
+    pointers, in parts that need less room."""
+    first, *second = (gemm.shared for gemm in _gemms(compiled(case, "sm_90")))
+    assert first == FULL_PIPELINE_BYTES
+    assert all(FOUR_STAGES_BYTES < shared <= FULL_PIPELINE_BYTES for shared in second), second
 
 
 # An sm_90 multiprocessor: registers (a warp gets whole 256s), bytes of shared memory, of which a program takes some for
@@ -190,9 +195,14 @@ def _fits(programs: list[Assembly]) -> bool:
 @pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
     """A helper that found no room would start when the GEMM ends, and overlap with nothing."""
-    gemm, *helpers = compiled(case, "sm_90")
-    assert gemm.programs < PROCESSORS, "no multiprocessor is left for the launches of helpers"
-    for helper in helpers:
+    kernels = compiled(case, "sm_90")
+    gemms = _gemms(kernels)
+    helpers = [kernel for kernel in kernels if kernel.kernel not in GEMMS]
+    sums = case.op == "gemm_reduce_scatter" or (case in BLOCKS and case.op == "gemm_all_reduce")
+    assert len(gemms) == (2 if sums else 1)
+    assert helpers
+    for gemm, helper in itertools.product(gemms, helpers):
+        assert gemm.programs < PROCESSORS, "no multiprocessor is left for the launches of helpers"
         if case.op == "gemm_all_scatter" and helper.kernel == "consumer_kernel":
             # They push hardest, and have multiprocessors for themselves.
             each = -(-helper.programs // (PROCESSORS - gemm.programs))

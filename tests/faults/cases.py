@@ -248,15 +248,8 @@ CASES = (
         25,
         "the C library not built, allocation fails",
         "the build command in the message; MemoryError; the process lives",
-        _in(
-            ALLOC,
-            "library_not_built",
-            "library_damaged",
-            "more_memory_than_there_is",
-            "no_file_may_grow",
-            "no_address_space",
-            "no_gpu_runtime",
-        ),
+        _in(ALLOC, "library_not_built", "library_damaged", "more_memory_than_there_is")
+        + _in(ALLOC, "no_file_may_grow", "no_address_space", "no_gpu_runtime"),
     ),
     Fault(
         26,
@@ -313,6 +306,12 @@ GUARD_LIST = (
         "what a peer still reads is overwritten",
         _in(PROTOCOL, "a_stalled_reader", "messages_of_a_rank_that_is_a_call_ahead"),
         _in(PROTOCOL, "a_single_slot_is_caught", "messages_of_a_rank_that_is_a_call_ahead"),
+    ),
+    Guard(
+        "wait for the peers' partials",
+        "a sum is made of what a peer has yet to send, or sent in the call before",
+        _in(PROTOCOL, "partials_that_come_late", "no_sums_without_the_partials"),
+        _in(PROTOCOL, "sums_that_do_not_wait_are_caught", "no_sums_without_the_partials"),
     ),
     Guard(
         "abort watch",

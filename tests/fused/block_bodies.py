@@ -10,16 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
+import stream_k
+from collectives import row_blocks
 from pyrocshmem import Heap, message, signal
 from pyrocshmem.copies import RowCopy
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
+from stream_k.order import block_tiles
 from stream_k.workspace import Workspace
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
-from tests.stream_k.products import small_config
+from tests.stream_k.products import integers, small_config
 
 AHEAD_S, SHORT_S, LONG_S, PAUSE_S = 0.75, 0.5, 20.0, 0.1
 CALLS = 3
+CANARY = 77.0
 PLANTS = KEPT, TWO_SLOTS, NEVER_EMPTIED = "kept", "two slots", "never emptied"
 Way = tuple[str, str, str]
 
@@ -40,7 +44,7 @@ def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guar
         wrong = not integer_call(heap, 50, shape, config, workspace, op)
         (plan,) = workspace.plans.values()
         place, reader = {
-            "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "sum")
+            "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
         }.get(op, (RowCopy, "__call__"))  # fmt: skip
         honest, stalled_in = getattr(place, reader), -1
 
@@ -64,6 +68,85 @@ def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guar
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")
     return wrong
+
+
+@triton.jit
+def came_at_once(
+    tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`row_blocks._came` as it must not be: without the wait."""
+    return tile >= 0
+
+
+_honestly_came = row_blocks._came
+
+
+@triton.jit
+def came_or_not(
+    tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`row_blocks._came` as it must not be: only the tile that waits heeds a wait that gave up."""
+    before = tile - (WORLD - 1) * block_tiles(problem[0], WORLD, BLOCK_M) * tl.cdiv(problem[1], BLOCK_N)
+    came = _honestly_came(tile, epoch, flags, step_tiles, context, problem, OP, WORLD, BLOCK_M, BLOCK_N)
+    return came | (before % step_tiles != 0)
+
+
+def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
+    """Rank 1 is in the call, but sends its partials when rank 0 has made its sums, or, where these wait, can't."""
+    if not waits:
+        row_blocks._came = came_at_once
+    config = small_config(placement="copy_engine", chunk=1)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        shape = (151, 24, 24)
+        wrong = not integer_call(heap, 50, shape, config, workspace, op)
+        (plan,) = workspace.plans.values()
+        summed = heap.zeros(1, dtype=torch.int32)
+        at_1, own_gemm, send = heap.peer_view(summed, 1), plan.own_gemm, plan._send
+
+        def sums(*arguments: Any) -> None:
+            own_gemm(*arguments)
+            at_1.fill_(workspace.epoch() + 1)
+
+        def late() -> None:
+            deadline = time.monotonic() + (PAUSE_S if waits else LONG_S / 2)
+            while int(summed) != workspace.epoch() + 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            send()
+
+        plan.own_gemm, plan._send = (sums, send) if rank == 0 else (own_gemm, late)
+        for call in range(CALLS):
+            wrong += not integer_call(heap, call, shape, config, workspace, op)
+        heap.vote("done")
+    return wrong
+
+
+def sums_without_partials(rank: int, world_size: int, heeds: bool) -> int:
+    """Elements of rank 0's block that are written though rank 1 has announced no partials; -1: no fault. A single
+    program does all tiles of a step: one waits, the others must know how that ended."""
+    if not heeds:
+        row_blocks._came = came_or_not
+    config = small_config(placement="copy_engine", chunk=2, num_programs=1)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        a, b = integers(151, 24, torch.float32, rank), integers(24, 70, torch.float32, 2 + rank)
+        out = torch.zeros(76 - rank, 70)
+        options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, "out": out}
+        stream_k.gemm_reduce_scatter(a, b, **options)
+        heap.vote("planned")
+        if rank == 1:
+            keep_back_copies(*workspace.plans.values())
+        else:
+            workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+        out.fill_(CANARY)
+        try:
+            stream_k.gemm_reduce_scatter(a, b, **options)
+            heap.vote("done")
+        except ShmemError:
+            return int((out != CANARY).sum())
+    return -1
 
 
 def keep_back(words: torch.Tensor) -> None:

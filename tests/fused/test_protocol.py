@@ -81,6 +81,32 @@ def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
     assert wrong[1] > 0
 
 
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+@pytest.mark.cpu
+def test_partials_that_come_late(op: str) -> None:
+    """Sums are made when the peers' partials are there."""
+    assert values(run_ranks(block_bodies.late_partials, 2, op, True, timeout=TIMEOUT_S)) == [0, 0]
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+@pytest.mark.cpu
+@pytest.mark.alone
+def test_sums_that_do_not_wait_are_caught(op: str) -> None:
+    """The control of the test above."""
+    assert values(run_ranks(block_bodies.late_partials, 2, op, False, timeout=TIMEOUT_S))[0] > 0
+
+
+@pytest.mark.cpu
+def test_no_sums_without_the_partials() -> None:
+    """A wait for partials that gives up leaves the rows of its step as they were, those of other tiles too; then the
+    control, in which the tiles that don't wait themselves take no heed."""
+    written, late = values(run_ranks(block_bodies.sums_without_partials, 2, True, timeout=TIMEOUT_S))
+    assert written == 0
+    assert late >= 0
+    written, _ = values(run_ranks(block_bodies.sums_without_partials, 2, False, timeout=TIMEOUT_S))
+    assert written > 0
+
+
 @pytest.mark.parametrize(
     ("op", "placement", "name"),
     [

@@ -229,35 +229,59 @@ def pull_columns(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
     return ranks.model
 
 
-def pull_sums(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
-    """`gemm_all_reduce`, copy engine: partials are pushed to the owner of their rows, whose sums stay at home, in one
-    place, and are pulled by copies. An owner hears from every peer before it sums: that peer pulls no more of the call
-    before."""
+def push_rows(ranks: _Ranks, rank: int, call: int) -> list[Step]:
+    """The stream beside the GEMMs of a call that sums rows: partials to their owners once these are in the call, though
+    the wait for that may have given up."""
+    pushes = ranks.wait_for_peers(rank, "entered", call, 0)
+    for owner in ranks.peers(rank):
+        pushes.append(Step("put", (ranks.cell(owner, f"partial of rank {rank}"),), call))
+        pushes.append(Step("raise", (ranks.flag(owner, f"ready[{rank}]"),), ranks.epoch(call)))
+    return pushes
+
+
+def sum_partials(ranks: _Ranks, rank: int, call: int, then: list[Step]) -> list[Step]:
+    """Both GEMMs of such a call: the first tells that the rank is in it, the second waits for nothing but the partials.
+    then: what it does with them."""
+    partials = [ranks.cell(rank, f"partial of rank {peer}") for peer in ranks.peers(rank)]
+    reads = [Step("read", (place,), call) for place in partials]
+    return [
+        *ranks.tell_peers(rank, "entered", call),
+        *ranks.wait_for_peers(rank, "ready", call, len(reads) + len(then)),
+        *reads,
+        *then,
+    ]
+
+
+def sum_rows(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
+    """`gemm_reduce_scatter`, copy engine: partials are pushed to their owner, whose second GEMM adds them."""
     ranks = _Ranks(num_ranks, guards)
+    numbers = range(1, calls + 1)
     for rank in range(num_ranks):
-        launches = []
-        for call in range(1, calls + 1):
-            push = [
-                step
-                for owner in ranks.peers(rank)
-                for step in (
-                    Step("put", (ranks.cell(owner, f"partial of rank {rank}"),), call),
-                    Step("raise", (ranks.flag(owner, f"ready[{rank}]"),), ranks.epoch(call)),
-                )
-            ]
-            partials = [ranks.cell(rank, f"partial of rank {peer}") for peer in ranks.peers(rank)]
-            launches.append([
-                *ranks.tell_peers(rank, "entered", call),
-                *ranks.wait_for_peers(rank, "entered", call, 0),
-                *push,
-                *ranks.wait_for_peers(rank, "ready", call, len(partials) + 1),
-                *(Step("read", (place,), call) for place in partials),
-                Step("put", (ranks.cell(rank, "sums"),), call),
+        ranks.add_thread(rank, [sum_partials(ranks, rank, call, []) for call in numbers])
+        ranks.add_thread(rank, [push_rows(ranks, rank, call) for call in numbers])
+    return ranks.model
+
+
+def pull_sums(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
+    """`gemm_all_reduce`, copy engine: the same, but that the sums stay at home, in one place, and are pulled by copies.
+    An owner hears from every peer before it sums: that peer pulls no more of the call before. Pulls tell the peers, and
+    run, although the wait for the own sums may have given up."""
+    ranks = _Ranks(num_ranks, guards)
+    numbers = range(1, calls + 1)
+    for rank in range(num_ranks):
+        own, sums, pulls = ranks.cell(rank, "sums"), [], []
+        tile = (ranks.flag(rank, "tile"),)
+        for call in numbers:
+            announce = Step("raise", tile, ranks.epoch(call))
+            sums.append([*sum_partials(ranks, rank, call, [Step("put", (own,), call)]), announce])
+            pulls.append([
+                Step("wait", tile, ranks.epoch(call)),
                 *ranks.tell_peers(rank, "summed", call),
                 *ranks.wait_for_peers(rank, "summed", call, 0),
                 *(Step("read", (ranks.cell(peer, "sums"),), call) for peer in ranks.peers(rank)),
             ])  # fmt: skip
-        ranks.add_thread(rank, launches)
+        for thread in (sums, [push_rows(ranks, rank, call) for call in numbers], pulls):
+            ranks.add_thread(rank, thread)
     return ranks.model
 
 
@@ -302,6 +326,7 @@ PROTOCOLS: dict[str, Builder] = {
     "messages": messages,
     "copy_rows": copy_rows,
     "pull_columns": pull_columns,
+    "sum_rows": sum_rows,
     "pull_sums": pull_sums,
     "split_tile": split_tile,
 }

@@ -26,14 +26,17 @@ NEEDED = [
         for name in FLAGGED
         for guard, wrong in (("settle", WRONG_DATA), ("epoch", WRONG_DATA), ("wrap", AHEAD))
     ),
-    *((name, {"entered"}, False, WRONG_DATA) for name in ("scatter", "copy_rows", "pull_columns")),
+    *(
+        (name, {"entered"}, False, WRONG_DATA)
+        for name in ("scatter", "copy_rows", "pull_columns", "sum_rows")
+    ),
     *((name, {"slots"}, False, WRONG_DATA) for name in ("pull_partials", "split_tile")),
     ("messages", {"slots"}, False, "nobody can go on"),
     ("messages", {"restore"}, False, WRONG_DATA),
     *((name, {"abort"}, True, TWICE) for name in FLAGGED if name != "pull_partials"),
     *(
         (name, {guard}, True, WRONG_DATA)
-        for name in ("copy_rows", "split_tile", "pull_sums")
+        for name in ("copy_rows", "split_tile", "sum_rows", "pull_sums")
         for guard in ("tell", "end")
     ),
     # Behind the look at the abort word when a call ends, heeding a wait's answer is a second line.
