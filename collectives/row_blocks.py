@@ -111,7 +111,7 @@ def sum_rows(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
     WIDTH: tl.constexpr = partials.dtype.element_ty.primitive_bitwidth
-    AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH) if PEERS > 0 else 0  # parts
+    AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH)  # parts
     rank = tl.load(context[0] + signal.RANK)
     came = _came(tile, epoch, flags, step_tiles, context, problem, OPTIONS[3], WORLD, BLOCK_M, BLOCK_N)
     row_end = tl.where(came, row_end, 0)

@@ -1,7 +1,9 @@
 """Programmatic dependent launch: the next kernel of a stream gets ready while this one still runs.
 
 A kernel whose launch allows it (`Launch(.., chained=True)`) starts as soon as all programs of the one before it have
-called `allow_next` or ended, and `wait_for_previous` holds it until that one has ended and all it wrote can be read.
+called `allow_next` or ended, and `wait_for_previous` holds it until that one has ended and all it wrote can be read. A
+kernel that needs nothing of that one may run beside it and wait at its end, for the sake of what comes after both: then
+the one before must not be chained itself, so that whatever came before that has ended.
 What is saved is the latency of a launch. Only NVIDIA has this; elsewhere kernels follow one another as ever.
 """
 
@@ -30,7 +32,7 @@ def allow_next():
 
 @triton.jit
 def wait_for_previous():
-    """Before a chained kernel touches memory: the kernels before it have ended."""
+    """Before a chained kernel touches memory that those before it write, and before it ends: they have ended."""
     if not _INTERPRETED and not target_info.is_hip():
         tl.inline_asm_elementwise(
             "griddepcontrol.wait;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

@@ -27,7 +27,7 @@ class Launch:
     on: that is what Triton specializes the code for, and nobody checks it again.
     Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
     run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
-    chained: the kernel begins with `chain.wait_for_previous`, and may be made ready before the one before it ends.
+    chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`.
     """
 
     def __init__(

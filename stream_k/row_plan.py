@@ -39,7 +39,8 @@ def step_launch(
 
 
 class RowsPlan(FusedPlan):
-    """The launches and copies of a call. `everywhere`: every rank gets all rows, not its own block alone.
+    """The launches and copies of a call of at least two ranks: the launch of the own rows, which waits for nothing
+    before it, must follow that of the peers'. `everywhere`: every rank gets all rows, not its own block alone.
 
     product: of the own rows; for_peers: of the others'. sums: [rows, N], the own rows of an all-reduce, on the heap.
     partials: R - 1 blocks of rows for the peers, the neighbour's first, then as many from them, first that of the rank
@@ -67,7 +68,7 @@ class RowsPlan(FusedPlan):
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         block = self.tiles * config.block_m
         half = peers * block * N
-        self.partials = workspace.buffer("row partials", max(2 * half, 1), dtype)
+        self.partials = workspace.buffer("row partials", 2 * half, dtype)
         self.received = self.partials[half:]
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -131,15 +132,13 @@ class RowsPlan(FusedPlan):
     def _make_launches(self, call: Call, for_peers: torch.Tensor) -> None:
         product, peers, world = self.product, self.for_peers, self.world
         op = int(status.Op.GEMM_ALL_REDUCE if self.everywhere else status.Op.GEMM_REDUCE_SCATTER)
-        self.peers_gemm: Launch | None = None
-        if world > 1:
-            how = how_to_write(for_peers)
-            self.for_peers_c = as_argument(for_peers, how, peers.config.block_m, peers.part_n)
-            self.fix_up = peers.fix_up(self.workspace)
-            self.peers_gemm = peers.launch(
-                op, world, row_blocks.store_rows, row_blocks.announce_rows, None, call.epilogue_options(how), -1,
-                False, self.chunk,
-            )  # fmt: skip
+        how = how_to_write(for_peers)
+        self.for_peers_c = as_argument(for_peers, how, peers.config.block_m, peers.part_n)
+        self.fix_up = peers.fix_up(self.workspace)
+        self.peers_gemm = peers.launch(
+            op, world, row_blocks.store_rows, row_blocks.announce_rows, None, call.epilogue_options(how), -1,
+            False, self.chunk,
+        )  # fmt: skip
         out = call.out if self.sums is None else self.sums
         how = POINTER
         self.c_template = template(out, how, product.config.block_m, product.part_n)
@@ -208,8 +207,7 @@ class RowsPlan(FusedPlan):
         return row // group * group * columns, end * columns
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        if self.peers_gemm is not None:
-            self.peers_gemm.compile(self._peers_arguments(a, b))
+        self.peers_gemm.compile(self._peers_arguments(a, b))
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
         for launch in (self.enter, self.step, self.end):
             launch.compile(self._step_arguments())
@@ -226,8 +224,7 @@ class RowsPlan(FusedPlan):
         workspace.fork(_MAIN)
         # Not in the graph, which keeps its arguments, while the result is another in every call.
         pull = self.pulls.into(out if self.result is None else self.result) if self.everywhere else None
-        if self.peers_gemm is not None:
-            self.peers_gemm(self._peers_arguments(a, b))
+        self.peers_gemm(self._peers_arguments(a, b))
         with workspace.beside(_MAIN):
             if self.graph is None or torch.cuda.is_current_stream_capturing():
                 self._send()
