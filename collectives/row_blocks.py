@@ -65,18 +65,19 @@ def _came(
     tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the peers' partials of the rows of own tile number `tile`. False: gave up."""
+    """Wait for the peers' partials of the rows of own tile number `tile`. False: gave up, or a peer did."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     number = tile - (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     before = number - num_gemm_programs
     step = number // step_tiles
-    came = signal.load_now(context[1]) == 0
+    came = number >= 0
     if (before < 0) | (before // step_tiles != step):
         # The first tile of the step that this program does: what it acquires holds for the others.
         lanes = tl.arange(0, signal.MAX_WORLD)
         peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
         came = signal.wait(signal.word(flags, step, lanes), peers, epoch, tile, lanes, context, OP, WORLD)
-    return came
+    # After the flags: a peer that gives up sends what it has all the same, but tells so before.
+    return came & (signal.load_now(context[1]) == 0)
 
 
 @triton.jit

@@ -310,8 +310,8 @@ GUARD_LIST = (
     Guard(
         "wait for the peers' partials",
         "a sum is made of what a peer has yet to send, or sent in the call before",
-        _in(PROTOCOL, "partials_that_come_late", "no_sums_without_the_partials"),
-        _in(PROTOCOL, "sums_that_do_not_wait_are_caught", "no_sums_without_the_partials"),
+        _in(PROTOCOL, "partials_that_come_late", "no_sums_of_partials_that_were_given_up"),
+        _in(PROTOCOL, "sums_that_do_not_wait_are_caught", "no_sums_of_partials_that_were_given_up"),
     ),
     Guard(
         "abort watch",

@@ -79,18 +79,20 @@ def came_at_once(
     return tile >= 0
 
 
-_honestly_came = row_blocks._came
-
-
 @triton.jit
-def came_or_not(
+def came_but_for_aborts(
     tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`row_blocks._came` as it must not be: only the tile that waits heeds a wait that gave up."""
-    before = tile - (WORLD - 1) * block_tiles(problem[0], WORLD, BLOCK_M) * tl.cdiv(problem[1], BLOCK_N)
-    came = _honestly_came(tile, epoch, flags, step_tiles, context, problem, OP, WORLD, BLOCK_M, BLOCK_N)
-    return came | (before % step_tiles != 0)
+    """`row_blocks._came` as it must not be: only the tile that waits heeds a wait that gave up, and none an abort."""
+    number = tile - (WORLD - 1) * block_tiles(problem[0], WORLD, BLOCK_M) * tl.cdiv(problem[1], BLOCK_N)
+    came = number >= 0
+    if number % step_tiles == 0:
+        lanes = tl.arange(0, signal.MAX_WORLD)
+        peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
+        words = signal.word(flags, number // step_tiles, lanes)
+        came = signal.wait(words, peers, epoch, tile, lanes, context, OP, WORLD)
+    return came
 
 
 def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
@@ -123,11 +125,12 @@ def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
     return wrong
 
 
-def sums_without_partials(rank: int, world_size: int, heeds: bool) -> int:
-    """Elements of rank 0's block that are written though rank 1 has announced no partials; -1: no fault. A single
-    program does all tiles of a step: one waits, the others must know how that ended."""
+def sums_without_partials(rank: int, world_size: int, sent: bool, heeds: bool) -> int:
+    """Elements of rank 0's block that are written though rank 1 has not announced its partials, or, sent, has announced
+    them after it had given up; -1: no fault. A single program does all tiles of a step: one waits, the others must know
+    how that ended."""
     if not heeds:
-        row_blocks._came = came_or_not
+        row_blocks._came = came_but_for_aborts
     config = small_config(placement="copy_engine", chunk=2, num_programs=1)
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
@@ -136,9 +139,22 @@ def sums_without_partials(rank: int, world_size: int, heeds: bool) -> int:
         options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, "out": out}
         stream_k.gemm_reduce_scatter(a, b, **options)
         heap.vote("planned")
-        if rank == 1:
-            keep_back_copies(*workspace.plans.values())
-        else:
+        (plan,) = workspace.plans.values()
+        own_gemm, last = plan.own_gemm, plan.flags[(plan.num_steps - 1) * int(signal.MAX_WORLD.value) + 1 :]
+
+        def when_sent(*arguments: Any) -> None:
+            deadline = time.monotonic() + LONG_S / 2
+            while int(last[0]) != workspace.epoch() + 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            own_gemm(*arguments)
+
+        if rank == 0 and sent:
+            plan.own_gemm = when_sent
+        elif rank == 1 and sent:
+            keep_back(plan.tile_flags)
+        elif rank == 1:
+            keep_back_copies(plan)
+        if rank == sent:
             workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
         out.fill_(CANARY)
         try:
