@@ -4,6 +4,8 @@ The plants work in Triton's interpreter only, where a kernel looks its helpers u
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,29 +98,34 @@ def came_but_for_aborts(
 
 
 def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
-    """Rank 1 is in the call, but sends its partials when rank 0 has made its sums, or, where these wait, can't."""
+    """Rank 1 is in the call, but sends each step's partials when rank 0 has made its sums, or, where these wait,
+    can't."""
     if not waits:
         row_blocks._came = came_at_once
-    config = small_config(placement="copy_engine", chunk=1)
+    # Three steps of two tiles, one after another; groups of tile rows, left as they are, would mix two steps.
+    config = small_config(placement="copy_engine", chunk=1, group_m=2, num_programs=1)
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
-        shape = (151, 24, 24)
+        shape = (151, 40, 24)
         wrong = not integer_call(heap, 50, shape, config, workspace, op)
         (plan,) = workspace.plans.values()
         summed = heap.zeros(1, dtype=torch.int32)
-        at_1, own_gemm, send = heap.peer_view(summed, 1), plan.own_gemm, plan._send
+        at_1, own_gemm = heap.peer_view(summed, 1), plan.own_gemm
 
-        def sums(*arguments: Any) -> None:
-            own_gemm(*arguments)
+        def sums(arguments: Any) -> None:
+            own_gemm(arguments)
             at_1.fill_(workspace.epoch() + 1)
 
-        def late() -> None:
+        def late(launch: Callable[[Any], None], arguments: Any) -> None:
             deadline = time.monotonic() + (PAUSE_S if waits else LONG_S / 2)
             while int(summed) != workspace.epoch() + 1 and time.monotonic() < deadline:
                 time.sleep(0.005)
-            send()
+            launch(arguments)
 
-        plan.own_gemm, plan._send = (sums, send) if rank == 0 else (own_gemm, late)
+        if rank == 0:
+            plan.own_gemm = sums
+        else:
+            plan.enter, plan.step = partial(late, plan.enter), partial(late, plan.step)
         for call in range(CALLS):
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")

@@ -115,6 +115,19 @@ def test_four_ranks() -> None:
     assert_right(values(run_ranks(run_cases, 4, fitting(cases, 4), timeout=TIMEOUT_S)))
 
 
+@pytest.mark.num_ranks(5)
+def test_sums_of_five_ranks() -> None:
+    """Ranks without rows; steps that groups of tile rows don't divide, nor steps the blocks; split tiles for peers."""
+    split = {"chunk": 2, "group_m": 4, "split": "stream_k", "num_programs": 5}
+    cases = []
+    for op in ("reduce_scatter", "all_reduce"):
+        few, odd = Case(op, 3, 20, 24, FP32, "ordinary"), Case(op, 331, 7, 40, FP16, bias="own")
+        large = Case(op, 334, 40, 1500, FP16, "strided", "fp32", "silu").with_config(**split)
+        cases += [few, odd.with_config(chunk=2, group_m=3, num_programs=2), large]
+    cases = [case.with_config(placement="copy_engine") for case in cases]
+    assert_right(values(run_ranks(run_cases, 5, cases, timeout=TIMEOUT_S)))
+
+
 @pytest.mark.num_ranks(1)
 def test_one_rank() -> None:
     """No peers: the result is the product, whatever the placement."""
