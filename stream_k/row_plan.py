@@ -135,20 +135,27 @@ class RowsPlan(FusedPlan):
         how = how_to_write(for_peers)
         self.for_peers_c = as_argument(for_peers, how, peers.config.block_m, peers.part_n)
         self.fix_up = peers.fix_up(self.workspace)
+        # Partials get no bias and no activation: one machine code for all.
         self.peers_gemm = peers.launch(
-            op, world, row_blocks.store_rows, row_blocks.announce_rows, None, call.epilogue_options(how), -1,
-            False, self.chunk,
-        )  # fmt: skip
+            op,
+            world,
+            row_blocks.store_rows,
+            row_blocks.announce_rows,
+            None,
+            (0, 0, how),
+            -1,
+            False,
+            self.chunk,
+        )
         out = call.out if self.sums is None else self.sums
-        how = POINTER
-        self.c_template = template(out, how, product.config.block_m, product.part_n)
+        self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
         self.strides = (out.stride(0), out.stride(1))
         self.no_fix_up = product.fix_up(self.workspace)
         announce = row_blocks.announce_rows if self.everywhere else None
+        options = (*call.epilogue_options(POINTER), op)
         self.own_gemm = product.launch(
-            op, world, row_blocks.sum_rows, announce, None, (*call.epilogue_options(how), op), -1, False, self.chunk,
-            sums=True,
-        )  # fmt: skip
+            op, world, row_blocks.sum_rows, announce, None, options, -1, False, self.chunk, sums=True
+        )
         self.enter, self.step, self.end = (
             step_launch(op, world, enters=True),
             step_launch(op, world, between=self.everywhere),

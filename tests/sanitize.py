@@ -3,10 +3,10 @@
     compute-sanitizer --tool memcheck python -m tests.sanitize
     compute-sanitizer --tool racecheck --target-processes all python -m tests.sanitize --ranks 2
 
-A world of one runs the kernels of the fused ops against its own heap. The ops on row blocks run the plain GEMM when
-alone; here their plans are made all the same. Several ranks, one process each, go round the GPUs, and take a GPU's
-time in turns where there are more of them: they run what has nothing to do for one, such as the messages of the
-collectives.
+A world of one runs the kernels of the fused ops against its own heap. Where copy engines move blocks, a rank alone runs
+the plain GEMM; here the plans are made all the same, but for sums of row blocks, which take two. Several ranks, one
+process each, go round the GPUs, and take a GPU's time in turns where there are more of them: they run what has nothing
+to do for one, such as the messages of the collectives.
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
 """

@@ -7,7 +7,6 @@ replayed, later ones. A sample is a few calls in a row, of which the host waits 
 rest, on the slowest rank. What counts is the median. On the CPU target, which has no graphs, the figures mean nothing.
 """
 
-import json as json_format
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,15 +16,13 @@ from typing import Annotated, Any
 
 from pyrocshmem import Heap, spawn, target  # isort: skip  # before Triton
 import torch
-import triton
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import stream_k
 from reference.problems import PROBLEMS
 from stream_k.pulls import Graphs, Pulls
 from stream_k.workspace import Workspace
+from tests.stress import figures
 
 # Of a replayed call.
 LIMIT_US = 40.0
@@ -154,16 +151,9 @@ def main(
     cases = cases_for(ranks, not target.interpreted())
     ends = spawn(measure, ranks, cases, samples)
     rows = [summary(case, [end[number] for end in ends]) for number, case in enumerate(cases)]
-    table = Table("op", "steps", "enqueued, us", "captured, us", "replayed, us", "limit, us", "within")
-    for row in rows:
-        names = ("case", "steps", "enqueued_us", "captured_us", "replayed_us", "limit_us", "within")
-        table.add_row(*(str(row[name]) for name in names))
-    Console(soft_wrap=True).print(table)
-    if json is not None:
-        facts = {"target": target.describe(), "torch": torch.__version__, "triton": triton.__version__}
-        json.write_text(
-            json_format.dumps({**facts, "ranks": ranks, "samples": samples, "cases": rows}, indent=1) + "\n"
-        )
+    columns = {"case": "op", "steps": "steps"} | {f"{way}_us": f"{way}, us" for way in WAYS}
+    columns |= {"limit_us": "limit, us", "within": "within"}
+    figures.report(columns, rows, json, ranks=ranks, samples=samples)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ slowest rank; what counts is the median of the differences. On the CPU target th
 """
 
 import contextlib
-import json as json_format
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 import typer
-from rich.console import Console
-from rich.table import Table
 from triton.runtime.jit import JITFunction
 
 import collectives
@@ -30,6 +27,7 @@ import stream_k
 from reference.problems import PROBLEMS
 from reference.timing import time_in_turn
 from stream_k.workspace import Workspace
+from tests.stress import figures
 
 # What the checks may cost: of a large op, and of a small one.
 LIMIT_SHARE, LIMIT_US = 0.01, 0.3
@@ -204,16 +202,9 @@ def main(
     cases = list(_CPU_CASES if target.interpreted() else _GPU_CASES)
     ends = spawn(measure, ranks, cases, iters)
     rows = [summary(case, [end[number] for end in ends]) for number, case in enumerate(cases)]
-    table = Table("op", "with, us", "without, us", "checks cost, us", "limit, us", "within")
-    for row in rows:
-        names = ("case", "with_us", "without_us", "difference_us", "limit_us", "within")
-        table.add_row(*(str(row[name]) for name in names))
-    Console(soft_wrap=True).print(table)
-    if json is not None:
-        facts = {"target": target.describe(), "torch": torch.__version__, "triton": triton.__version__}
-        json.write_text(
-            json_format.dumps({**facts, "ranks": ranks, "iters": iters, "cases": rows}, indent=1) + "\n"
-        )
+    columns = {"case": "op", "with_us": "with, us", "without_us": "without, us"}
+    columns |= {"difference_us": "checks cost, us", "limit_us": "limit, us", "within": "within"}
+    figures.report(columns, rows, json, ranks=ranks, iters=iters)
 
 
 if __name__ == "__main__":
