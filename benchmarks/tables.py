@@ -38,8 +38,8 @@ ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it,
 `unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
 symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
 and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
-`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with what
-it keeps on the heap.
+`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with the
+workspace that it needs.
 """
 
 

@@ -16,8 +16,8 @@ A part is rows of `width` elements, a row units of 16 bytes of the result; flat 
 the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
 [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
 still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
-A, [R sources][quads of a part of x], for a two-shot region B, the same for the sums, and with a norm region C, [R
-sources][programs].
+A, [R sources][quads of a unit][units of a part of x], for a two-shot region B, [R sources][units] of sums, and with a
+norm region C, [R sources][programs].
 
 Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row sends the sum of their
 squares to those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank. They
@@ -38,11 +38,11 @@ from stream_k.epilogue import activate
 
 
 @triton.jit
-def _send(peers, place, words, mask):
-    """Words of units to quad number `place` of the slots of `peers` [1, ranks]."""
+def _send(peers, place, apart, words, mask):
+    """Words of units to the slots of `peers` [1, ranks]: quads number `place`, and `apart` further on."""
     for k in tl.static_range(len(words) // 4):
         four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-        message.push(peers + (place + k) * 4, four, mask)
+        message.push(peers + (place + k * apart) * 4, four, mask)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _send_squares(
     sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
     word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
-    _send(peers, tl.zeros(squares.shape, tl.int64) + place, (word, word, word, word), first)
+    _send(peers, tl.zeros(squares.shape, tl.int64) + place, 0, (word, word, word, word), first)
 
 
 @triton.jit
@@ -203,7 +203,8 @@ def exchange_kernel(
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
-    _send(peers, rank * a_quads + units_of * QUADS, units.clean(words), sent)
+    # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
+    _send(peers, rank * a_quads + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, STEP * RANKS)
     last = signal.is_last(context, False)
@@ -220,8 +221,8 @@ def exchange_kernel(
         )
 
     trace.mark(events, trace.WAIT, -1)
-    place_a = ranks * a_quads + units_of * QUADS
-    words, late = message.poll(slot + place_a * 4, heard, deadline, context, QUADS)
+    place_a = ranks * a_quads + units_of
+    words, late = message.poll(slot + place_a * 4, heard, deadline, context, part_units * 4, QUADS)
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
@@ -231,7 +232,7 @@ def exchange_kernel(
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            _send(peers, region_b + rank * b_quads + units_of, words, there)
+            _send(peers, region_b + rank * b_quads + units_of, 0, words, there)
         else:
             keeps = ranks == rank
             there, end = valid[:, None] & keeps, mine[:, None]

@@ -173,9 +173,9 @@ def deadline_ns(context):
 
 def _poll_text(quads: int) -> str:
     """PTX: load so many quads until none has an empty word; look at the clock and the abort word every 256th time.
-    Outputs: the words, late. Inputs: address, mask, deadline, address of the abort word."""
+    Outputs: the words, late. Inputs: an address a quad, mask, deadline, address of the abort word."""
     words = [f"w{i}" for i in range(4 * quads)]
-    late, address, mask, deadline, abort = (f"${4 * quads + i}" for i in range(5))
+    late, *addresses, mask, deadline, abort = (f"${4 * quads + i}" for i in range(4 + quads))
     lines = [
         "{",
         ".reg .pred p, q;",
@@ -186,8 +186,8 @@ def _poll_text(quads: int) -> str:
         "@p bra DONE;",
         "AGAIN:",
         *(
-            f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [{address} + {16 * i}];"
-            for i in range(quads)
+            f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [{address}];"
+            for i, address in enumerate(addresses)
         ),
         f"setp.eq.u32 q, w0, {_EMPTY};",
         *(f"setp.eq.or.u32 q, {word}, {_EMPTY}, q;" for word in words[1:]),
@@ -216,8 +216,9 @@ _POLL_ONE, _POLL_TWO = tl.constexpr(_poll_text(1)), tl.constexpr(_poll_text(2))
 
 
 @triton.jit
-def poll(pointer, mask, deadline, context, QUADS: tl.constexpr = 1):
-    """Wait for QUADS (1 or 2) quads each at `pointer` (a block of int32 pointers into the own heap) where `mask`.
+def poll(pointer, mask, deadline, context, apart=4, QUADS: tl.constexpr = 1):
+    """Wait for QUADS (1 or 2) quads each, `apart` words from one another, the first at `pointer` (a block of int32
+    pointers into the own heap), where `mask`.
 
     Returns (a tuple of blocks of words, late): zeros where not `mask`; late is 1 where the data did not come before
     `deadline`, or a peer gave up.
@@ -234,7 +235,8 @@ def poll(pointer, mask, deadline, context, QUADS: tl.constexpr = 1):
             words = (w0, w1, w2, w3)
         else:
             w0, w1, w2, w3, w4, w5, w6, w7, late = tl.inline_asm_elementwise(
-                _POLL_TWO, "=r,=r,=r,=r,=r,=r,=r,=r,=r,l,r,l,l", [where, there, deadline, stop],
+                _POLL_TWO, "=r,=r,=r,=r,=r,=r,=r,=r,=r,l,l,r,l,l",
+                [where, (pointer + apart).to(tl.int64), there, deadline, stop],
                 dtype=(
                     tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
                 ),
@@ -242,24 +244,26 @@ def poll(pointer, mask, deadline, context, QUADS: tl.constexpr = 1):
             )  # fmt: skip
             words = (w0, w1, w2, w3, w4, w5, w6, w7)  # type: ignore[assignment]
     else:
-        waiting = tl.max(_missing(pointer, mask, abort, QUADS))
+        waiting = tl.max(_missing(pointer, mask, abort, apart, QUADS))
         aborted = signal.load_now(abort)
         while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
             signal.pause()
-            waiting = tl.max(_missing(pointer, mask, abort, QUADS))
+            waiting = tl.max(_missing(pointer, mask, abort, apart, QUADS))
             aborted = signal.load_now(abort)
         # The loop can't carry the words themselves: they are read once more.
-        late = _missing(pointer, mask, abort, QUADS)
+        late = _missing(pointer, mask, abort, apart, QUADS)
         words = ()  # type: ignore[assignment]
         for k in tl.static_range(4 * QUADS):
-            words = words + (signal.peek(pointer + k, mask, 0, abort),)  # type: ignore[assignment]
+            word = signal.peek(pointer + k // 4 * apart + k % 4, mask, 0, abort)
+            words = words + (word,)  # type: ignore[assignment]
     return words, late
 
 
 @triton.jit
-def _missing(pointer, mask, abort, QUADS: tl.constexpr):
+def _missing(pointer, mask, abort, apart, QUADS: tl.constexpr):
     """1 where a word has not arrived."""
     missing = tl.where(signal.peek(pointer, mask, 0, abort) == SENTINEL, 1, 0)
     for k in tl.static_range(1, 4 * QUADS):
-        missing |= tl.where(signal.peek(pointer + k, mask, 0, abort) == SENTINEL, 1, 0)
+        word = signal.peek(pointer + k // 4 * apart + k % 4, mask, 0, abort)
+        missing |= tl.where(word == SENTINEL, 1, 0)
     return missing

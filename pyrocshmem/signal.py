@@ -52,8 +52,7 @@ MAX_WORLD = tl.constexpr(8)
 
 # A flag is up when it is 0 to 3 calls past the one waited for. A wider window would let a flag that was not used for
 # 2^31 calls (hours of decoding) pass for a fresh one.
-_WINDOW = tl.constexpr(4)
-_SYSTEM = tl.constexpr("sys")
+_WINDOW, _SYSTEM = tl.constexpr(4), tl.constexpr("sys")
 _INTERPRETED = tl.constexpr(target.interpreted())
 _TIMEOUT = tl.constexpr(int(status.Code.TIMEOUT))
 _ABORTED = tl.constexpr(int(status.Code.ABORTED))
@@ -110,8 +109,8 @@ def settle():
 
 
 @triton.jit
-def _acquire(scope: tl.constexpr):
-    """What the flags just read stand for is visible to every thread of this program, TMA loads included."""
+def _acquire(flags, mask, safe, scope: tl.constexpr):
+    """What `flags`, up where `mask`, stand for is visible to all threads and TMA loads. safe: can always be read."""
     if _INTERPRETED:
         pass
     elif target_info.is_hip():
@@ -120,10 +119,13 @@ def _acquire(scope: tl.constexpr):
         )
         tl.debug_barrier()
     else:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel." + scope + ";\nfence.proxy.async;\nbar.sync 0;\nmov.u32 $0, 0;",
-            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        # Neither `fence.acq_rel` nor a proxy fence of more than global memory, which wait for all that this program has
+        # written, too: 3 us behind a tile's stores. Of this load, whose value nobody needs, ptxas keeps CCTL.IVALL.
+        there = tl.where(mask, flags.to(tl.int64), safe.to(tl.int64))
+        load: tl.constexpr = "ld.acquire." + scope + ".global.u32 $0, [$1];"
+        tl.inline_asm_elementwise(load, "=r,l", [there], dtype=tl.int32, is_pure=False, pack=1)
+        meet: tl.constexpr = "fence.proxy.async.global;\nbar.sync 0;\nmov.u32 $0, 0;"
+        tl.inline_asm_elementwise(meet, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -264,7 +266,7 @@ def wait(
             seen = _pick(peek(flags, mask, epoch, abort), lane, lanes)
             peer, tile = _pick(peers, lane, lanes), _pick(tiles, lane, lanes)
             report(peer, tile, epoch, seen, waited, epoch if call is None else call, context, OP, WORLD)
-    _acquire(scope)
+    _acquire(flags, mask, abort, scope)
     return up == 1
 
 

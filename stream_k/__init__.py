@@ -65,4 +65,5 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("stream_k.timeline")
     if name not in _FUSED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_FUSED[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_FUSED[name]), name)
+    return value

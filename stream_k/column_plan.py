@@ -14,8 +14,9 @@ import torch
 from collectives import row_blocks
 from pyrocshmem import status
 from pyrocshmem.copies import RowCopy, takes_rows
-from stream_k.fused import Call, FusedPlan
+from stream_k.fused import Call
 from stream_k.operands import as_argument, how_to_write
+from stream_k.plan import FusedPlan
 from stream_k.pulls import Pull, Pulls
 from stream_k.row_plan import step_launch
 
@@ -92,7 +93,7 @@ class ColumnsPlan(FusedPlan):
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         a, b = self.product.readable(a, b)
-        pull = self.pulls.into(out if self.result is None else self.result)
+        self.pulls.fork()
         self.gemm(self._gemm_arguments(a, b, bias))
-        pull()
+        self.pulls.into(out if self.result is None else self.result)
         self.end(self._step_arguments())

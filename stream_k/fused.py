@@ -19,14 +19,14 @@ from stream_k.config import PLACEMENTS_OF, Config, cost_model, num_multiprocesso
 from stream_k.consumer import consumer_kernel, gate_kernel
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
+from stream_k.graphs import Graphs
 from stream_k.launch import Launch
 from stream_k.operands import aligned, check_apart, check_output, check_product, kind
+from stream_k.plan import FusedPlan
 from stream_k.product import Product, make_product, schedule_of
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
-Arguments = tuple[Any, ...]
-_SIDE = 0
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
 _WITHOUT_SQUARES = ("copy_engine", "messages")
@@ -108,55 +108,6 @@ class Call:
         return ACTIVATIONS.index(self.request.activation), int(self.request.bias is not None), c_how
 
 
-class FusedPlan:
-    """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
-
-    launches: in stream order. result: a buffer of the workspace, to be copied out; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. shape: of the result.
-    """
-
-    product: Product
-    launches: list[Launch]
-    result: torch.Tensor | None
-    squares: torch.Tensor
-    shape: tuple[int, int]
-    workspace: Workspace
-
-    def arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
-        """Arguments of each launch."""
-        raise NotImplementedError
-
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Compile and load every kernel."""
-        arguments = self.arguments(a, b, bias, out)
-        if len(self.launches) == 2:
-            arguments = arguments[::2]
-        for launch, args in zip(self.launches, arguments, strict=False):
-            launch.compile(args)
-
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Enqueue the call: its launches one after another, or, of three, the last two beside the first."""
-        a, b = self.product.readable(a, b)
-        arguments = self.arguments(a, b, bias, out)
-        beside = len(self.launches) == 3
-        if beside:
-            self.workspace.fork(_SIDE)
-        self.launches[0](arguments[0])
-        if beside:
-            with self.workspace.beside(_SIDE):
-                self.launches[1](arguments[1])
-                self.launches[2](arguments[2])
-            self.workspace.join(_SIDE)
-        elif len(self.launches) == 2:
-            self.launches[1](arguments[2])
-
-    def second(self, a: torch.Tensor) -> torch.Tensor:
-        """What the call returns beside its result, where asked for: a new tensor. a: the caller's operand."""
-        return self.squares.view(-1, a.shape[0]).t().clone()
-
-
 def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: returns out, or (out, squares) or (out, gathered) where they are
     asked for."""
@@ -184,7 +135,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     a, b = with_inner_size(a, b)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace:
-        plan.run(a, b, bias, out)
+        plan.call(a, b, bias, out)
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if _has_second(request) else out
@@ -296,7 +247,7 @@ def _make_plan(
     longest_k = max(1, workspace.agreed[agreement])
     call = Call(request, a, b, example, offset is not None, config, workspace, heap, num_rows, longest_k)
     plan = op.plan(call)
-    plan.shape = shape
+    plan.shape, plan.graphs = shape, Graphs(workspace, getattr(plan, "product", None))
     plan.compile(a, b, bias, example)
     if new:
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.

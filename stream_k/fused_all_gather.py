@@ -17,11 +17,12 @@ from reference.ops import shard_range
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import store_output
-from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
+from stream_k.fused import Call, FusedOp, Request, fused_gemm
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, filled, how_to_write, template
+from stream_k.plan import FusedPlan
 from stream_k.row_plan import step_launch
 from stream_k.workspace import Workspace
 

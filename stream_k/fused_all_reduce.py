@@ -11,9 +11,10 @@ from collectives import reduce_tiles as tiles
 from pyrocshmem import status
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
-from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
+from stream_k.fused import Call, FusedOp, Request, consumer_launches, fused_gemm
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, how_to_read
+from stream_k.plan import Arguments, FusedPlan
 from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
 

@@ -12,10 +12,11 @@ from pyrocshmem import status
 from stream_k.column_plan import ColumnsPlan
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
-from stream_k.fused import Arguments, Call, FusedOp, FusedPlan, Request, consumer_launches, fused_gemm
+from stream_k.fused import Call, FusedOp, Request, consumer_launches, fused_gemm
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import filled, how_to_write, template
+from stream_k.plan import Arguments, FusedPlan
 from stream_k.workspace import Workspace
 
 

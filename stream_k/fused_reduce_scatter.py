@@ -11,8 +11,9 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
-from stream_k.fused import Call, FusedOp, FusedPlan, Request, fused_gemm
+from stream_k.fused import Call, FusedOp, Request, fused_gemm
 from stream_k.message_plan import MessagePlan
+from stream_k.plan import FusedPlan
 from stream_k.row_plan import RowsPlan
 from stream_k.workspace import Workspace
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
-from collectives.exchange import Exchange
+from collectives.exchange import Exchange, Finish
 from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
 from stream_k import message_plan
@@ -22,6 +22,7 @@ from stream_k.config import Config
 from stream_k.dispatch import dispatched, name_of
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, gemm, with_inner_size
+from stream_k.graphs import Graphs
 from stream_k.operands import check_product, kind
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
@@ -163,6 +164,7 @@ class _Plan:
         self.product = message_plan.product_buffer(workspace, shape, dtype)
         a, b = with_inner_size(a, b)
         self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
+        self.graphs = Graphs(workspace, self.gemm.product)
         out, finish = results(self.like, residual, weight, eps, bias)
         op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
@@ -180,7 +182,11 @@ class _Plan:
         a, b = with_inner_size(a, b)
         out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace:
-            self.gemm.run(a, b, None, self.product)
-            self.exchange.run(self.product, out, finish)
+            tensors = (a, b, out, *finish.tensors())
+            self.graphs.run(tensors, lambda: self._enqueue(a, b, out, finish))
         assert finish.total is not None
         return out, finish.total
+
+    def _enqueue(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, finish: Finish) -> None:
+        self.gemm.run(a, b, None, self.product)
+        self.exchange.run(self.product, out, finish)

@@ -21,8 +21,9 @@ import torch
 from collectives.exchange import Exchange, Finish
 from pyrocshmem import status
 from stream_k.config import Config
-from stream_k.fused import Call, FusedPlan
+from stream_k.fused import Call
 from stream_k.gemm import GemmPlan
+from stream_k.plan import FusedPlan
 from stream_k.workspace import Workspace
 
 _KINDS = {
@@ -83,6 +84,8 @@ class MessagePlan(FusedPlan):
         self.gemm = (
             GemmPlan(a, call.b, config, request.allow_tf32, bias, activation, c, workspace) if N > 0 else None
         )
+        if self.gemm is not None:
+            self.product = self.gemm.product
         if name == "gemm_all_reduce":
             kind = config.algorithm
         x, out = (call.a, self.between) if self.gathers else (self.between, written)

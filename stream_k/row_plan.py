@@ -18,10 +18,12 @@ from collectives import row_blocks
 from pyrocshmem import signal, status, trace
 from pyrocshmem.copies import RowCopy, takes_rows
 from reference.ops import shard_range
-from stream_k.fused import Call, FusedPlan
+from stream_k.fused import Call
+from stream_k.graphs import no_garbage_collected
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import as_argument, filled, how_to_write, template
+from stream_k.plan import FusedPlan
 from stream_k.product import tiles_of_block
 from stream_k.pulls import Pull, Pulls
 
@@ -71,7 +73,7 @@ class RowsPlan(FusedPlan):
         self.partials = workspace.buffer("row partials", 2 * half, dtype)
         self.received = self.partials[half:]
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.sending: torch.cuda.CUDAGraph | None = None
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
         if everywhere and not takes_rows(call.out):
@@ -221,25 +223,25 @@ class RowsPlan(FusedPlan):
         if self.workspace.device.type == "cuda" and trace.recorder() is None:
             # What brings the partials to their owners is the same for every call: one launch of a graph instead of
             # dozens.
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.sending = torch.cuda.CUDAGraph()
+            with no_garbage_collected(), torch.cuda.graph(self.sending, capture_error_mode="thread_local"):
                 self._send()
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
-        # Not in the graph, which keeps its arguments, while the result is another in every call.
-        pull = self.pulls.into(out if self.result is None else self.result) if self.everywhere else None
+        if self.everywhere:
+            self.pulls.fork()
         self.peers_gemm(self._peers_arguments(a, b))
         with workspace.beside(_MAIN):
-            if self.graph is None or torch.cuda.is_current_stream_capturing():
+            if self.sending is None or torch.cuda.is_current_stream_capturing():
                 self._send()
             else:
-                self.graph.replay()
+                self.sending.replay()
         self.own_gemm(self._own_arguments(a, b, bias, out))
-        if pull is not None:
-            pull()
+        if self.everywhere:
+            self.pulls.into(out if self.result is None else self.result)
         workspace.join(_MAIN)
         self.end(self._step_arguments())
 

@@ -12,11 +12,11 @@ from another thread at the same time raises `WorkspaceBusy`. All ranks make the 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ DEFAULT_WAIT_SECONDS = 10.0
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
 
+CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 _FEWEST_MESSAGE_WORDS = 1 << 18
 
@@ -74,8 +75,7 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[Any] = []
         self._outgrown: list[tuple[str, torch.Tensor]] = []
-        self._lost = False
-        self._captured = False
+        self._lost = self._captured = False
         self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
@@ -244,9 +244,7 @@ class Workspace:
         try:
             self.check()
             if self._lost:
-                raise ValueError(
-                    "a fault took this workspace away before all ranks had made it; make another one"
-                )
+                raise ValueError("a fault came before all ranks had this workspace; make another one")
             if self.device.type == "cuda":
                 self._order()
         except BaseException:
@@ -254,15 +252,13 @@ class Workspace:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._lock.release()
         if self.device.type == "cpu" and error is None:
             self.check()
 
     def _order(self) -> None:
-        # The handle first: making a stream object costs more than all the rest. The default stream is never captured.
+        # The handle first: a stream object costs more than all the rest. The default stream is never captured.
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle == self._handle and (handle == 0 or not torch.cuda.is_current_stream_capturing()):
             return
@@ -302,7 +298,7 @@ class Workspace:
 
     def _side(self, number: int) -> _Side:
         if number not in self._sides:
-            stream = torch.cuda.Stream(self.device, priority=-1)
+            stream = torch.cuda.Stream(self.device, priority=0 if number == CALLS else -1)
             self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
         return self._sides[number]
 
@@ -312,6 +308,14 @@ class Workspace:
             self.heap.check()
         elif self.status[0]:
             raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
+
+    def free(self) -> None:
+        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs."""
+        self.plans.clear()  # some name buffers of `own` alone
+        if self.own is not None:
+            self.own.free()
+        for key in list(self._buffers):
+            self._release(key)
 
     def nbytes_in_use(self) -> int:
         """Bytes of all buffers, local and symmetric."""
@@ -325,14 +329,10 @@ def _empty(messages: torch.Tensor) -> None:
     messages[: message.HEAD_WORDS] = 0
 
 
-_local: dict[torch.device, Workspace] = {}
-
-
+@functools.cache
 def local_workspace(device: torch.device) -> Workspace:
     """The workspace of GEMMs alone on `device`."""
-    if device not in _local:
-        _local[device] = Workspace(device=device)
-    return _local[device]
+    return Workspace(device=device)
 
 
 def workspace_for(heap: Heap) -> Workspace:

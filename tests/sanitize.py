@@ -7,6 +7,7 @@ A world of one runs the kernels of the fused ops against its own heap. Where cop
 the plain GEMM; here the plans are made all the same, but for sums of row blocks, which take two. Several ranks, one
 process each, go round the GPUs, and take a GPU's time in turns where there are more of them: they run what has nothing
 to do for one, such as the messages of the collectives.
+No call is replayed as a graph, whose kernels a sanitizer runs one at a time, in its own order (`stream_k.graphs`).
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
 """
@@ -31,6 +32,7 @@ import typer
 import stream_k
 from stream_k import fused
 from stream_k.config import PLACEMENTS_OF
+from stream_k.nn import pointwise
 from tests import sharing
 from tests.stress.ops import OPS, Facts
 
@@ -84,7 +86,30 @@ def alone() -> int:
                     out = getattr(stream_k, name)(a, b, group=heap, config=config)
                 heap.synchronize()
                 report(f"{name} {M} {N} {K} copy_engine", close(out, expected))
+    for name, ok in _pointwise(device):
+        report(name, ok)
     return wrong
+
+
+def _pointwise(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """The kernels between products, forward and backward, of even and odd sizes."""
+    for M, F, D in ((16, 1032, 64), (7, 1027, 6)):
+        x = torch.randn(M, 2 * F, dtype=torch.float16, device=device, requires_grad=True)
+        gate, up = x.detach().double().requires_grad_().chunk(2, -1)
+        y, exact = pointwise._SwiGLU.apply(x), torch.nn.functional.silu(gate) * up
+        y.sum().backward()
+        wanted = torch.cat(torch.autograd.grad(exact.sum(), (gate, up)), -1)
+        yield f"swiglu {M} {F}", close(y, exact) and close(x.grad, wanted)
+        heads = torch.randn(2, M, 7, D, dtype=torch.float16, device=device, requires_grad=True)
+        turn = torch.randn(2, M, D // 2, device=device).unbind()
+        found = pointwise._Rotated.apply(heads, *turn, 2)
+        exact_heads = heads.detach().double().requires_grad_()
+        truth = pointwise.rotated_heads(exact_heads, turn, 2)
+        grads = [torch.randn_like(each) for each in found]
+        torch.autograd.backward(found, grads)
+        torch.autograd.backward(truth, [each.double() for each in grads])
+        pairs = [*zip(found, truth, strict=True), (heads.grad, exact_heads.grad)]
+        yield f"rotate {M} {D}", all(close(*pair) for pair in pairs)
 
 
 _FACTS: Facts = {"M": 96, "N": 80, "dtype": "float16"}
@@ -142,6 +167,7 @@ def main(
     rank: Annotated[int | None, typer.Option(hidden=True)] = None,
     meeting: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
+    os.environ.setdefault("PYROCSHMEM_GRAPHS", "0")
     if rank is not None:
         raise typer.Exit(1 if together(rank, ranks, meeting) else 0)
     if ranks == 1:

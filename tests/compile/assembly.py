@@ -42,7 +42,8 @@ class Assembly:
     """One kernel on one target.
 
     constants: the launch's, as text. shared: bytes of shared memory. registers: of a thread. spills: of a thread, bytes
-    of stack and local memory on NVIDIA, vector registers on AMD. warps: of a program. programs: of the launch.
+    of stack and local memory on NVIDIA, vector registers on AMD. warps: of a program. programs: of the launch. cubin:
+    what NVIDIA's assembler made.
     """
 
     target: str
@@ -54,23 +55,28 @@ class Assembly:
     spills: int
     warps: int = 4
     programs: int = 1
+    cubin: bytes = b""
 
     @classmethod
     def of(cls, target: str, constants: dict[str, Any], compiled: Any, programs: int) -> "Assembly":
         """From Triton's compiled kernel."""
         if target.startswith("gfx"):
-            text = compiled.asm["amdgcn"]
+            text, cubin = compiled.asm["amdgcn"], b""
             usage = {
                 name: int(value)
                 for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)
             }
             registers, spills = usage["vgpr_count"], usage["vgpr_spill_count"]
         else:
-            text = compiled.asm["ptx"]
-            registers, spills = _resources(compiled.asm["cubin"])
+            text, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+            registers, spills = _resources(cubin)
         shown = {name: getattr(value, "__name__", str(value)) for name, value in constants.items()}
         used = compiled.metadata.shared, registers, spills, compiled.metadata.num_warps, programs
-        return cls(target, compiled.name, shown, text, *used)
+        return cls(target, compiled.name, shown, text, *used, cubin)
+
+    def machine_code(self) -> str:
+        """What NVIDIA's assembler made of the text."""
+        return _cuobjdump(self.cubin, "-sass")
 
     @property
     def nvidia(self) -> bool:
@@ -90,15 +96,19 @@ class Assembly:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack and local memory) of the one kernel in `cubin`."""
+    listing = _cuobjdump(cubin, "-res-usage")
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
-    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def unsettled_releases(assembly: Assembly) -> list[str]:
@@ -137,7 +147,8 @@ def unacquired_polls(assembly: Assembly) -> list[str]:
     """Whether flags are polled past the caches, and acquired once they are up."""
     if assembly.nvidia:
         polls = assembly.count(r"ld\.volatile\.global")
-        acquires = assembly.count(r"fence\.acq_rel\.(?:sys|gpu);\nfence\.proxy\.async;\nbar\.sync 0;")
+        loads = assembly.count(r"ld\.acquire\.(?:sys|gpu)\.global\.u32")
+        acquires = min(loads, assembly.count(r"fence\.proxy\.async\.global;\nbar\.sync 0;"))
     else:
         polls = assembly.count(r"(?:global|flat)_load_dword\b.* sc0 sc1")
         acquires = assembly.count(r"buffer_inv sc0 sc1\ns_waitcnt vmcnt\(0\)")

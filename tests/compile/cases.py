@@ -18,7 +18,8 @@ FOUR_STAGES_BYTES = 4 * 49_152
 
 @dataclass(frozen=True)
 class Case:
-    """A call: `op` of a local product [M, K] x [K, N], M being all ranks' rows, or of a tensor [M, N].
+    """A call: `op` of a local product [M, K] x [K, N], M being all ranks' rows, or of a tensor [M, N]; of what layers
+    compute element by element, forward and backward on the product [M, N].
 
     changes: (field, value) that differ from what `stream_k.choose` chooses for that partial_dtype. arguments: more
     keywords of the op. hot: its kernels may not spill.
@@ -168,4 +169,20 @@ _ONCE = [
     Case("all_reduce", shape=(97, 193, 1), arguments=(("algorithm", "two_shot"),)),
 ]
 
-CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + BLOCKS + STREAMS + _ONCE
+# In 16-byte accesses, heads of any even size.
+POINTWISE = [
+    *(Case("swiglu", dtype, shape=(2048, 7168, 1), hot=True) for dtype in ("bfloat16", "float16", "float32")),
+    *(
+        Case(
+            "rotate",
+            dtype,
+            shape=(2048, 24 * 128, 1),
+            arguments=(("kv_heads", 4), ("head_dim", 128)),
+            hot=True,
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+    Case("rotate", shape=(16, 24 * 80, 1), arguments=(("kv_heads", 8), ("head_dim", 80)), hot=True),
+]
+
+CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + BLOCKS + STREAMS + _ONCE + POINTWISE

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
 from stream_k import config, tuned
+from stream_k.nn import pointwise
 from tests.compile import target_names
 
 
@@ -108,6 +109,7 @@ def pretend(name: str) -> Iterator[Target]:
 
 
 def _forget() -> None:
-    """What the choice of configurations remembers was chosen for one kind of GPU."""
+    """What is remembered was chosen, and launches are compiled, for one kind of GPU."""
     for remembered in (config.num_multiprocessors, tuned.choose):
         remembered.cache_clear()
+    pointwise._launches.clear()

@@ -26,8 +26,10 @@ GATHERING_SPILLS = 32 if OLD_TRITON else 0
 # Kernels that wait and tell, but move nothing.
 GATES = ("gate_kernel", "step_kernel")
 GEMMS = ("stream_k_kernel", "gemm_kernel")
-# What makes copies of operands whose alignment is lost, and tells nobody.
+# What makes copies of operands whose alignment is lost.
 COPIES = "copy_kernel"
+# These tell nobody.
+SILENT = (COPIES, "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
@@ -141,7 +143,7 @@ def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
     wrong = []
     if scopes["other"]:
         wrong.append(f"{scopes['other']} releases with a scope that reaches neither the GPU nor the system")
-    if kernel.kernel == COPIES:
+    if kernel.kernel in SILENT:
         return [f"{scopes} releases where nothing is told"] if any(scopes.values()) else []
     # A product before or after messages tells nobody.
     if kernel.constants["WORLD"] != "1" and not scopes["sys"]:

@@ -91,6 +91,9 @@ def _call(case: "Case") -> None:
     M, N, K = case.shape
     dtype = getattr(torch, case.dtype)
     arguments: dict[str, Any] = dict(case.arguments)
+    if case.op in ("swiglu", "rotate"):
+        _pointwise(torch.empty(M, N, dtype=dtype), **arguments)
+        return
     heap = PlanningHeap(case.world_size)
     if case.op == "rms_norm":
         _norm(torch.empty(M, N, dtype=dtype), heap, arguments)
@@ -120,6 +123,23 @@ def _call(case: "Case") -> None:
         stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, group=heap, config=config)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
+
+
+def _pointwise(product: Any, kv_heads: int = 0, head_dim: int = 0) -> None:
+    """Forward and backward: of two halves, or of heads, two sequences of them."""
+    import torch
+
+    from stream_k.nn import pointwise
+
+    with torch.enable_grad():
+        product.requires_grad_()
+        if not kv_heads:
+            pointwise._SwiGLU.apply(product).sum().backward()
+            return
+        heads = product.view(2, product.shape[0] // 2, -1, head_dim)
+        turn = (torch.empty(heads.shape[1], head_dim // 2) for _ in range(2))
+        made = pointwise._Rotated.apply(heads, *turn, kv_heads)
+        torch.autograd.backward(made, [torch.empty_like(x) for x in made])
 
 
 def _norm(x: Any, heap: Any, arguments: dict[str, Any]) -> None:

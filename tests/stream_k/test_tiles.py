@@ -94,7 +94,7 @@ def test_choose(h200: torch.device) -> None:
         # Fewer programs, as many waves.
         assert made.waves == schedule.waves
     blocks = [(c.block_m, c.block_n) for c in (chosen(M, 4096, 3584) for M in (1, 16, 64, 128))]
-    assert blocks == [(16, 32), (16, 32), (64, 32), (128, 32)]
+    assert blocks == [(16, 32), (16, 32), (64, 32), (64, 64)]
     whole, parts = chosen(4096, 1792, 4096), chosen(8192, 1792, 4096)
     assert (whole.num_programs, parts.num_programs) == (112, PROCESSORS)
     assert chosen(4096, 4096, 4096, torch.float32).block_k == 32

@@ -124,6 +124,7 @@ def recorded(rank: int, world_size: int, calls: list[tuple[str, Config]]) -> lis
     return recordings
 
 
+@pytest.mark.alone
 @pytest.mark.num_ranks(2)
 def test_recordings(tmp_path: Path) -> None:
     """Of every op, in every placement that differs."""

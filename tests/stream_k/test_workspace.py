@@ -7,6 +7,7 @@ import torch
 
 import pyrocshmem
 import stream_k
+from pyrocshmem import Heap
 from stream_k.workspace import Workspace, local_workspace
 from tests.stream_k.products import Frame, check_product, device, random, small_config
 
@@ -39,6 +40,28 @@ def test_grows_as_calls_need_it() -> None:
     product(workspace)
     product(workspace, small_config(split="none"))
     assert workspace.nbytes_in_use() == grown
+
+
+def test_freed_it_holds_what_later_calls_need() -> None:
+    """Of a rank alone on its heap, too, whose memory comes back."""
+    with Heap(8 << 20) as heap:
+        for workspace, more in (
+            (Workspace(device=device()), 1000),
+            (Workspace(heap), 1000),
+            (Workspace(heap), 0),
+        ):
+            before = heap.usage()
+            if more:
+                workspace.buffer("more", more, torch.int32)
+            product(workspace, small_config(split="none"))
+            small = workspace.nbytes_in_use()
+            product(workspace)
+            assert workspace.nbytes_in_use() > small > 0
+            workspace.free()
+            assert workspace.nbytes_in_use() == 0
+            assert heap.usage() == before
+            product(workspace, small_config(split="none"))
+            assert workspace.nbytes_in_use() == small - 4 * more
 
 
 def test_a_grown_workspace_forgets_plans_of_the_smaller_one() -> None:

@@ -1,8 +1,8 @@
-"""What an eager call costs the host, of the ops whose copy engines pull into the caller's tensor.
+"""What an eager call costs the host.
 
     python -m tests.stress.host_time --ranks 2 --json host_time.json
 
-In three ways (`stream_k.pulls`): enqueued, the first calls with a place; captured, the second call with one; and
+In three ways (`stream_k.graphs`): enqueued, the first calls with a place; captured, the second call with one; and
 replayed, later ones. A sample is a few calls in a row, of which the host waits for none, after the device has come to
 rest, on the slowest rank. What counts is the median. On the CPU target, which has no graphs, the figures mean nothing.
 """
@@ -10,7 +10,7 @@ rest, on the slowest rank. What counts is the median. On the CPU target, which h
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,48 +20,40 @@ import typer
 
 import stream_k
 from reference.problems import PROBLEMS
-from stream_k.pulls import Graphs, Pulls
+from stream_k.graphs import Graphs
+from stream_k.plan import FusedPlan
 from stream_k.workspace import Workspace
 from tests.stress import figures
 
 # Of a replayed call.
 LIMIT_US = 40.0
 WAYS = ("enqueued", "captured", "replayed")
-# Calls of a sample, few enough for the device's queues: one of many steps is hundreds of commands.
-CALLS = {"enqueued": 3, "captured": 1, "replayed": 3}
-_PLACES = max(CALLS.values())
+# Calls of a sample, few enough for the device's queues: one that is enqueued is dozens of commands.
+CALLS = {"enqueued": 3, "captured": 1, "replayed": 3 if target.interpreted() else 20}
+_PLACES = CALLS["enqueued"]
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """op: of stream_k, by its name in reference.problems, with global M N K. chunk: tile rows of a step; 0: as
-    `stream_k.choose` has it."""
+    """op: of stream_k, by its name in reference.problems, with global M N K."""
 
     op: str
     shape: tuple[int, int, int]
-    chunk: int = 0
 
     def __str__(self) -> str:
-        steps = f", chunk {self.chunk}" if self.chunk else ""
-        return f"{PROBLEMS[self.op].op} {' x '.join(map(str, self.shape))}{steps}"
+        return f"{PROBLEMS[self.op].op} {' x '.join(map(str, self.shape))}"
 
 
 def cases_for(ranks: int, on_gpu: bool) -> list[Case]:
     """Products as large on each rank whatever `ranks`."""
     if not on_gpu:
         return [Case("all_reduce", (96, 32, 32)), Case("all_scatter", (96, 32 * ranks, 32))]
-    found = []
-    for chunk in (0, 2):
-        found += [
-            Case("all_reduce", (8192, 8192, 3584 * ranks), chunk),
-            Case("all_scatter", (8192, 3584 * ranks, 8192), chunk),
-        ]
-    return [
-        *found,
-        Case("all_reduce", (4096, 4096, 1792 * ranks)),
-        Case("all_scatter", (4096, 1792 * ranks, 4096)),
-    ]
+    cases = []
+    for M, N, K in ((4096, 1792, 4096), (8192, 3584, 8192)):
+        cases += [Case(op, (M, N * ranks, K)) for op in ("all_gather", "all_scatter")]
+        cases += [Case(op, (M, K, N * ranks)) for op in ("reduce_scatter", "all_reduce")]
+    return [*cases, Case("all_reduce", (16, 8192, 2048 * ranks))]
 
 
 class Calls:
@@ -75,30 +67,26 @@ class Calls:
         whole = torch.randn(M, K, dtype=dtype, device=device), torch.randn(K, N, dtype=dtype, device=device)
         self.a, self.b = (x.contiguous() for x in problem.shares(*whole, heap.rank, ranks))
         local = problem.local_shape(case.shape, ranks)
-        config = stream_k.choose(problem.op, *local, dtype, ranks, device, placement="copy_engine")
-        if case.chunk:
-            config = replace(config, chunk=case.chunk, group_m=min(config.group_m, case.chunk))
-        self.op, self.options = (
-            getattr(stream_k, problem.op),
-            {"config": config, **problem.op_arguments(case.shape)},
-        )
-        self.places = [torch.empty(M, N, dtype=dtype, device=device) for _ in range(_PLACES)]
+        self.placement = stream_k.choose(problem.op, *local, dtype, ranks, device).placement
+        self.op, self.sizes = getattr(stream_k, problem.op), problem.op_arguments(case.shape)
+        shape = tuple(cut.stop - cut.start for cut in problem.part(case.shape, heap.rank, ranks))
+        self.places = [torch.empty(shape, dtype=dtype, device=device) for _ in range(_PLACES)]
         self.into(0)
         heap.synchronize()
 
     def into(self, place: int) -> None:
         out = self.places[place]
-        self.op(self.a, self.b, group=self.heap, out=out, workspace=self.workspace, **self.options)
+        self.op(self.a, self.b, group=self.heap, out=out, workspace=self.workspace, **self.sizes)
 
     @property
-    def pulls(self) -> Pulls:
+    def plan(self) -> FusedPlan:
         (plan,) = self.workspace.plans.values()
-        return plan.pulls  # type: ignore[no-any-return]
+        return plan  # type: ignore[no-any-return]
 
     def prepare(self, way: str) -> None:
         """The next calls, as many as a sample has, are made this way."""
         if way != "replayed":
-            self.pulls.graphs = Graphs()
+            self.plan.graphs = Graphs(self.workspace, self.plan.product)
         if way == "captured":
             self.into(0)
 
@@ -115,7 +103,7 @@ def measure(rank: int, world_size: int, cases: list[Case], samples: int) -> list
             spent = {way: list(_spent(calls, way, samples)) for way in WAYS}
             heap.synchronize()
             assert not any(place.isnan().any() for place in calls.places)
-            found.append({"steps": len(calls.pulls.steps), **spent})
+            found.append({"placement": calls.placement, **spent})
             heap.barrier()
     return found
 
@@ -136,7 +124,7 @@ def _spent(calls: Calls, way: str, samples: int) -> Iterator[float]:
 
 def summary(case: Case, ends: list[dict[str, Any]]) -> dict[str, Any]:
     """Of all ranks' samples: microseconds, and whether a replayed call is within the limit."""
-    found: dict[str, Any] = {"case": str(case), "steps": ends[0]["steps"], "limit_us": LIMIT_US}
+    found: dict[str, Any] = {"case": str(case), "placement": ends[0]["placement"], "limit_us": LIMIT_US}
     for way in WAYS:
         slowest = [1e6 * max(each) for each in zip(*(end[way] for end in ends), strict=True)]
         found[f"{way}_us"] = round(statistics.median(slowest), 1)
@@ -151,7 +139,7 @@ def main(
     cases = cases_for(ranks, not target.interpreted())
     ends = spawn(measure, ranks, cases, samples)
     rows = [summary(case, [end[number] for end in ends]) for number, case in enumerate(cases)]
-    columns = {"case": "op", "steps": "steps"} | {f"{way}_us": f"{way}, us" for way in WAYS}
+    columns = {"case": "op", "placement": "placement"} | {f"{way}_us": f"{way}, us" for way in WAYS}
     columns |= {"limit_us": "limit, us", "within": "within"}
     figures.report(columns, rows, json, ranks=ranks, samples=samples)
 

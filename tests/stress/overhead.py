@@ -46,7 +46,7 @@ def bare_wait(
     while up == 0:
         signal.pause()
         up = tl.min(signal._is_up(flags, mask, epoch, abort), axis=0)
-    signal._acquire(scope)
+    signal._acquire(flags, mask, abort, scope)
     return up == 1
 
 

@@ -1,14 +1,10 @@
 """The command that measures host time makes the calls that it says, and sums them up."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
 from pyrocshmem import Heap
-from stream_k.pulls import Pulls
 from tests.ranks import run_ranks, values
+from tests.stream_k.graph_standins import replay_what_was_enqueued
 from tests.stress.host_time import CALLS, LIMIT_US, WAYS, Calls, Case, cases_for, measure, summary
 
 TIER = 2
@@ -20,13 +16,7 @@ def ways_taken(rank: int, world_size: int, case: Case) -> dict[str, list[str]]:
     stand-ins that enqueue."""
     log: list[str] = []
 
-    def graph_of(self: Any, out: torch.Tensor) -> Any:
-        captures = self.graphs.captures
-        graph = self.graphs.find(out.data_ptr(), lambda: SimpleNamespace(replay=lambda: self._enqueue(out)))
-        log.append("e" if graph is None else "c" if self.graphs.captures > captures else "r")
-        return graph
-
-    Pulls._graph = graph_of  # type: ignore[method-assign]
+    replay_what_was_enqueued(log)
     found: dict[str, list[str]] = {way: [] for way in WAYS}
     with Heap(16 << 20) as heap:
         calls = Calls(case, heap)
@@ -52,15 +42,25 @@ def test_calls_are_made_as_they_are_named() -> None:
 @pytest.mark.num_ranks(2)
 def test_every_way_is_measured() -> None:
     for (found,) in values(run_ranks(measure, 2, cases_for(2, on_gpu=False)[1:], 1)):
-        assert found["steps"] == 2
+        assert found["placement"] == "messages"
         assert all(len(found[way]) == 1 and found[way][0] > 0 for way in WAYS)
 
 
 @pytest.mark.parametrize(("replayed_us", "within"), [(LIMIT_US - 1, True), (LIMIT_US + 1, False)])
 def test_the_median_of_the_slowest_ranks_counts(replayed_us: float, within: bool) -> None:
-    one = {"steps": 4, "enqueued": (1e-4, 9e-4, 2e-4), "captured": (1e-3,), "replayed": (replayed_us * 1e-6,)}
-    other = {"steps": 4, "enqueued": (3e-4, 1e-4, 1e-4), "captured": (2e-3,), "replayed": (1e-6,)}
-    found = summary(Case("all_scatter", (64, 64, 64), 2), [one, other])
-    assert found["case"] == "gemm_all_scatter 64 x 64 x 64, chunk 2"
-    assert (found["steps"], found["enqueued_us"], found["captured_us"]) == (4, 300.0, 2000.0)
+    one = {
+        "placement": "copy_engine",
+        "enqueued": (1e-4, 9e-4, 2e-4),
+        "captured": (1e-3,),
+        "replayed": (replayed_us * 1e-6,),
+    }
+    other = {
+        "placement": "copy_engine",
+        "enqueued": (3e-4, 1e-4, 1e-4),
+        "captured": (2e-3,),
+        "replayed": (1e-6,),
+    }
+    found = summary(Case("all_scatter", (64, 64, 64)), [one, other])
+    assert found["case"] == "gemm_all_scatter 64 x 64 x 64"
+    assert (found["placement"], found["enqueued_us"], found["captured_us"]) == ("copy_engine", 300.0, 2000.0)
     assert (found["replayed_us"], found["within"]) == (replayed_us, within)

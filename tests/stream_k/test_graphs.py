@@ -1,103 +1,30 @@
-"""`stream_k.pulls`: which calls are enqueued, captured and replayed; what is captured; what becomes of the graphs.
+"""`stream_k.graphs`: which calls are enqueued, captured and replayed; what is captured; what becomes of the graphs.
 
-A stand-in for CUDA's streams and graphs. On GPUs: tests/fused/test_repeated_pulls.py.
+Calls that pull (`stream_k.pulls`), on a stand-in for CUDA's streams and graphs. On GPUs:
+tests/fused/test_repeated_calls.py.
 """
 
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pyrocshmem import trace
-from stream_k import pulls
-from stream_k.pulls import CALLS_A_CAPTURE, KEPT, PULLS, WAITS, Pull, Pulls
-from stream_k.workspace import Workspace
+from stream_k import graphs
+from stream_k.graphs import CALLS_A_CAPTURE, Graphs
+from stream_k.pulls import _PULLS, _WAITS, Pull, Pulls
+from stream_k.workspace import CALLS, Workspace
+from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
 
 TIER = 0
 pytestmark = pytest.mark.cpu
-CALLER = -1
 STEPS = 3
-
-
-class Device:
-    """Runs commands at once, or gives them to the graph that is being captured, whose streams it looks after."""
-
-    def __init__(self) -> None:
-        self.stream = CALLER
-        self.forked: dict[int, set[int]] = {}
-        self.log: list[tuple[int, str]] = []
-        self.capturing: Graph | None = None
-        self.graphs: list[Graph] = []
-        self.captured_by_the_caller = False
-
-    def enqueue(self, what: str, command: Callable[[], object] = lambda: None) -> None:
-        if self.capturing is None:
-            self.log.append((self.stream, what))
-            command()
-            return
-        assert self.stream in self.capturing.streams, f"stream {self.stream} is no part of the capture"
-        self.capturing.commands.append((self.stream, what, command))
-
-
-class Graph:
-    """Of the commands between `capture_begin` and `capture_end`, which end on one stream."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.commands: list[tuple[int, str, Callable[[], object]]] = []
-        self.streams: set[int] = set()
-        self.unjoined: set[int] = set()
-        device.graphs.append(self)
-
-    def capture_begin(self, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        assert self.device.stream != CALLER
-        assert self.device.capturing is None
-        self.device.capturing, self.streams = self, {self.device.stream}
-
-    def capture_end(self) -> None:
-        assert self.device.capturing is self
-        self.device.capturing = None
-        assert not self.unjoined
-
-    def replay(self) -> None:
-        self.device.enqueue("replay")
-        for _, _, command in self.commands:
-            command()
-
-
-class Streams:
-    """What `Pulls` needs of a workspace."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, standin: Device) -> None:
-        self.standin = standin
-
-    @contextmanager
-    def beside(self, side: int) -> Iterator[None]:
-        before, self.standin.stream = self.standin.stream, side
-        try:
-            yield
-        finally:
-            self.standin.stream = before
-
-    def fork(self, side: int) -> None:
-        self.standin.enqueue(f"fork {side}")
-        if (graph := self.standin.capturing) is not None:
-            graph.streams.add(side)
-            graph.unjoined.add(side)
-
-    def join(self, side: int) -> None:
-        self.standin.enqueue(f"join {side}")
-        if (graph := self.standin.capturing) is not None:
-            assert side in graph.streams
-            graph.unjoined.discard(side)
+KEPT = 4
 
 
 class Source:
@@ -111,7 +38,7 @@ class Source:
 
 
 class Call:
-    """Pulls of STEPS steps, one row from a peer and one from this rank in each."""
+    """A call that pulls STEPS steps, one row from a peer and one from this rank in each."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -120,7 +47,14 @@ class Call:
         steps = [Pull((step,), [peer], [own]) for step, (peer, own) in enumerate(pairs)]
         launch: Any = lambda arguments: device.enqueue(f"wait {arguments[0]}")  # noqa: E731
         streams: Any = Streams(device)
-        self.pulls = Pulls(streams, launch, steps)
+        self.pulls, self.graphs = Pulls(streams, launch, steps), Graphs(streams, None, KEPT)
+
+    def enqueue(self, out: torch.Tensor) -> None:
+        self.pulls.fork()
+        self.pulls.into(out)
+
+    def make(self, out: torch.Tensor) -> None:
+        self.graphs.run((None, out), lambda: self.enqueue(out))
 
     def run(self, out: torch.Tensor, value: float) -> str:
         """Pull `value` into `out`, which must then hold it: "e" enqueued, "c" captured and replayed, "r" replayed."""
@@ -129,28 +63,26 @@ class Call:
         out.fill_(torch.nan)
         del self.device.log[:]
         captures = len(self.device.graphs)
-        enqueue = self.pulls.into(out)
-        assert self.device.log == [(CALLER, f"fork {WAITS}")]
-        enqueue()
-        assert self.device.log[-1] == (CALLER, f"join {WAITS}")
+        self.make(out)
         assert torch.equal(out, torch.full_like(out, value))
-        if self.device.log[1:-1] == [(WAITS, "replay")]:
+        if self.device.log == [(CALLER, "replay")]:
             return "c" if len(self.device.graphs) > captures else "r"
-        assert self.device.log[1:-1] == COMMANDS
+        assert self.device.log == commands(CALLER)
         assert len(self.device.graphs) == captures
         return "e"
 
 
-COMMANDS = [
-    command
-    for step in range(STEPS)
-    for command in (
-        (WAITS, f"wait {step}"),
-        (WAITS, f"fork {PULLS}"),
-        (PULLS, f"copy {step}"),
-        (WAITS, f"copy {STEPS + step}"),
-    )
-] + [(WAITS, f"join {PULLS}")]
+def commands(stream: int) -> list[tuple[int, str]]:
+    """Of a call that is enqueued on `stream`."""
+    found = [(stream, f"fork {_WAITS}")]
+    for step in range(STEPS):
+        found += [
+            (_WAITS, f"wait {step}"),
+            (_WAITS, f"fork {_PULLS}"),
+            (_PULLS, f"copy {step}"),
+            (_WAITS, f"copy {STEPS + step}"),
+        ]
+    return [*found, (_WAITS, f"join {_PULLS}"), (stream, f"join {_WAITS}")]
 
 
 @pytest.fixture
@@ -182,16 +114,25 @@ def test_which_calls_are_replayed(device: Device, letters: str, found: str) -> N
     """With other data in every call, into places that are poisoned before it."""
     call, outs = Call(device), dict(zip("ABCDEF", places(6), strict=True))
     assert "".join(call.run(outs[letter], float(n)) for n, letter in enumerate(letters)) == found
-    assert call.pulls.graphs.captures == found.count("c")
-    assert len(call.pulls.graphs.by_address) == min(KEPT, len(set(letters)))
+    assert call.graphs.captures == found.count("c")
+    assert len(call.graphs.by_places) == min(KEPT, len(set(letters)))
 
 
 def test_what_is_captured(device: Device) -> None:
-    """The commands of an enqueued call, on the same streams; the tensor that comes again may be another one."""
+    """The commands of an enqueued call, on a stream of its own and the same ones beside it; the tensor that comes again
+    may be another one."""
     call, (out,) = Call(device), places(1)
     assert [call.run(out, 1.0), call.run(out.view(-1, 4), 2.0), call.run(out[:], 3.0)] == ["e", "c", "r"]
     (graph,) = device.graphs
-    assert [(stream, what) for stream, what, _ in graph.commands] == COMMANDS
+    assert [(stream, what) for stream, what, _ in graph.commands] == commands(CALLS)
+
+
+def test_every_tensor_counts(device: Device) -> None:
+    """A call with one of them elsewhere is another call; None is a place."""
+    call, (x, y) = Call(device), places(2)
+    for tensors in ((x, y), (y, x), (x, None), (None, x), (x, y)):
+        call.graphs.run(tensors, lambda: None)
+    assert (len(call.graphs.by_places), call.graphs.captures) == (4, 1)
 
 
 def test_places_that_come_twice_and_never_again(device: Device) -> None:
@@ -209,7 +150,7 @@ def test_under_capture_all_is_the_callers(device: Device) -> None:
     device.captured_by_the_caller = True
     assert [call.run(each, 3.0) for each in (out, other, other)] == ["e", "e", "e"]
     device.captured_by_the_caller = False
-    assert list(call.pulls.graphs.by_address) == [out.data_ptr()]
+    assert list(call.graphs.by_places) == [(0, out.data_ptr())]
     assert [call.run(out, 4.0), call.run(other, 5.0)] == ["r", "e"]
 
 
@@ -235,6 +176,21 @@ def test_on_the_cpu_target(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
     assert [call.run(out, float(n)) for n in range(3)] == ["e", "e", "e"]
 
 
+def test_where_graphs_are_not_wanted(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYROCSHMEM_GRAPHS", "0")
+    call, (out,) = Call(device), places(1)
+    assert [call.run(out, float(n)) for n in range(3)] == ["e", "e", "e"]
+
+
+def test_calls_that_copy_operands(device: Device) -> None:
+    """Have no graph, which would keep the copies' memory; those of a product that doesn't have."""
+    for copies, found in ((object(), ["e", "e", "e"]), (None, ["e", "c", "r"])):
+        call, (out,) = Call(device), places(1)
+        product: Any = SimpleNamespace(copies=copies)
+        call.graphs = Graphs(call.graphs.workspace, product, KEPT)
+        assert [call.run(out, float(n)) for n in range(3)] == found
+
+
 def test_a_capture_that_fails(device: Device) -> None:
     """Ends, raises what went wrong, and leaves the place to be enqueued again."""
     call, (out,) = Call(device), places(1)
@@ -246,10 +202,37 @@ def test_a_capture_that_fails(device: Device) -> None:
 
     call.pulls.launch = fails  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="planted"):
-        call.pulls.into(out)
+        call.make(out)
     assert (device.capturing, device.stream) == (None, CALLER)
     call.pulls.launch = honest
     assert [call.run(out, float(n)) for n in range(3)] == ["e", "c", "r"]
+
+
+def test_no_garbage_is_collected_during_a_capture(device: Device) -> None:
+    """Its memory, freed there, would end the capture."""
+    call, (out,) = Call(device), places(1)
+    died: list[bool] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, lambda: died.append(device.capturing is not None))
+
+    def enqueue() -> None:
+        call.enqueue(out)
+        for _ in range(100):
+            Garbage()
+
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        for _ in range(2):
+            call.graphs.run((None, out), enqueue)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert (call.graphs.captures, gc.isenabled()) == (1, True)
+    assert died == [False] * 200
 
 
 def test_graphs_go_with_their_plan(device: Device) -> None:
@@ -259,7 +242,7 @@ def test_graphs_go_with_their_plan(device: Device) -> None:
     call, (out,) = Call(device), places(1)
     assert [call.run(out, 1.0), call.run(out, 2.0)] == ["e", "c"]
     graph = weakref.ref(device.graphs.pop())
-    workspace.plans["call"] = call.pulls
+    workspace.plans["call"] = call.graphs
     del call
     assert graph() is not None
     gc.disable()
@@ -297,18 +280,18 @@ def test_one_capture_at_a_time(device: Device, monkeypatch: pytest.MonkeyPatch, 
     crowd, both = Crowd(0.1 if locked else 30.0), threading.Barrier(2)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: crowd)
     if not locked:
-        monkeypatch.setattr(pulls, "_one_capture", threading.Semaphore(2))
+        monkeypatch.setattr(graphs, "_one_capture", threading.Semaphore(2))
     calls, outs = [Call(Device()) for _ in range(2)], places(2)
 
     def twice(number: int) -> None:
         for _ in range(2):
             both.wait(30)
-            calls[number].pulls.into(outs[number])()
+            calls[number].make(outs[number])
 
     threads = [threading.Thread(target=twice, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [call.pulls.graphs.captures for call in calls] == [1, 1]
+    assert [call.graphs.captures for call in calls] == [1, 1]
     assert crowd.most == (1 if locked else 2)
