@@ -32,7 +32,7 @@ from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import LAYER_SIZES, Case
 from reference.timing import host_seconds
 from stream_k.nn import KVCache
-from stream_k.workspace import workspace_for
+from stream_k.workspace import Workspace, workspace_for
 
 # Sums in another order, and the partial sums of some libraries rounded, may err more than one product does.
 _ERRORS = 2.0
@@ -234,8 +234,10 @@ def measure_cases(
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Measure layers on the ranks of `heap`, as `benchmarks.measure.measure_cases` does ops.
 
-    A record also has peak_mib {provider: MiB}, on GPUs: what a step allocates beyond weights and inputs, and for ours
-    what peers and copy engines write on the heap.
+    A record also has peak_mib {provider: MiB}, on GPUs: the most that PyTorch's allocator holds during a step, beyond
+    what it held before (weights, inputs), and for ours the workspace that this step alone needs: what peers and copy
+    engines write on the heap, and partial tiles. Not counted: what products alone keep from call to call, ours and
+    cuBLAS's, and NCCL's buffers.
     """
     meter = Meter(device, lined_up=heap.world_size > 1)
     for case in cases:
@@ -268,9 +270,8 @@ def _measure(
         assert isinstance(run, Step)
         errors[name] = problem.error_of(run)
         if meter.on_gpu:
-            peaks[name] = _allocated_mib(run, meter.device)
-            if name.startswith("ours"):
-                peaks[name] += workspace_for(heap).nbytes_in_use() / 2**20
+            workspace = workspace_for(heap) if name.startswith("ours") else None
+            peaks[name] = _peak_mib(run, meter.device, workspace)
             if name == "ours":
                 host[name] = 1e6 * host_seconds(run.call, _HOST_CALLS, meter.device)
     table.close()
@@ -286,12 +287,18 @@ def _ready(make: Callable[[Problem], Step], problem: Problem) -> Step:
     return step
 
 
-def _allocated_mib(run: Step, device: torch.device) -> float:
-    """The most that PyTorch's allocator holds during a step, beyond what it held before."""
+def _peak_mib(run: Step, device: torch.device, workspace: Workspace | None) -> float:
+    """See `measure_cases`. workspace: the one that a step of ours shares with others."""
     run.results = ()
+    if workspace is not None:
+        # Without what other steps, and other cases, wanted of it.
+        workspace.free()
+        run.call()
+        run.results = ()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run.call()
     torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    kept = 0 if workspace is None else workspace.nbytes_in_use()
+    return (torch.cuda.max_memory_allocated(device) - before + kept) / 2**20

@@ -6,7 +6,8 @@
     parallel.load_full_state_dict(mlp, unsharded.state_dict())
     y = mlp(x)                                       # x, y: [M/R, 4096], a block of rows on each rank
 
-`linear`: the two linear layers and RMSNorm; `mlp`, `attention`; `state`: checkpoints of the unsharded model;
+`linear`: the two linear layers and RMSNorm; `mlp`, `attention`; `pointwise`: what these compute between products, and
+their gradients, one kernel each; `state`: checkpoints of the unsharded model;
 `parallel_style`: the same for `torch.distributed.tensor.parallel.parallelize_module`; `functional`: whose gradient goes
 where. Losses: where activations are divided by rows, each rank's loss is its rows' part of the whole one.
 """

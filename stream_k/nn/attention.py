@@ -1,7 +1,7 @@
 """`ParallelAttention`: self-attention, its heads divided over the ranks, around `scaled_dot_product_attention`.
 
 Shapes: B sequences, S tokens each, H heads, G key-value heads (grouped queries, Ainslie et al. 2023), D a head's size,
-R ranks. Rotary embedding: Su et al. 2021, the two halves of a head turned against one another, as in Llama.
+R ranks. Rotary embedding: the two halves of a head turned against one another, as in Llama (`stream_k.nn.pointwise`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from stream_k.nn.parameters import ranks_of
+from stream_k.nn.pointwise import rotated_heads
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,12 @@ class ParallelAttention(nn.Module):
         batch_size = 1 if batch_size is None else batch_size
         if qkv.shape[0] % batch_size:
             raise ValueError(f"{self.o_proj.name}: {qkv.shape[0]} tokens are no {batch_size} equal sequences")
-        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, -1, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, -1, self.head_dim)
         if positions is None:
-            positions = torch.arange(q.shape[2], device=x.device)
+            positions = torch.arange(heads.shape[1], device=x.device)
         if turn is None and self.rope_theta is not None:
             turn = rotation(positions, self.head_dim, self.rope_theta)
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        q, k, v = rotated_heads(heads, turn, self.num_kv_heads)
         y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
         rows = y.transpose(1, 2).reshape(qkv.shape[0], -1)
         found = self.o_proj(rows, residual=residual, norm=norm)
@@ -180,13 +179,6 @@ def rotation(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torc
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * theta ** (-steps / head_dim)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [.., S, D] with every pair (i, i + D/2) turned by its angle; computed in fp32 or wider."""
-    cosines, sines = turn
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(x.dtype)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

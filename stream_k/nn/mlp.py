@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from stream_k.nn.pointwise import swiglu
 
 
 class ParallelMLP(nn.Module):
@@ -79,5 +79,5 @@ class ParallelMLP(nn.Module):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(x, num_rows))
-        return self.down_proj(silu(gate) * up, residual=residual, norm=norm)
+        inner = swiglu(self.gate_up_proj(x, num_rows))
+        return self.down_proj(inner, residual=residual, norm=norm)
