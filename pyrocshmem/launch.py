@@ -253,7 +253,8 @@ def _run(
         changes = {"PYROCSHMEM_BACKEND": wanted, "TRITON_INTERPRET": None}
     context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
     if fork:
-        context.set_forkserver_preload(["pyrocshmem.launch", "triton.language"])
+        # The first launch of a kernel would import the second.
+        context.set_forkserver_preload(["pyrocshmem.launch", "triton.experimental.gluon"])
     store, port = _listen()
     ranks = []
     try:

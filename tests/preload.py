@@ -1,5 +1,5 @@
-"""What the server that forks the ranks of tests has loaded beforehand: the ops, and their kernels as the interpreter
-reads them, which each rank would otherwise read anew, for 0.1 s.
+"""What the server that forks the ranks of tests has loaded beforehand: what each rank would otherwise load anew, for
+0.1 to 1 s, and the kernels as the interpreter reads them.
 """
 
 import sys
@@ -8,6 +8,11 @@ import stream_k  # noqa: F401 (before Triton)
 
 from triton.runtime.interpreter import InterpretedFunction  # isort: skip
 
+import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401
+import triton.experimental.gluon  # noqa: F401 (by the first launch of a kernel)
+
+import benchmarks.run  # noqa: F401
 import tests.fused.bodies  # noqa: F401
 
 PACKAGES = ("collectives", "pyrocshmem", "stream_k", "triton")

@@ -31,7 +31,7 @@ trap 'rm -rf "$tallies"' EXIT
 status=0 found=0 parts=0
 
 workers=${PYROCSHMEM_TEST_WORKERS:-$(python -c 'import importlib.util as u, os
-print(max(2, min(8, os.cpu_count() // 4)) if u.find_spec("xdist") else 1)')}
+print(max(3, min(8, os.cpu_count() // 4)) if u.find_spec("xdist") else 1)')}
 
 # run_apart NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...: a pass, in two parts where there are cores for several tests.
 run_apart() {

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +14,13 @@ from typer.testing import CliRunner
 import collectives
 import stream_k
 from benchmarks import ahead, providers, records, run, tables
+from benchmarks.__main__ import app
 from benchmarks.measure import measure_cases
 from benchmarks.providers import Run
 from benchmarks.shapes import OPS, Case
 from pyrocshmem import Heap, target
 from pyrocshmem.launch import RanksFailed
+from tests import commands
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 from tests.scripts import support
@@ -31,16 +31,8 @@ pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(
-        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
-    )
-
-
 @pytest.mark.num_ranks(2)
-def test_every_op(tmp_path: Path) -> None:
+def test_every_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "all.jsonl"
     names = "ours,ours_16bit,ours_gemm,ours_whole_tiles,blas,unfused,unfused_stacked,blas_ours,torch_symm_mem,kraken"
     options = (
@@ -55,7 +47,8 @@ def test_every_op(tmp_path: Path) -> None:
         "--csv",
         str(tmp_path / "x.csv"),
     )
-    done = benchmarks("all", *options, "--json", str(path))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "all", *options])
+    done = commands.invoke(app, "all", *options, "--json", str(path))
     file = records.read(path)
     assert file is not None
     assert run.problems(file.cases) == [], done.stderr
@@ -227,8 +220,6 @@ def test_a_case_that_breaks_the_ranks_is_a_problem_and_the_others_are_measured(
 
 @pytest.mark.cpu
 def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.__main__ import app
-
     case = made_up.case("gemm", "tiny", 8, 8, 8, ours=1, blas=1) | {"wrong": ["ours"]}
     file = records.File(tmp_path / "x.jsonl", made_up.ENVIRONMENT, [case])
     monkeypatch.setattr(run, "run", lambda *arguments: file)

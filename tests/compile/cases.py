@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PLACEMENTS = ("after", "beside", "own_stream", "inside")
+from tests.compile.target_names import TARGETS
 
 # On every target, with and without programs for communication, the last wave is partly full: tiles can be split.
 LARGE = (4736, 4096, 4096)
@@ -45,18 +45,21 @@ class Case:
         return "-".join([self.op, self.dtype, *facts])
 
 
-def _shipped(dtype: str) -> list[Case]:
+def _shipped(dtype: str, placements: tuple[str, ...]) -> list[Case]:
     hot = dtype != "float32"
     cases = [Case("gemm", dtype, changes=(("split", split),), hot=hot) for split in ("none", "stream_k")]
-    # One-shot differs by a constant that has nothing to do with the type.
-    algorithms = ("one_shot", "two_shot") if dtype == "bfloat16" else ("two_shot",)
-    for placement in PLACEMENTS:
-        for algorithm in algorithms:
-            changes = (("placement", placement), ("algorithm", algorithm))
-            cases.append(Case("gemm_all_reduce", dtype, changes=changes, hot=hot))
+    for placement in placements:
+        changes = (("placement", placement), ("algorithm", "two_shot"))
+        cases.append(Case("gemm_all_reduce", dtype, changes=changes, hot=hot))
         cases.append(Case("gemm_all_scatter", dtype, changes=(("placement", placement),), hot=hot))
     return cases
 
+
+# One-shot differs by a constant of what communicates: as a kernel of its own, and in the GEMM's.
+_ONE_SHOT = [
+    Case("gemm_all_reduce", changes=(("placement", placement), ("algorithm", "one_shot")), hot=True)
+    for placement in ("own_stream", "inside")
+]
 
 # float16 takes the same ways as bfloat16, through other matrix instructions.
 _FLOAT16 = [
@@ -119,6 +122,8 @@ STREAMS = [
     )
 ]
 
+TF32 = Case("gemm", "float32", arguments=(("allow_tf32", True),))
+
 # Variations that hardly depend on the dtype.
 _ONCE = [
     # A GEMM of one program: Triton makes the count a constant. Of 32 rows at a time, a thread moves 16 bytes.
@@ -135,7 +140,7 @@ _ONCE = [
     Case("gemm", layouts=("column", "column")),
     Case("gemm", layouts=("odd", "odd")),
     Case("gemm", shape=(97, 193, 131), arguments=(("activation", "gelu"), ("bias", True))),
-    Case("gemm", "float32", arguments=(("allow_tf32", True),)),
+    TF32,
     Case("gemm_all_reduce", shape=SMALL, hot=True),
     Case("gemm_all_scatter", shape=SMALL, hot=True),
     Case("gemm_all_reduce", changes=(("placement", "beside"), ("split", "stream_k")), hot=True),
@@ -185,4 +190,21 @@ POINTWISE = [
     Case("rotate", shape=(16, 24 * 80, 1), arguments=(("kv_heads", 8), ("head_dim", 80)), hot=True),
 ]
 
-CASES = _shipped("bfloat16") + _FLOAT16 + _shipped("float32") + BLOCKS + STREAMS + _ONCE + POINTWISE
+CASES = [
+    *_shipped("bfloat16", ("after", "beside", "own_stream", "inside")),
+    *_ONE_SHOT,
+    *_FLOAT16,
+    # Where a tile is whole before it is communicated, and where it is communicated as it is made.
+    *_shipped("float32", ("own_stream", "inside")),
+    *BLOCKS,
+    *STREAMS,
+    *_ONCE,
+    *POINTWISE,
+]
+# gfx950 has gfx942's compiler with other matrix instructions: it gets what is hot, of one dtype, and the tf32 it lacks.
+COMPILED = [
+    (case, target)
+    for case in CASES
+    for target in TARGETS
+    if target != "gfx950" or case == TF32 or (case.hot and case.dtype == "bfloat16")
+]

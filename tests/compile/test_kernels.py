@@ -8,7 +8,16 @@ import triton
 
 from tests.compile import assembly as rules
 from tests.compile.assembly import Assembly
-from tests.compile.cases import BLOCKS, CASES, EVEN, FOUR_STAGES_BYTES, FULL_PIPELINE_BYTES, LARGE, Case
+from tests.compile.cases import (
+    BLOCKS,
+    CASES,
+    COMPILED,
+    EVEN,
+    FOUR_STAGES_BYTES,
+    FULL_PIPELINE_BYTES,
+    LARGE,
+    Case,
+)
 from tests.compile.conftest import Compile
 from tests.compile.target_names import TARGETS
 
@@ -53,8 +62,7 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     return allowed
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), COMPILED, ids=str)
 def test_kernel(case: Case, target: str, compiled: Compile) -> None:
     """Compiling checks that shared memory suffices. The rest is read in the assembly."""
     kernels = compiled(case, target)

@@ -1,6 +1,6 @@
 """The memory order that the protocol stands on, between every pair of ranks; each guard with its control.
 
-On GPUs a million rounds in both directions, and every control must be seen failing; on the CPU target six hundred
+On GPUs a million rounds in both directions, and every control must be seen failing; on the CPU target three hundred
 messages and fewer of the rest, and only controls that can fail there: the interpreter runs a program's steps one after
 another, and its loads and stores are the processor's own.
 """
@@ -16,8 +16,8 @@ from tests.ranks import run_ranks, values
 
 TIER = 2
 ON_CPU = target.interpreted()
-ROUNDS, FEW = (600, 60) if ON_CPU else (1_000_000, 1_000_000)
-COPIES, CONTROL_ROUNDS = (400, 40) if ON_CPU else (1_000_000, 200_000)
+ROUNDS, FEW = (300, 40) if ON_CPU else (1_000_000, 1_000_000)
+COPIES, CONTROL_ROUNDS = (200, 40) if ON_CPU else (1_000_000, 200_000)
 # A message of one tile and, for TMA, of eight: stores that are still on their way when the last was issued.
 TILES = 1 if ON_CPU else 8
 TIMEOUT_S = 150.0 if ON_CPU else 500.0

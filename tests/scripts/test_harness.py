@@ -62,6 +62,7 @@ def tree(tmp_path: Path) -> Path:
     tree = support.copy_tree(tmp_path, *(f"tests/{name}" for name in HARNESS), *support.ACTIVATION)
     support.fake_module(tree, "pyrocshmem", target=TARGET)
     support.fake_module(tree, "torch", __init__=TORCH)
+    (tree / "finegrained_alloc/build.sh").write_text("")
     (tree / "shm").mkdir()
     text = (tree / "tests/conftest.py").read_text()
     for old, new in {'"/dev/shm"': repr(str(tree / "shm")), "GRACE_S = 3.0": "GRACE_S = 0.2"}.items():
