@@ -22,7 +22,7 @@ from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import MessagePlan
 from stream_k.operands import as_argument, filled, how_to_write, template
-from stream_k.plan import FusedPlan
+from stream_k.plan import FusedPlan, in_passing
 from stream_k.row_plan import step_launch
 from stream_k.workspace import Workspace
 
@@ -99,7 +99,7 @@ class _Plan(FusedPlan):
         self.result = None
         M, K = call.num_rows, call.a.shape[1]
         self.flags = workspace.flags(1)
-        self.rows = workspace.buffer("gathered", M * K, call.a.dtype)[: M * K].view(M, K)
+        self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
         self.block = first, last = shard_range(M, heap.rank, world)
         own, flag = self.rows[first:last], self.flags[heap.rank : heap.rank + 1]
         self.places = [

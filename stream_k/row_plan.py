@@ -23,7 +23,7 @@ from stream_k.graphs import no_garbage_collected
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import as_argument, filled, how_to_write, template
-from stream_k.plan import FusedPlan
+from stream_k.plan import FusedPlan, in_passing
 from stream_k.product import tiles_of_block
 from stream_k.pulls import Pull, Pulls
 
@@ -70,7 +70,7 @@ class RowsPlan(FusedPlan):
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         block = self.tiles * config.block_m
         half = peers * block * N
-        self.partials = workspace.buffer("row partials", 2 * half, dtype)
+        self.partials = in_passing(workspace, 2 * half, dtype)
         self.received = self.partials[half:]
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         self.sending: torch.cuda.CUDAGraph | None = None

@@ -35,41 +35,51 @@ def without_entering() -> None:
     signal.wait_entered = lambda *args, **more: True
 
 
-def ahead(rank: int, world_size: int, op: str, shape: tuple[int, int, int], guarded: bool) -> int:
-    """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more or `AHEAD_S` are over."""
+def ahead(rank: int, world_size: int, ops: list[str], shape: tuple[int, int, int], guarded: bool) -> int:
+    """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more in the next call, of the next
+    of `ops`, or `AHEAD_S` are over."""
     if not guarded:
         without_entering()
-    # Of an all-scatter two tile rows, which are all that 40 rows have: it is the last step that a peer can overtake.
-    config = small_config(placement="copy_engine", chunk=2 if op == "all_scatter" else 1)
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
-        wrong = not integer_call(heap, 50, shape, config, workspace, op)
-        (plan,) = workspace.plans.values()
-        place, reader = {
-            "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
-        }.get(op, (RowCopy, "__call__"))  # fmt: skip
-        honest, stalled_in = getattr(place, reader), -1
 
-        def late(*arguments: Any) -> None:
-            nonlocal stalled_in
-            deadline = time.monotonic() + AHEAD_S
+        def wrong(seed: int, op: str) -> bool:
+            # Of an all-scatter two tile rows, all that 40 rows have: it is the last step that a peer can overtake.
+            config = small_config(placement="copy_engine", chunk=2 if op == "all_scatter" else 1)
+            return not integer_call(heap, seed, shape, config, workspace, op)
+
+        count, stalled_in = sum(wrong(50, op) for op in ops), -1
+        workspace.plans.clear()  # of which buffers that grew have left the last alone
+        count += sum(wrong(60, op) for op in ops)
+
+        def stalling(plan: Any, honest: Callable[..., None]) -> Callable[..., None]:
             # Of the first step of the next call. The call in progress is not counted yet.
             sent = int(signal.word(plan.flags.data_ptr(), 0, 0) - plan.flags.data_ptr())
-            while (
-                stalled_in != workspace.epoch()
-                and int(plan.flags[sent]) != workspace.epoch() + 2
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.005)
-            stalled_in = workspace.epoch()
-            honest(*arguments)
 
-        if rank == 1:
-            setattr(place, reader, late)
-        for call in range(CALLS):
-            wrong += not integer_call(heap, call, shape, config, workspace, op)
+            def late(*arguments: Any) -> None:
+                nonlocal stalled_in
+                deadline = time.monotonic() + AHEAD_S
+                while (
+                    stalled_in != workspace.epoch()
+                    and int(plan.flags[sent]) != workspace.epoch() + 2
+                    and time.monotonic() < deadline
+                ):
+                    time.sleep(0.005)
+                stalled_in = workspace.epoch()
+                honest(*arguments)
+
+            return late
+
+        for op, plan in zip(ops, workspace.plans.values(), strict=True):
+            place, reader = {
+                "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
+            }.get(op, (RowCopy, "__call__"))  # fmt: skip
+            honest = getattr(place, reader)
+            if rank == 1:
+                setattr(place, reader, stalling(plan, honest))
+        count += sum(wrong(call, op) for call in range(CALLS) for op in ops)
         heap.vote("done")
-    return wrong
+    return count
 
 
 @triton.jit

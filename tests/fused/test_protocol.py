@@ -69,7 +69,7 @@ def test_a_constant_epoch_is_caught() -> None:
 @pytest.mark.cpu
 def test_a_rank_that_is_a_call_ahead(op: str, shape: tuple[int, int, int]) -> None:
     """Fault 8: what a peer has sent, or left to be pulled, is read before the peer may overwrite it."""
-    assert values(run_ranks(block_bodies.ahead, 2, op, shape, True, timeout=TIMEOUT_S)) == [0, 0]
+    assert values(run_ranks(block_bodies.ahead, 2, [op], shape, True, timeout=TIMEOUT_S)) == [0, 0]
 
 
 @pytest.mark.parametrize("op", GUARDED)
@@ -77,8 +77,18 @@ def test_a_rank_that_is_a_call_ahead(op: str, shape: tuple[int, int, int]) -> No
 @pytest.mark.alone
 def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
     """The control of the test above."""
-    wrong = values(run_ranks(block_bodies.ahead, 2, op, SHAPE, False, timeout=TIMEOUT_S))
+    wrong = values(run_ranks(block_bodies.ahead, 2, [op], SHAPE, False, timeout=TIMEOUT_S))
     assert wrong[1] > 0
+
+
+@pytest.mark.cpu
+@pytest.mark.alone
+def test_a_rank_that_is_in_the_next_op() -> None:
+    """Ops whose peers write into the same place in turn. Then the control, as above."""
+    for guarded in (True, False):
+        # More of K than of N, so that rows reach into the peers' partials.
+        run = run_ranks(block_bodies.ahead, 2, list(GUARDED[:2]), (40, 24, 72), guarded, timeout=TIMEOUT_S)
+        assert values(run) == [0, 0] if guarded else values(run)[1] > 0, guarded
 
 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
