@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
+#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode collectives layers corpus; default: all
+# COMMIT=... where git can't tell it. ITERS: samples a provider, default 8. Then: python -m benchmarks report FOLDER/*.jsonl
+set -uo pipefail
+unset CDPATH
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+
+ops=ours,ours_16bit,unfused,torch_symm_mem,blas
+declare -A commands=(
+  [llama3]="all --shapes llama3 --providers $ops"
+  [sweep]="all --shapes sweep --providers $ops"
+  [decode]="all --shapes decode --providers $ops,blas_ours,blas_torch_two_shot"
+  [collectives]="collectives"
+  [layers]="layers"
+  [corpus]="gemm --shapes stream-k-corpus -n 1"
+)
+sets=(llama3 sweep decode collectives layers corpus)
+# What outlives this hangs.
+limit_s=1800
+
+usage="Usage: benchmarks/records.sh FOLDER [SET...]      sets: ${sets[*]}"
+case ${1:-} in
+  -h | --help)
+    echo "$usage"
+    exit 0
+    ;;
+  "" | -*)
+    echo "$usage" >&2
+    exit 2
+    ;;
+esac
+folder=$1
+shift
+for name in "$@"; do
+  [ -n "${commands[$name]:-}" ] || { echo "no set $name. $usage" >&2; exit 2; }
+done
+[ $# = 0 ] || sets=("$@")
+
+# shellcheck source=activate.sh
+source "$root/activate.sh" || exit 1
+failed=()
+for name in "${sets[@]}"; do
+  read -ra command <<<"${commands[$name]}"
+  printf '\n===== %s =====\n' "$name"
+  timeout --kill-after=20 "$limit_s" python -m benchmarks "${command[@]}" --iters "${ITERS:-8}" \
+    ${COMMIT:+--commit "$COMMIT"} --json "$folder/$name.jsonl" || failed+=("$name")
+done
+[ "${#failed[@]}" = 0 ] || { echo "something was wrong in: ${failed[*]}"; exit 1; }

@@ -1,0 +1,62 @@
+"""benchmarks/records.sh: its commands are ones that `python -m benchmarks` takes, and one that fails stops no other."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run
+from benchmarks.__main__ import _SEVERAL
+from benchmarks.shapes import OPS
+from tests.scripts import support
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+SETS = ("llama3", "sweep", "decode", "collectives", "layers", "corpus")
+
+
+def records(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run it with a python that writes down what it is asked for, and fails at decoding."""
+    tree = support.copy_tree(tmp_path, "benchmarks/records.sh")
+    (tree / "activate.sh").write_text("")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@" >>"$ASKED"\ncase "$*" in *decode*) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    environment |= {"ASKED": str(tmp_path / "asked"), "PATH": f"{python.parent}:/usr/bin:/bin"}
+    return support.bash(tmp_path, '"a project/benchmarks/records.sh" "$@"', *arguments, **environment)
+
+
+def test_commands(tmp_path: Path) -> None:
+    done = records(tmp_path, "there", COMMIT="0123", ITERS="3")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "something was wrong in: decode"
+    asked = [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    measured = set()
+    for name, (_, module, op, *options) in zip(SETS, asked, strict=True):
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert module == "benchmarks"
+        assert (given["--iters"], given["--commit"]) == ("3", "0123")
+        assert given["--json"] == f"there/{name}.jsonl"
+        names = given.get("--providers")
+        wanted = None if names is None else tuple(names.split(","))
+        ops = list(_SEVERAL.get(op, (op,)))
+        cases = run.plan(ops, given.get("--shapes"), None, int(given.get("-n", "2")), wanted)
+        assert cases
+        measured |= {case.op for case in cases}
+    assert set(OPS) <= measured
+
+
+def test_one_set(tmp_path: Path) -> None:
+    assert records(tmp_path, "there", "corpus").returncode == 0
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("there", "lama3"), ("-x",)])
+def test_mistakes_are_told_at_once(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = records(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert "Usage: benchmarks/records.sh FOLDER [SET...]" in done.stderr
+    assert not (tmp_path / "asked").exists()
