@@ -26,7 +26,8 @@ SLOWEST = "sm_90"
 
 
 def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # which imports no Triton
     return ProcessPoolExecutor(num_processes, context, worker.prepare, (without, str(cache)))
 
 
