@@ -19,7 +19,7 @@ from collectives.by_message import all_reduce, check, check_algorithm, check_kin
 from collectives.exchange import Exchange, Finish
 from collectives.tensors import DTYPES, agree
 from pyrocshmem import status, trace
-from stream_k.config import cheaper_algorithm
+from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched
 from stream_k.operands import kind
 from stream_k.workspace import Workspace, find_workspace

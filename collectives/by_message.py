@@ -23,7 +23,7 @@ from collectives.tensors import DTYPES, agree
 from pyrocshmem import status
 from pyrocshmem.heap import Heap
 from reference.ops import shard_range
-from stream_k.config import cheaper_algorithm
+from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
 from stream_k.operands import share_memory
 from stream_k.workspace import Workspace, find_workspace

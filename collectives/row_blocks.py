@@ -16,6 +16,8 @@ multiprocessor of its own: a GEMM's program leaves room for it, or another is fr
     GEMM                      --tile flags-->     step_kernel --flags--> every rank
     every rank                the same step_kernel, copies of all ranks' columns into the own result
 
+Instead of copies of columns, `pull_kernel` can fetch them, by programs on multiprocessors of their own.
+
 Nothing deadlocks, on streams that share a queue neither: what a stream waits for was enqueued before it, and at
 the peers likewise. The first GEMM waits for nobody; copies wait for it, the second GEMM for the peers' copies. A
 step of sums or columns waits for the same one of the peers, and tells them before.
@@ -25,6 +27,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
+from pyrocshmem.device import remote
 from stream_k.epilogue import activate, add_bias, store_block, store_output
 from stream_k.order import block_tiles
 
@@ -193,4 +196,44 @@ def step_kernel(
         signal.wait(words, ((senders >> lanes) & 1) == 1, epoch, first, lanes, context, OP, WORLD)
     if ENDS:
         signal.end(context, epoch)
+    trace.mark(events, trace.END, -1)
+
+
+@triton.jit
+def pull_kernel(
+    columns, out, stride_m, M, N, step_rows, flags, context, events,
+    OP: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Copies all ranks' `columns`, [M, N] each, side by side into `out`, as they announce them.
+
+    Word number s of `flags`, of every rank, says that its rows from s x `step_rows` on, as many, are there. Blocks of
+    [ROWS, COLS]: those of all ranks for one place follow one another, so that programs pull from all of them at once.
+    """
+    rank = tl.load(context[0] + signal.RANK)
+    epoch = signal.begin(context, False, WORLD)
+    one = tl.arange(0, 1)
+    cols = tl.cdiv(N, COLS)
+    blocks = step_rows // ROWS * cols
+    came = rank < 0
+    step = rank * 0 - 1
+    owner = rank
+    for item in range(tl.program_id(0), tl.cdiv(M, step_rows) * blocks * WORLD, tl.num_programs(0)):
+        place = item // WORLD
+        from_rank = (rank + 1 + item % WORLD) % WORLD
+        if (place // blocks != step) | (from_rank != owner):
+            step = place // blocks
+            owner = from_rank
+            trace.mark(events, trace.WAIT, step)
+            word = signal.word(flags, step, owner)
+            came = signal.wait(word + one, one == 0, epoch, step, owner, context, OP, WORLD)
+            # After the flag: a peer that gives up raises its flags all the same, but tells so before.
+            came = came & (signal.load_now(context[1]) == 0)
+        if came:
+            trace.mark(events, trace.PUSH, step)
+            i = place // cols * ROWS + tl.arange(0, ROWS)
+            j = place % cols * COLS + tl.arange(0, COLS)
+            mask = (i < M)[:, None] & (j < N)[None, :]
+            row = i.to(tl.int64)[:, None]
+            value = tl.load(remote(columns, owner, context[3]) + row * N + j[None, :], mask=mask)
+            tl.store(out + row * stride_m + (owner * N + j)[None, :], value, mask=mask)
     trace.mark(events, trace.END, -1)

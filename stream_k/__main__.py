@@ -167,7 +167,11 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
     )
     algorithm = f"{config.algorithm}, " if problem.op == "gemm_all_reduce" else ""
-    ways = {"copy_engine": "by copy engines", "messages": "by messages, before or after the GEMM"}
+    ways = {
+        "copy_engine": "by copy engines",
+        "pull": f"{config.num_comm_programs} programs pull beside it",
+        "messages": "by messages, before or after the GEMM",
+    }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
     dtype = str(job.dtype).removeprefix("torch.")

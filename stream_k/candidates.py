@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from pyrocshmem import target
-from stream_k.config import PLACEMENTS_OF, Config, cost_model, num_multiprocessors
+from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors
+from stream_k.cost_model import cost_model
 from stream_k.product import tiles_of_block
 from stream_k.tuned import Shape, Variant, check, num_tiles
 
@@ -120,6 +121,11 @@ def _beside(op: str, shape: Shape, ranks: int, processors: int, model: Model) ->
     for fields in () if scatters else shared:
         yield Variant(replace(own, **fields), own.num_programs and _share(processors, 128))
     yield Variant(model(placement="beside"))
+    if scatters:
+        pulled = model(placement="pull")
+        for most in (124, 116) if pulled.num_programs else ():
+            yield Variant(pulled, _share(processors, most), comm_each=1)
+        yield Variant(pulled)
     blocks = model(placement="copy_engine")
     yield Variant(blocks, blocks.num_programs and _share(processors, 128))
     if scatters:

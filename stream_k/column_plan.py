@@ -1,8 +1,8 @@
-"""`gemm_all_scatter` with copy engines: each rank's columns stay on its heap, and every rank pulls them as they finish,
-a step of rows at a time. The protocol is `collectives.row_blocks`'s.
+"""`gemm_all_scatter` by pulls: each rank's columns stay on its heap, and every rank pulls them as they finish, a step
+of rows at a time, by copy engine or by programs. The protocol is `collectives.row_blocks`'s.
 
-The caller's stream has the GEMM. Beside it one small program a step waits for the own tiles, tells the peers, and waits
-for theirs; then copies bring the step's rows of all ranks into the caller's tensor.
+The caller's stream has the GEMM. Beside it one small program a step waits for the own tiles and tells the peers. It
+waits for theirs, too, where copies follow that bring the step's rows of all ranks into the caller's tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyrocshmem.copies import RowCopy, takes_rows
 from stream_k.fused import Call
 from stream_k.operands import as_argument, how_to_write
 from stream_k.plan import FusedPlan
-from stream_k.pulls import Pull, Pulls
+from stream_k.pulls import Programs, Pull, Pulls
 from stream_k.row_plan import step_launch
 
 
@@ -53,11 +53,15 @@ class ColumnsPlan(FusedPlan):
         )  # fmt: skip
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
+        programs = None
+        if config.placement == "pull":
+            step_rows = self.chunk * config.block_m
+            programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         out = call.out if self.result is None else self.result
-        steps = [self._pull(step, call, out) for step in range(num_steps)]
-        self.pulls = Pulls(workspace, self.step, steps)
+        steps = [self._pull(step, call, out, programs is None) for step in range(num_steps)]
+        self.pulls = Pulls(workspace, self.step, steps, programs)
 
-    def _pull(self, step: int, call: Call, out: torch.Tensor) -> Pull:
+    def _pull(self, step: int, call: Call, out: torch.Tensor, by_copies: bool) -> Pull:
         """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
         the columns come first; and the copies of all ranks' columns, the neighbour's first."""
         config, schedule, N = call.config, self.product.schedule, self.product.N
@@ -65,19 +69,22 @@ class ColumnsPlan(FusedPlan):
         begin = first // config.group_m * config.group_m
         end = min(-(-last // config.group_m) * config.group_m, schedule.tiles_m)
         tiles = begin * schedule.tiles_n, end * schedule.tiles_n
-        peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        everyone = (1 << self.world) - 1
+        if not by_copies:
+            return Pull(self._step_arguments(step, everyone, tiles, 0))
+        peers = everyone ^ (1 << self.rank)
         rows = slice(first * config.block_m, last * config.block_m)
         copies = []
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
             block = out[rows, owner * N : (owner + 1) * N]
             copies.append(RowCopy.of(block, out, call.heap.peer_view(self.columns[rows], owner)))
-        return Pull(self._step_arguments(step, peers, tiles), copies[:-1], copies[-1:])
+        return Pull(self._step_arguments(step, peers, tiles, peers), copies[:-1], copies[-1:])
 
     def _step_arguments(
-        self, step: int = 0, peers: int = 0, tiles: tuple[int, int] = (0, 0)
+        self, step: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0), senders: int = 0
     ) -> tuple[Any, ...]:
-        return (self.flags, self.tile_flags, step, peers, *tiles, step, peers, self.workspace.context)
+        return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
 
     def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
         product = self.product
@@ -90,6 +97,7 @@ class ColumnsPlan(FusedPlan):
         self.gemm.compile(self._gemm_arguments(a, b, bias))
         for launch in (self.step, self.end):
             launch.compile(self._step_arguments())
+        self.pulls.compile(out if self.result is None else self.result)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         a, b = self.product.readable(a, b)

@@ -15,8 +15,9 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from stream_k.config import PLACEMENTS_OF, Config, cost_model, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import BY_ROWS, PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.consumer import consumer_kernel, gate_kernel
+from stream_k.cost_model import cost_model
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
@@ -29,7 +30,7 @@ from stream_k.workspace import Workspace, find_workspace
 
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
-_WITHOUT_SQUARES = ("copy_engine", "messages")
+_WITHOUT_SQUARES = (*BY_ROWS, "messages")
 
 
 class Request(NamedTuple):
@@ -219,7 +220,7 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
-    if config.placement in ("own_stream", "copy_engine"):
+    if config.placement in ("own_stream", *BY_ROWS):
         config = with_a_free_multiprocessor(config, heap.device)
     if request.squared_partials and config.placement in _WITHOUT_SQUARES:
         raise ValueError(
@@ -265,7 +266,7 @@ def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
     """Whether ranks must agree on the longest of their inner sizes: where tiles may be split, it says which program
     finishes which tile, and who waits for whom. Whole tiles have one order, and what consumes row blocks and whole
     products waits for the own rank's tiles alone: there a share of K is its rank's own affair."""
-    if config.placement in ("copy_engine", "messages"):
+    if config.placement in (*BY_ROWS, "messages"):
         return False
     return schedule_of(config, M, N, _ENDLESS_K, device, _comm_programs(config)).has_shared_tiles
 

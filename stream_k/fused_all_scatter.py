@@ -10,7 +10,7 @@ import torch
 from collectives import scatter_tiles as tiles
 from pyrocshmem import status
 from stream_k.column_plan import ColumnsPlan
-from stream_k.config import Config
+from stream_k.config import BY_ROWS, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.fused import Call, FusedOp, Request, consumer_launches, fused_gemm
 from stream_k.mainloop import POINTER
@@ -100,7 +100,7 @@ class _Plan(FusedPlan):
             "beside": tiles.push_tiles,
             "inside": tiles.await_own_tiles,
         }[config.placement]
-        lag = 0 if inside else -1
+        lag = 0 if inside or world == 1 else -1
         self.launches = [
             product.launch(
                 op, world, epilogue, announce, consumer, options, lag=lag, ends=consumer is not None
@@ -141,7 +141,7 @@ class _Plan(FusedPlan):
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement == "messages":
         return MessagePlan(call, "gemm_all_scatter")
-    return ColumnsPlan(call) if call.config.placement == "copy_engine" else _Plan(call)
+    return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
 
 
 _OP = FusedOp(

@@ -26,8 +26,8 @@ or 0 where there is none to announce. Programs from `num_gemm_programs` up have 
 where a consumer beside the GEMM runs.
 
 Rows in one of four orders, of which `stream_k.order` has the blocks:
-  CHUNK 0    one matrix from top to bottom
-  CHUNK > 0  the peers' row blocks, CHUNK tile rows of each in turn, into `c` of R - 1 blocks of whole tiles
+  otherwise  one matrix from top to bottom
+  PEERS      the peers' row blocks, the neighbour's first, into `c` of R - 1 blocks of whole tiles
   GATHERS    the own row block from `a`, then the peers' from `gathered`, each as soon as its flag
              (word 0 of `arrived`, written by the peer) is up; the result has the rows of all
   SUMS       the own row block, whose epilogue waits for the peers' partials and adds them. It is launched behind the
@@ -47,7 +47,6 @@ from stream_k.order import (
     block_size,
     block_start,
     block_tiles,
-    peer_row,
     program_of,
     program_range,
     tile_coords,
@@ -94,22 +93,21 @@ def nothing(
 
 
 @triton.jit
-def _rows_of(tile_m, rank, M, CHUNK: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+def _rows_of(tile_m, rank, M, PEERS: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
     """(row of A, row of C) where tile row `tile_m` starts."""
     row = tile_m * BLOCK_M
     row_c = row
-    if CHUNK > 0:
+    if PEERS:
         tiles = block_tiles(M, WORLD, BLOCK_M)
-        peer, i = peer_row(tile_m, tiles, CHUNK, WORLD)
-        row = block_start((rank + 1 + peer) % WORLD, M, WORLD) + i * BLOCK_M
-        row_c = (peer * tiles + i) * BLOCK_M
+        block = (rank + 1 + tile_m // tiles) % WORLD
+        row = block_start(block, M, WORLD) + tile_m % tiles * BLOCK_M
     return row, row_c
 
 
 @triton.jit
 def _split_tiles(
     a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
-    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -127,7 +125,7 @@ def _split_tiles(
         k_begin = max(lo - tile * iterations, 0)
         k_end = min(hi - tile * iterations, iterations)
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
-        row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        row, row_c = _rows_of(tile_m, rank, M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
         acc = multiply(
             a, b, row, M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
@@ -160,7 +158,7 @@ def _split_tiles(
 def _whole_tiles(
     a, b, c, begin, first, end, tiles_m, a_row, a_rows, c_row, c_end, rank, epoch, extra, context, problem,
     strides, events,
-    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, CHUNK: tl.constexpr,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -178,7 +176,7 @@ def _whole_tiles(
     trace.mark(events, trace.MMA, first, first < end)
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
-        row, row_c = _rows_of(tile_m, rank, M, CHUNK, WORLD, BLOCK_M)
+        row, row_c = _rows_of(tile_m, rank, M, PEERS, WORLD, BLOCK_M)
         acc = multiply(
             a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
@@ -208,7 +206,7 @@ def stream_k_kernel(
     a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
-    LAG: tl.constexpr, ENDS: tl.constexpr, CHUNK: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
+    LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
     SPLIT: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -232,7 +230,7 @@ def stream_k_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
     c_end = M
-    if CHUNK > 0:
+    if PEERS or SUMS:
         tiles_m = (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M)
         c_end = tiles_m * BLOCK_M
     # A rank alone is counted, too, where a gate waits for its programs; a product alone (LAG < 0) by nobody.
@@ -246,7 +244,7 @@ def stream_k_kernel(
         if may_write & (program < num_split_programs):
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
-                EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION,
+                EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
 
@@ -288,7 +286,7 @@ def stream_k_kernel(
     elif may_write & (program < num_gemm_programs):
         _whole_tiles(
             a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
-            problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, CHUNK, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+            problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
         )  # fmt: skip
 

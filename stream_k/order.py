@@ -99,20 +99,3 @@ def block_size(block, M, WORLD: tl.constexpr):
 def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
     """Tile rows of the largest row block; all count as many, so that every rank has the same tiles."""
     return tl.cdiv(tl.cdiv(M, WORLD), BLOCK_M)
-
-
-@triton.jit
-def peer_row(tile_m, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
-    """(peer, tile row inside its row block) that a rank computes as tile row number `tile_m` of the rows that it has
-    for others, blocks having `tiles` tile rows. Peers are counted from the neighbour, 0, to the rank before, R - 2.
-
-    CHUNK tile rows of every peer's block make a step, so that all blocks grow together; each rank starts with that of
-    its own neighbour, so that they don't all send to the same one.
-
-    Example, R = 3, blocks of 3 tile rows, CHUNK 2: (0,0) (0,1) (1,0) (1,1), then (0,2) (1,2).
-    """
-    PEERS: tl.constexpr = WORLD - 1
-    step = tile_m // (PEERS * CHUNK)
-    height = min(CHUNK, tiles - step * CHUNK)
-    within = tile_m - step * PEERS * CHUNK
-    return within // height, step * CHUNK + within % height

@@ -55,6 +55,7 @@ _KERNELS = {
     "step_kernel": "stream",
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",
+    "pull_kernel": "pulls",
     "copy_kernel": "copies",
 }
 

@@ -31,7 +31,7 @@ import typer
 
 import stream_k
 from stream_k import fused
-from stream_k.config import PLACEMENTS_OF
+from stream_k.config import BY_ROWS, PLACEMENTS_OF
 from stream_k.nn import pointwise
 from tests import sharing
 from tests.stress.ops import OPS, Facts
@@ -121,7 +121,7 @@ def _calls() -> Iterator[tuple[str, Facts]]:
     for name in OPS:
         if name in PLACEMENTS_OF and name != "gemm":
             for placement in PLACEMENTS_OF[name]:
-                both = name == "gemm_all_reduce" and placement not in ("copy_engine", "messages")
+                both = name == "gemm_all_reduce" and placement not in (*BY_ROWS, "messages")
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
         elif name in ("all_reduce", "all_reduce_rms_norm"):

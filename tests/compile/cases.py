@@ -93,6 +93,8 @@ BLOCKS = [
         for dtype in ("bfloat16", "float16", "float32")
     ),
     Case("gemm_all_scatter", shape=(97, 193, 64), world_size=8, changes=(("placement", "copy_engine"),)),
+    Case("gemm_all_scatter", changes=(("placement", "pull"),), hot=True),
+    Case("gemm_all_scatter", "float32", changes=(("placement", "pull"),)),
     Case(
         "gemm_all_scatter",
         changes=(("placement", "copy_engine"),),

@@ -53,7 +53,10 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     constants = kernel.constants
     allowed = set()
     # The ticket of an exchange orders nothing: its data are messages.
-    if kernel.kernel not in ("gate_kernel", "exchange_kernel") and constants.get("ENDS", "True") == "True":
+    if (
+        kernel.kernel not in ("gate_kernel", "pull_kernel", "exchange_kernel")
+        and constants.get("ENDS", "True") == "True"
+    ):
         allowed.add("ticket")
     if constants.get("SPLIT") == "True":
         allowed.add("fix-up")
@@ -213,8 +216,8 @@ def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
     assert helpers
     for gemm, helper in itertools.product(gemms, helpers):
         assert gemm.programs < PROCESSORS, "no multiprocessor is left for the launches of helpers"
-        if case.op == "gemm_all_scatter" and helper.kernel == "consumer_kernel":
-            # They push hardest, and have multiprocessors for themselves.
+        if case.op == "gemm_all_scatter" and helper.kernel in ("consumer_kernel", "pull_kernel"):
+            # They move most, and have multiprocessors for themselves.
             each = -(-helper.programs // (PROCESSORS - gemm.programs))
             assert _fits([helper] * each), (each, helper.registers, helper.shared)
         else:

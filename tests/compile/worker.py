@@ -163,6 +163,7 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     import torch
 
     import stream_k
+    from stream_k.config import BY_ROWS
 
     changes = dict(case.changes)
     partial = changes.pop("partial_dtype", None)
@@ -172,7 +173,7 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     facts = (op, *case.shape, dtype, world, device, partial_dtype)
     config = stream_k.choose(*facts)
     placement = changes.get("placement", config.placement)
-    if dict(case.arguments).get("squared_partials") and placement == "copy_engine":
+    if dict(case.arguments).get("squared_partials") and placement in BY_ROWS:
         placement = "own_stream"
     if placement != config.placement:
         # Programs, rows and chunks were chosen for the other one.

@@ -40,6 +40,7 @@ KEEPS = [
     ("gemm_all_reduce", "copy_engine", "two_shot"),
     ("gemm_all_reduce", "inside", "two_shot"),
     ("gemm_all_scatter", "copy_engine", "two_shot"),
+    ("gemm_all_scatter", "pull", "two_shot"),
     ("all_gather_gemm", "copy_engine", "two_shot"),
     ("gemm_reduce_scatter", "copy_engine", "two_shot"),
 ]

@@ -3,6 +3,7 @@
 The plants work in Triton's interpreter only, where a kernel looks its helpers up each time it calls them.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from pyrocshmem import Heap, message, signal
 from pyrocshmem.copies import RowCopy
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from stream_k.order import block_tiles
+from stream_k.pulls import Programs
 from stream_k.workspace import Workspace
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
@@ -35,7 +37,9 @@ def without_entering() -> None:
     signal.wait_entered = lambda *args, **more: True
 
 
-def ahead(rank: int, world_size: int, ops: list[str], shape: tuple[int, int, int], guarded: bool) -> int:
+def ahead(
+    rank: int, world_size: int, ops: list[str], placement: str, shape: tuple[int, int, int], guarded: bool
+) -> int:
     """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more in the next call, of the next
     of `ops`, or `AHEAD_S` are over."""
     if not guarded:
@@ -45,7 +49,7 @@ def ahead(rank: int, world_size: int, ops: list[str], shape: tuple[int, int, int
 
         def wrong(seed: int, op: str) -> bool:
             # Of an all-scatter two tile rows, all that 40 rows have: it is the last step that a peer can overtake.
-            config = small_config(placement="copy_engine", chunk=2 if op == "all_scatter" else 1)
+            config = small_config(placement=placement, chunk=2 if op == "all_scatter" else 1)
             return not integer_call(heap, seed, shape, config, workspace, op)
 
         count, stalled_in = sum(wrong(50, op) for op in ops), -1
@@ -73,7 +77,7 @@ def ahead(rank: int, world_size: int, ops: list[str], shape: tuple[int, int, int
         for op, plan in zip(ops, workspace.plans.values(), strict=True):
             place, reader = {
                 "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
-            }.get(op, (RowCopy, "__call__"))  # fmt: skip
+            }.get(op, (Programs if placement == "pull" else RowCopy, "__call__"))  # fmt: skip
             honest = getattr(place, reader)
             if rank == 1:
                 setattr(place, reader, stalling(plan, honest))
@@ -180,6 +184,28 @@ def sums_without_partials(rank: int, world_size: int, sent: bool, heeds: bool) -
         except ShmemError:
             return int((out != CANARY).sum())
     return -1
+
+
+def columns_without_word(rank: int, world_size: int, waits: bool) -> int:
+    """Elements of rank 1's columns that a rank has pulled though rank 1 has not announced them."""
+    config = small_config(placement="pull", chunk=1)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        a, b = integers(40, 24, torch.float32, 1), integers(24, 33, torch.float32, 2 + rank)
+        out = torch.zeros(40, 66)
+        options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, "out": out}
+        stream_k.gemm_all_scatter(a, b, **options)
+        heap.vote("planned")
+        workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+        if rank == 1:
+            keep_back(workspace.flags(1))
+        elif not waits:
+            signal.wait = lambda *args, **more: True
+        out.fill_(CANARY)
+        with contextlib.suppress(ShmemError):
+            stream_k.gemm_all_scatter(a, b, **options)
+            heap.vote("done")
+        return int((out[:, 33:] != CANARY).sum())
 
 
 def keep_back(words: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import stream_k
 from pyrocshmem import Heap
 from pyrocshmem.errors import ShmemError
 from reference.problems import PROBLEMS
-from stream_k.config import PLACEMENTS, PLACEMENTS_OF
+from stream_k.config import BY_ROWS, PLACEMENTS, PLACEMENTS_OF
 from stream_k.workspace import Workspace
 from tests.fused import bodies
 from tests.fused.cases import (
@@ -40,8 +40,8 @@ OPS = ("all_gather", "reduce_scatter")
 
 
 WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS_OF[PROBLEMS[op].op]]
-# Those that a copy engine brings into the caller's tensor.
-PULLED = [("all_reduce", "copy_engine"), ("all_scatter", "copy_engine")]
+# Those that are pulled into the caller's tensor.
+PULLED = [("all_reduce", "copy_engine"), *(("all_scatter", placement) for placement in BY_ROWS)]
 OUTS = ("new", "ordinary", "strided", "symmetric")
 
 every_op = pytest.mark.parametrize("op", OPS)

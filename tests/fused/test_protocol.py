@@ -15,7 +15,11 @@ SHAPE = (40, 24, 24)
 SMALL, LARGE = (20, 30, 24), (60, 30, 24)
 PLACEMENTS = ("after", "beside", "own_stream", "inside")
 BLOCKS = [
-    (op, "copy_engine", "two_shot") for op in ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
+    *(
+        (op, "copy_engine", "two_shot")
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
+    ),
+    ("all_scatter", "pull", "two_shot"),
 ]
 MESSAGES = [
     *(("all_reduce", "messages", algorithm) for algorithm in ("one_shot", "two_shot")),
@@ -29,7 +33,7 @@ WAYS = [
 ]
 # What a rank writes first in a call waits until the peers are in it. The sums of an all-reduce wait for the peers'
 # partials, and so for the same (tests/model has all interleavings).
-GUARDED = [op for op, _, _ in BLOCKS if op != "all_reduce"]
+GUARDED = [(op, placement) for op, placement, _ in BLOCKS if op != "all_reduce"]
 
 
 def cases(placement: str = "after") -> list[Case]:
@@ -65,19 +69,20 @@ def test_a_constant_epoch_is_caught() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 24, 24), (151, 24, 24)], ids=["one step", "uneven blocks"])
-@pytest.mark.parametrize("op", [op for op, _, _ in BLOCKS])
+@pytest.mark.parametrize(("op", "placement"), [way[:2] for way in BLOCKS])
 @pytest.mark.cpu
-def test_a_rank_that_is_a_call_ahead(op: str, shape: tuple[int, int, int]) -> None:
+def test_a_rank_that_is_a_call_ahead(op: str, placement: str, shape: tuple[int, int, int]) -> None:
     """Fault 8: what a peer has sent, or left to be pulled, is read before the peer may overwrite it."""
-    assert values(run_ranks(block_bodies.ahead, 2, [op], shape, True, timeout=TIMEOUT_S)) == [0, 0]
+    run = run_ranks(block_bodies.ahead, 2, [op], placement, shape, True, timeout=TIMEOUT_S)
+    assert values(run) == [0, 0]
 
 
-@pytest.mark.parametrize("op", GUARDED)
+@pytest.mark.parametrize(("op", "placement"), GUARDED)
 @pytest.mark.cpu
 @pytest.mark.alone
-def test_a_push_before_the_peer_has_entered_is_caught(op: str) -> None:
+def test_a_push_before_the_peer_has_entered_is_caught(op: str, placement: str) -> None:
     """The control of the test above."""
-    wrong = values(run_ranks(block_bodies.ahead, 2, [op], SHAPE, False, timeout=TIMEOUT_S))
+    wrong = values(run_ranks(block_bodies.ahead, 2, [op], placement, SHAPE, False, timeout=TIMEOUT_S))
     assert wrong[1] > 0
 
 
@@ -87,7 +92,8 @@ def test_a_rank_that_is_in_the_next_op() -> None:
     """Ops whose peers write into the same place in turn. Then the control, as above."""
     for guarded in (True, False):
         # More of K than of N, so that rows reach into the peers' partials.
-        run = run_ranks(block_bodies.ahead, 2, list(GUARDED[:2]), (40, 24, 72), guarded, timeout=TIMEOUT_S)
+        ways = ["all_gather", "reduce_scatter"], "copy_engine", (40, 24, 72)
+        run = run_ranks(block_bodies.ahead, 2, *ways, guarded, timeout=TIMEOUT_S)
         assert values(run) == [0, 0] if guarded else values(run)[1] > 0, guarded
 
 
@@ -117,6 +123,14 @@ def test_no_sums_of_partials_that_were_given_up(sent: bool) -> None:
         assert (written == 0) if heeds else (written > 0), heeds
 
 
+@pytest.mark.cpu
+def test_no_columns_that_were_not_announced() -> None:
+    """Programs that pull leave alone what a peer has said nothing of. Then the control, in which they don't wait."""
+    for waits in (True, False):
+        written = values(run_ranks(block_bodies.columns_without_word, 2, waits, timeout=TIMEOUT_S))[0]
+        assert (written == 0) if waits else (written > 0), waits
+
+
 @pytest.mark.parametrize(
     ("op", "placement", "name"),
     [
@@ -127,6 +141,8 @@ def test_no_sums_of_partials_that_were_given_up(sent: bool) -> None:
         ("all_reduce", "copy_engine", "local flags"),
         ("all_scatter", "copy_engine", "flags"),
         ("all_scatter", "copy_engine", "local flags"),
+        ("all_scatter", "pull", "flags"),
+        ("all_scatter", "pull", "local flags"),
         ("all_reduce", "own_stream", "flags"),
         ("all_scatter", "own_stream", "flags"),
         ("all_scatter", "own_stream", "local flags"),

@@ -36,6 +36,7 @@ WAYS = [
     ("all_scatter", "copy_engine"),
     ("reduce_scatter", "copy_engine"),
     ("all_gather", "copy_engine"),
+    ("all_scatter", "pull"),
     ("all_reduce", "own_stream"),
     ("all_reduce", "messages"),
 ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from stream_k.config import PLACEMENTS
+from stream_k.config import BY_ROWS, PLACEMENTS
 from tests.fused.cases import Case, assert_right, assert_same_bits, repeat, run_cases
 from tests.ranks import run_ranks, values
 
@@ -35,6 +35,7 @@ WAYS = [
     ("all_scatter", "own_stream", "two_shot"),
     ("all_scatter", "inside", "two_shot"),
     ("all_scatter", "copy_engine", "two_shot"),
+    ("all_scatter", "pull", "two_shot"),
     ("all_scatter", "messages", "two_shot"),
 ]
 
@@ -62,7 +63,7 @@ def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
         ),
         Case(op, 40, 20, 48, FP32, "strided", bias="own", activation="relu", squares=True),
     ]
-    if placement == "copy_engine":
+    if placement in BY_ROWS:
         # Rows that don't lie together, or are none.
         outs = ("padded", "misaligned", "column")
         made += [Case(op, M, 19, 24, FP16, out) for out, M in zip(outs, (67, 41, 5), strict=True)]
@@ -72,7 +73,7 @@ def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
 
 def placed(case: Case, placement: str, algorithm: str) -> Case:
     """Row blocks and messages come without squares."""
-    squares = case.squares and placement not in ("copy_engine", "messages")
+    squares = case.squares and placement not in (*BY_ROWS, "messages")
     return dataclasses.replace(case, squares=squares).with_config(
         placement=placement, algorithm=algorithm, chunk=1
     )

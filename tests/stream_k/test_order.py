@@ -43,15 +43,6 @@ def blocks_kernel(
 
 
 @triton.jit
-def rows_kernel(out, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr, ROW: tl.constexpr):
-    """out[i]: peer, and tile row inside its block, of tile row i."""
-    for i in range(0, (WORLD - 1) * tiles):
-        peer, row = ROW(i, tiles, CHUNK, WORLD)
-        tl.store(out + 2 * i, peer)
-        tl.store(out + 2 * i + 1, row)
-
-
-@triton.jit
 def shares_kernel(out, count, iterations, num_split_tiles, num_split_programs, RANGE: tl.constexpr):
     """out[p]: the range of program p; out[count + t]: the program with the first iteration of split tile t."""
     for program in range(0, count):
@@ -82,15 +73,6 @@ def start_off_by_one(block, M, WORLD: tl.constexpr):
     """`order.block_start`, but that the last of the longer blocks passes for a shorter one."""
     extra = M % WORLD
     return block * (M // WORLD) + tl.where(block < extra, block, extra - 1)
-
-
-@triton.jit
-def row_off_by_one(tile_m, tiles, CHUNK: tl.constexpr, WORLD: tl.constexpr):
-    """`order.peer_row`, but that it takes the last step for as high as the others."""
-    PEERS: tl.constexpr = WORLD - 1
-    step = tile_m // (PEERS * CHUNK)
-    within = tile_m - step * PEERS * CHUNK
-    return within // CHUNK, step * CHUNK + within % CHUNK
 
 
 def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_start) -> str:
@@ -131,23 +113,6 @@ def shares_on_the_host(schedule: Schedule) -> list[tuple[int, int]]:
     return ranges + ends
 
 
-def order_of(tiles: int, chunk: int, world: int, row: Any = order.peer_row) -> list[tuple[int, int]]:
-    """(peer, tile row inside its block) of every tile row for others, in order."""
-    out = torch.full((tiles * (world - 1), 2), -1, dtype=torch.int32)
-    run(rows_kernel, 1, out, tiles, CHUNK=chunk, WORLD=world, ROW=row)
-    return [tuple(pair) for pair in out.tolist()]
-
-
-def enumerated(tiles: int, chunk: int, world: int) -> list[tuple[int, int]]:
-    """The same, counted out: steps of `chunk` tile rows of every peer's block, the neighbour's first."""
-    return [
-        (peer, i)
-        for first in range(0, tiles, chunk)
-        for peer in range(world - 1)
-        for i in range(first, min(first + chunk, tiles))
-    ]
-
-
 @given(st.data())
 @settings(max_examples=60)
 def test_kernels_share_iterations_as_the_schedule_does(data: st.DataObject) -> None:
@@ -175,24 +140,6 @@ def test_a_start_off_by_one_is_caught() -> None:
     assert wrong_blocks(97, 3, 16, start_off_by_one) != ""
 
 
-@given(st.data())
-@settings(max_examples=60)
-def test_every_tile_row_of_every_peer_once(data: st.DataObject) -> None:
-    world, chunk = data.draw(several), data.draw(chunks)
-    tiles = data.draw(st.integers(1, 32 // world))
-    found = order_of(tiles, chunk, world)
-    assert sorted(found) == [(peer, i) for peer in range(world - 1) for i in range(tiles)]
-    assert found == enumerated(tiles, chunk, world)
-
-
-def test_a_row_off_by_one_is_caught() -> None:
-    expected = enumerated(5, 3, 3)
-    assert order_of(5, 3, 3) == expected
-    found = order_of(5, 3, 3, row_off_by_one)
-    assert found != expected
-    assert sorted(found) != sorted(expected)
-
-
 def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[int]:
     """The tile row of every tile, in the order in which `order.tile_coords` counts them."""
     return [
@@ -208,17 +155,12 @@ def uncovered(plan: Any) -> list[int]:
     tile_rows = tiles_in_order(
         (plan.world - 1) * plan.tiles, plan.for_peers.schedule.tiles_n, plan.for_peers.config.group_m
     )
-    places = enumerated(plan.tiles, plan.chunk, plan.world)
     missed = []
     for step in range(-(-plan.tiles // plan.chunk)):
         for peer in range(plan.world - 1):
             first, last = RowsPlan._tiles_of(plan, step, peer)
-            steps = range(step * plan.chunk, (step + 1) * plan.chunk)
-            wanted = {
-                tile
-                for tile, row in enumerate(tile_rows)
-                if places[row][0] == peer and places[row][1] in steps
-            }
+            rows = range(step * plan.chunk, min((step + 1) * plan.chunk, plan.tiles))
+            wanted = {tile for tile, row in enumerate(tile_rows) if row - peer * plan.tiles in rows}
             assert 0 <= first < last <= len(tile_rows)
             missed += [tile for tile in wanted if not first <= tile < last]
     return missed

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import stream_k
 from pyrocshmem import CallMismatch, Heap, trace
 from stream_k import timeline, timeline_files
-from stream_k.config import Config
+from stream_k.config import BY_ROWS, Config
 from stream_k.timeline import COPY, MMA, Timeline
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, random, small_config
@@ -27,7 +27,7 @@ GEMMS = ("GEMM", "GEMM + sums")
 OPS = {
     "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
     "gemm_reduce_scatter": ("copy_engine",),
-    "gemm_all_scatter": ("beside", "inside", "copy_engine"),
+    "gemm_all_scatter": ("beside", "inside", *BY_ROWS),
     "all_gather_gemm": ("copy_engine",),
 }
 
@@ -159,10 +159,11 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
             counts = Counter(span.tile for span in own if span.kernel in GEMMS and span.stage in stage)
             assert counts == dict.fromkeys(range(tiles), 1), (rank, stage)
         stages = {span.stage for span in own}
-        if config.placement == "copy_engine":
+        if config.placement in BY_ROWS:
             copies = [span for span in own if span.stage == COPY]
             assert len(copies) == _num_copies(op, config)
             assert all(span.kernel == "stream" for span in copies)
+            assert ("pulls" in {span.kernel for span in own}) == (config.placement == "pull")
         elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
         moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
@@ -178,10 +179,12 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
 
 
 def _num_copies(op: str, config: Config) -> int:
-    """Of a rank, which has one peer."""
+    """Of a rank, which has one peer: what copy engines move."""
     steps = -(-M // WORLD // config.block_m)
     # Partials are pushed and, in an all-reduce, sums pulled, from both ranks, as columns are.
     columns = 2 * -(-M // config.block_m)
+    if config.placement == "pull":
+        return 0
     return {
         "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 3 * steps, "gemm_all_scatter": columns
     }[op]  # fmt: skip

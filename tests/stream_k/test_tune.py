@@ -14,7 +14,8 @@ from stream_k import config as config_module
 from stream_k import trial, tune, tuned
 from stream_k.__main__ import app
 from stream_k.candidates import candidates
-from stream_k.config import Config, balanced_programs, cost_model
+from stream_k.config import Config
+from stream_k.cost_model import _SHARED_BYTES, balanced_programs, cost_model
 from stream_k.launch import Launch
 from stream_k.trial import Case, tune_case
 from tests import commands
@@ -72,7 +73,7 @@ def test_candidates_around_small_tiles(
     assert found[0].num_programs == programs
     for config in found:
         stage = 2 * (config.block_m + config.block_n) * config.block_k
-        assert config.num_stages * stage <= config_module._SHARED_BYTES, config
+        assert config.num_stages * stage <= _SHARED_BYTES, config
     size = (found[0].block_m, found[0].block_n, found[0].num_warps)
     cut = [config for config in found if config.split in ("split_k", "stream_k")]
     assert {(config.block_m, config.block_n, config.num_warps) for config in cut} == {size}

@@ -12,7 +12,8 @@ import torch
 import stream_k
 from stream_k import config as config_module
 from stream_k import tuned
-from stream_k.config import Config, cost_model
+from stream_k.config import Config
+from stream_k.cost_model import cost_model
 
 TIER = 0
 pytestmark = pytest.mark.cpu

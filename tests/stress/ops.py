@@ -20,7 +20,7 @@ import stream_k
 from pyrocshmem import Heap
 from reference.accuracy import EPS32
 from reference.problems import PROBLEMS
-from stream_k.config import PLACEMENTS_OF
+from stream_k.config import BY_ROWS, PLACEMENTS_OF
 from tests.fused.cases import Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config
 
@@ -83,11 +83,11 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
         # Gathered by messages, the ranks' blocks of rows are all alike.
         facts["M"] *= num_ranks if PROBLEMS[collective].a_cut == "M" else 1
         return facts | {"config": config}
-    if config["placement"] == "copy_engine":
+    if config["placement"] in BY_ROWS:
         config["chunk"] = rng.randint(1, 3)
     else:
         config["split"] = rng.choice(("auto", "none", "stream_k"))
-    if collective == "all_reduce" and config["placement"] != "copy_engine":
+    if collective == "all_reduce" and config["placement"] not in BY_ROWS:
         config["algorithm"] = rng.choice(("one_shot", "two_shot"))
     if PROBLEMS[collective].sums and rng.random() < 0.2:
         facts |= {"bias": None, "activation": "none", "dtype": "float16"}

@@ -1,0 +1,241 @@
+"""The configuration of an op without a measured table: what readings on H200 say (docs/log.md), by sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pyrocshmem import target
+from stream_k.config import BY_ROWS, SPARE, Config, num_multiprocessors
+from stream_k.schedule import make_schedule
+from stream_k.tiles import fastest_tile
+
+
+def cost_model(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
+) -> Config:
+    """What `stream_k.choose`, which has the arguments, gives without a table."""
+    processors = num_multiprocessors(device)
+    if target.interpreted():
+        config = _for_cpu(M, N)
+    elif target.backend() == "hip":
+        config = _for_amd(dtype)
+    else:
+        config = _for_nvidia(M, N, dtype, processors)
+    config = replace(config, partial_dtype=partial_dtype)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    on_sm_90 = target.backend() == "cuda" and not target.interpreted()
+    if op == "gemm":
+        config = replace(config, placement="after")  # nothing consumes beside it
+        return _alone(config, M, N, K, dtype, processors) if on_sm_90 else config
+    if placement is None:
+        gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
+        tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
+        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes, tall)
+        scatters = placement == "copy_engine" and op == "gemm_all_scatter"
+        if scatters and world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0:
+            placement = "pull"
+    if placement in BY_ROWS:
+        blocks = 1 if op == "gemm_all_scatter" else world_size
+        rows = -(-M // blocks)
+        config = _by_rows(config, op, placement, -(-rows // config.block_m), -(-N // config.block_n))
+    if op == "gemm_all_reduce" and placement in ("after", "messages"):
+        # Little to overlap with: the fewest hops, or the fewest bytes.
+        partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
+        config = replace(config, algorithm=cheaper_algorithm(partial_bytes, world_size))
+    if on_sm_90 and tiles >= processors:
+        return _for_sm_90(config, op, placement, tiles, processors)
+    return replace(config, placement=placement)
+
+
+# Below this, over the number of peers, the bytes that a second hop saves cost less than it does: 1.05 us on 2 x H200,
+# where an all-reduce by messages takes 3.9 us a MiB in one shot, 3.0 in two.
+_ONE_SHOT_BYTES = 1 << 20
+# Gathered rows up to here come faster by messages, in about 15 us, than by copy engines.
+_GATHERED_BYTES = 4 << 20
+
+
+def cheaper_algorithm(nbytes: int, world_size: int) -> str:
+    """How an all-reduce of so many bytes by messages takes less time: "one_shot" or "two_shot"."""
+    return "one_shot" if nbytes * (world_size - 1) < _ONE_SHOT_BYTES else "two_shot"
+
+
+def _placement(
+    op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool
+) -> str:
+    """The fastest one known. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
+    decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows has
+    `_PULLED_TILES` tile rows."""
+    if op == "all_gather_gemm":
+        small = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
+        return "messages" if small else "copy_engine"
+    if tiles < processors:
+        return "messages"
+    if op == "gemm_reduce_scatter" or (on_sm_90 and (tall or op == "gemm_all_scatter")):
+        return "copy_engine"
+    return "own_stream" if on_sm_90 else "beside"
+
+
+# What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.
+_PULLED_BYTES = 8 << 20
+# Inner size, over the number of peers, below which links are busier than multiprocessors. Programs pull faster there
+# than copy engines, which get in one another's way where a rank has several peers: on 4 x H200 at 8192, not at 16384.
+_PULLED_K = 4096
+# Tile rows of a block of sums below which consumers beside the GEMM are as fast.
+_PULLED_TILES = 8
+
+
+def _by_rows(config: Config, op: str, placement: str, tiles_m: int, tiles_n: int) -> Config:
+    """`tiles_m` tile rows a row block, `tiles_n` columns of tiles, from readings on H200 (docs/log.md): at least two
+    steps, of few tile rows, since something follows the last one; but a step costs the copy engines as long as it takes
+    them to move a megabyte or two."""
+    if op in ("gemm_all_reduce", "gemm_all_scatter") and placement == "copy_engine":
+        tile_rows = _PULLED_BYTES // (config.block_m * config.block_n * tiles_n * 2)
+        least = 4 if op == "gemm_all_reduce" else 8
+        chunk = min(max(least, _power_of_two(tile_rows)), -(-tiles_m // 2))
+    else:
+        chunk = min(8, -(-tiles_m // 2))
+    return replace(
+        config,
+        placement=placement,
+        split="none",
+        comm_rows=config.comm_rows if placement == "copy_engine" else config.block_m,
+        chunk=max(1, chunk),
+        group_m=min(config.group_m, max(1, chunk)),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    """The largest one up to `size`; 0 for 0."""
+    return 1 << (size.bit_length() - 1) if size else 0
+
+
+def _for_cpu(M: int, N: int) -> Config:
+    # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as
+    # there are tiles to split.
+    block = 64 if max(M, N) > 64 else 32
+    return Config(
+        block_m=block,
+        block_n=block,
+        block_k=64,
+        num_warps=1,
+        num_stages=1,
+        group_m=2,
+        subtiles=2,
+        flatten=False,
+        num_comm_programs=1,
+        comm_rows=block,
+    )
+
+
+def _for_amd(dtype: torch.dtype) -> Config:
+    # comm_rows: as many as give every thread of a consumer 16 bytes to store.
+    config = Config(block_n=64, num_stages=2, subtiles=1, flatten=False, comm_rows=64)
+    if dtype == torch.float32:
+        return replace(config, block_m=64, block_k=32, num_warps=4)
+    # 128 x 128 spills where tiles are split: 44 to 99 vector registers with Triton 3.6; 128 x 64 nowhere.
+    return config
+
+
+def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
+    if dtype == torch.float32:
+        return Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
+    if M > 16 and N <= 64:
+        return Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
+    for block_m, block_n in _ROW_TILES if M <= 16 else _FEW_ROWS if 64 < M <= 128 else _SMALL_TILES:
+        if block_m < 2 * max(M, 64) and -(-M // block_m) * -(-N // block_n) <= processors:
+            return _small(block_m, block_n)
+    return Config()
+
+
+# Of products of less than a wave, the smallest tile that is still one wave: they are as fast as memory is read, by as
+# many multiprocessors as there are. In the order in which they are tried, from readings on H200 at M = 16 to 256.
+_ROW_TILES = ((16, 32), (16, 64), (16, 128), (16, 256))
+_FEW_ROWS = ((64, 64), (128, 64), (128, 128))
+_SMALL_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
+# What a program has of shared memory on sm_90, but for a few words of its own.
+_SHARED_BYTES = 229_000
+
+
+def _small(block_m: int, block_n: int) -> Config:
+    """As many bytes in flight as fit beside the tile on its way out, in fp32."""
+    large = block_m * block_n >= 128 * 128
+    block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
+    subtiles = 2 if block_m * block_n >= 128 * 64 else 1
+    stages = (_SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
+    return Config(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
+        subtiles=subtiles,
+    )  # fmt: skip
+
+
+def balanced_programs(tiles: int, processors: int) -> int:
+    """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
+    up."""
+    return -(-tiles // -(-tiles // processors))
+
+
+def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processors: int) -> Config:
+    """A GEMM alone; `config`: its choice beside communication, which must not depend on K."""
+    M, N, K = max(M, 1), max(N, 1), max(K, 1)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if M <= 128 and processors < 2 * tiles <= 2 * processors:
+        # As fast as memory is read; the model is of products of more rows.
+        return config
+    if dtype == torch.float32:
+        blocks = (config.block_m, config.block_n, config.block_k)
+        schedule, programs = make_schedule(M, N, K, *blocks, processors), processors
+    else:
+        tile, schedule = fastest_tile(M, N, K, processors)
+        programs = tile.resident * processors
+        config = replace(
+            config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, subtiles=tile.subtiles,
+        )  # fmt: skip
+    # Of programs that share a multiprocessor, both must be there.
+    if schedule.kind == "data_parallel" and programs == processors:
+        programs = balanced_programs(schedule.num_tiles, processors)
+    return replace(config, num_programs=programs)
+
+
+def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:
+    """`config` with the programs of both sides, from readings on 4 x H200 (docs/log.md has them)."""
+    scatters = op == "gemm_all_scatter"
+    narrow = (config.partial_dtype or torch.float32) != torch.float32
+    if placement in ("after", "inside", "beside"):
+        comm = 32 if scatters else 24 if narrow else 40
+        rows = 16 if scatters or narrow else 8
+        return replace(
+            config, placement=placement, num_comm_programs=max(1, processors * comm // 132), comm_rows=rows
+        )
+    programs = balanced_programs(tiles, processors - SPARE)
+    if placement == "pull":
+        # With 64 KiB on their way each, programs need a multiprocessor of their own.
+        programs = balanced_programs(tiles, processors * 10 // 11)
+        comm, warps, rows = processors - programs, 16, config.comm_rows
+    elif scatters and placement == "own_stream":
+        # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
+        programs = balanced_programs(tiles, processors * 7 // 8)
+        comm, warps, rows = 3 * (processors - programs), 8, 32
+    elif narrow:
+        comm, warps, rows = processors // 2, 4, 8
+    else:
+        comm, warps, rows = 2 * processors, 4, 4
+    return replace(
+        config,
+        placement=placement,
+        split="none",
+        num_programs=programs,
+        num_comm_programs=comm,
+        comm_warps=warps,
+        comm_rows=rows,
+    )
