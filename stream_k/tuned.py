@@ -3,8 +3,8 @@
     {"runs": [{"command": .., "commit": .., ...}], "entries": [{"arch": "sm_90", "op": "gemm", "M": 4096, ...}]}
 
 An entry counts for its architecture, number of multiprocessors, op, ranks and dtypes alone, and for shapes within a
-factor of two of its own in M, N and K; the nearest one is taken. What does not fit the shape at hand is the cost
-model's. PYROCSHMEM_TUNED names another table, or "none".
+factor of two of its own, in M, N and K taken together; of the nearest ones the largest is taken. What does not fit the
+shape at hand is the cost model's. PYROCSHMEM_TUNED names another table, or "none".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stream_k.cost_model import balanced_programs, cost_model
 
 FILE = Path(__file__).with_name("tuned.json")
 
-# Largest distance of an entry in log2 of M, of N, of K.
+# Largest distance of an entry, in log2 of M, N and K.
 _REACH = 1.0
 
 Shape = tuple[int, int, int]
@@ -161,7 +161,9 @@ def preferred(
     processors = num_multiprocessors(device)
     kind = (architecture(device), processors, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
     entries = _entries(path).get(kind, [])
-    entry = min(entries, key=lambda found: _distance(shape, found.shape), default=None)
+    entry = min(
+        entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)), default=None
+    )
     if entry is None or _distance(shape, entry.shape) == math.inf or entry.config is None:
         return config
     try:
@@ -227,8 +229,8 @@ def _entries(path: str) -> dict[tuple[object, ...], list[Entry]]:
 
 def _distance(shape: Shape, other: Shape) -> float:
     """How far apart two shapes are; inf beyond the reach of an entry."""
-    steps = [abs(math.log2(x / y)) for x, y in zip(shape, other, strict=True)]
-    return math.hypot(*steps) if max(steps) <= _REACH else math.inf
+    distance = math.hypot(*(math.log2(x / y) for x, y in zip(shape, other, strict=True)))
+    return distance if distance <= _REACH else math.inf
 
 
 def _for_shape(entry: Entry, cost: Config, shape: Shape, processors: int) -> Config:

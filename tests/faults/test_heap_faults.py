@@ -74,6 +74,7 @@ def _raises_first(rank, world_size):
 
 
 @pytest.mark.num_ranks(3)
+@pytest.mark.alone
 def test_case_4_a_rank_that_raises_before_its_call():
     ends = run_ranks(_raises_first, 3)
     raised_at = float(str(ends[1].exception).rpartition(" ")[2].strip("'\""))

@@ -125,9 +125,11 @@ def test_partials_of_fp32_are_the_ones_of_none(table: Put) -> None:
     ("shape", "taken"),
     [
         ((1024, 512, 256), True),
-        ((1024, 1024, 512), True),
-        ((256, 1024, 128), True),
+        ((512, 256, 256), True),
+        ((700, 350, 350), True),
         ((1025, 512, 256), False),
+        ((1024, 600, 256), False),
+        ((256, 1024, 128), False),
         ((512, 255, 256), False),
         ((512, 512, 513), False),
         ((512, 512, 0), False),
@@ -143,9 +145,17 @@ def test_the_nearest_entry_is_taken(table: Put) -> None:
         entry(INSIDE, (512, 512, 256)), entry(TINY, (1024, 512, 256)), entry(None, (1024, 1024, 256))
     )  # fmt: skip
     assert choose((700, 512, 256)) == INSIDE
+    assert choose((512, 256, 256)) == INSIDE
     assert choose((750, 512, 256)) == TINY
     # Where the cost model's choice was the fastest, it is now.
     assert choose((1000, 900, 256)) == usual((1000, 900, 256))
+
+
+def test_of_two_as_near_the_larger_is_taken(table: Put) -> None:
+    entries = entry(TINY, (256, 512, 256)), entry(INSIDE, (1024, 512, 256))
+    for each in (entries, reversed(entries)):
+        table(*each)
+        assert choose((512, 512, 256)) == INSIDE
 
 
 def test_programs_follow_the_tiles(table: Put) -> None:

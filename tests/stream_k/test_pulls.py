@@ -1,0 +1,78 @@
+"""The order of the copies that bring a result from the peers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem import trace
+from stream_k.pulls import Pull, Pulls
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+PEERS = ("first", "second", "third")
+
+
+class Streams:
+    """A workspace of one rank of four: what is enqueued, with the number of its stream."""
+
+    world_size = 4
+
+    def __init__(self) -> None:
+        self.stream, self.enqueued = -1, list[tuple[int, str]]()
+
+    @contextlib.contextmanager
+    def beside(self, side: int) -> Iterator[None]:
+        before, self.stream = self.stream, side
+        yield
+        self.stream = before
+
+    def fork(self, side: int) -> None:
+        pass
+
+    join = fork
+
+    def put(self, what: str) -> None:
+        self.enqueued.append((self.stream, what))
+
+
+def order_of(num_steps: int, together: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """What is enqueued for so many steps, the last of which finds nothing at the last peer."""
+    streams: Any = Streams()
+    monkeypatch.setattr(trace, "copy", lambda copy, out: streams.put(copy))
+    steps: list[Any] = [
+        Pull((f"wait {i}",), [f"{peer} {i}" for peer in PEERS], [f"own {i}"]) for i in range(num_steps)
+    ]
+    steps[-1] = steps[-1]._replace(copies=steps[-1].copies[:-1])
+    launch: Any = lambda arguments: streams.put(arguments[0])  # noqa: E731
+    Pulls(streams, launch, steps, together=together).into(torch.empty(0))
+    return streams.enqueued
+
+
+def copies_in(enqueued: list[tuple[int, str]]) -> list[str]:
+    """Those from peers: they have a stream of their own."""
+    return [what for side, what in enqueued if side != enqueued[0][0]]
+
+
+def test_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = order_of(2, 1, monkeypatch)
+    assert copies_in(found) == ["first 0", "second 0", "third 0", "first 1", "second 1"]
+
+
+def test_peer_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that are taken together, and of those that are left."""
+    found = order_of(3, 2, monkeypatch)
+    assert copies_in(found) == [
+        "first 0", "first 1", "second 0", "second 1", "third 0", "third 1", "first 2", "second 2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5])
+def test_every_copy_once_behind_the_wait_of_its_step(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [what for _, what in order_of(5, together, monkeypatch)]
+    copies = [f"{name} {i}" for i in range(5) for name in ("own", *PEERS)][:-1]
+    assert sorted(found) == sorted(copies + [f"wait {i}" for i in range(5)])
+    for what in copies:
+        assert found.index(f"wait {what[-1]}") < found.index(what)
