@@ -229,7 +229,7 @@ def pull_kernel(
             # After the flag: a peer that gives up raises its flags all the same, but tells so before.
             came = came & (signal.load_now(context[1]) == 0)
         if came:
-            trace.mark(events, trace.PUSH, step)
+            trace.mark(events, trace.PULL, step)
             i = place // cols * ROWS + tl.arange(0, ROWS)
             j = place % cols * COLS + tl.arange(0, COLS)
             mask = (i < M)[:, None] & (j < N)[None, :]

@@ -25,7 +25,7 @@ from triton.language import target_info
 from pyrocshmem import target
 
 # Stages by number: STAGES[MMA] is the name of the one that MMA marks.
-STAGES = ("end", "load + MMA", "fix-up", "store", "announce", "wait", "push", "reduce")
+STAGES = ("end", "load + MMA", "fix-up", "store", "announce", "wait", "push", "reduce", "pull")
 END = tl.constexpr(0)
 MMA = tl.constexpr(1)
 FIX_UP = tl.constexpr(2)
@@ -34,6 +34,7 @@ ANNOUNCE = tl.constexpr(4)  # settle what was stored, raise flags
 WAIT = tl.constexpr(5)
 PUSH = tl.constexpr(6)
 REDUCE = tl.constexpr(7)
+PULL = tl.constexpr(8)
 
 # Marks of a program that are kept; later ones are only counted.
 MAX_EVENTS = tl.constexpr(1024)

@@ -25,6 +25,7 @@ _COLOURS = {
     "wait": "#e5e5e5",
     "push": "#e69f00",
     "reduce": "#009e73",
+    "pull": "#f0e442",
     COPY: "#d55e00",
 }
 assert set(_COLOURS) == {*trace.STAGES[1:], COPY}

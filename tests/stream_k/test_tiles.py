@@ -102,3 +102,17 @@ def test_choose(h200: torch.device) -> None:
     for op in ("gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter"):
         found = {stream_k.choose(op, 256, 4096, K, torch.bfloat16, 2, h200) for K in (64, 1000, 30_000)}
         assert len(found) == 1
+
+
+def test_who_brings_columns(h200: torch.device) -> None:
+    """Programs where links have more to do than multiprocessors, of which each has one to itself."""
+
+    def chosen(ranks: int, N: int, K: int) -> stream_k.Config:
+        return stream_k.choose("gemm_all_scatter", 8192, N, K, torch.bfloat16, ranks, h200)
+
+    for ranks, K, placement in ((4, 8192, "pull"), (4, 16384, "copy_engine"), (2, 1024, "copy_engine")):
+        assert chosen(ranks, 3584, K).placement == placement
+    pulled, odd = chosen(4, 3584, 8192), chosen(4, 3580, 8192)
+    assert pulled.num_programs + pulled.num_comm_programs == PROCESSORS
+    # Rows that don't start at multiples of 16 bytes take programs many narrow loads.
+    assert odd.placement == "copy_engine"

@@ -167,8 +167,8 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         elif config.placement != "inside":  # there the epilogue announces
             assert "announce" in stages
         moved = {"gemm_all_reduce": "reduce", "gemm_reduce_scatter": "reduce", "gemm_all_scatter": "push"}
-        if config.placement == "copy_engine":
-            moved["gemm_all_scatter"] = COPY
+        if config.placement in BY_ROWS:
+            moved["gemm_all_scatter"] = COPY if config.placement == "copy_engine" else "pull"
         assert moved.get(op, MMA) in stages
     _check_order(found)
     assert found.dropped == 0
