@@ -207,7 +207,8 @@ def pull_kernel(
     """Copies all ranks' `columns`, [M, N] each, side by side into `out`, as they announce them.
 
     Word number s of `flags`, of every rank, says that its rows from s x `step_rows` on, as many, are there. Blocks of
-    [ROWS, COLS]: those of all ranks for one place follow one another, so that programs pull from all of them at once.
+    [ROWS, COLS]: those of all ranks for one place follow one another, so that programs pull from all of them at once,
+    each from the same one where ranks divide their number.
     """
     rank = tl.load(context[0] + signal.RANK)
     epoch = signal.begin(context, False, WORLD)
@@ -228,8 +229,8 @@ def pull_kernel(
             came = signal.wait(word + one, one == 0, epoch, step, owner, context, OP, WORLD)
             # After the flag: a peer that gives up raises its flags all the same, but tells so before.
             came = came & (signal.load_now(context[1]) == 0)
-        if came:
             trace.mark(events, trace.PULL, step)
+        if came:
             i = place // cols * ROWS + tl.arange(0, ROWS)
             j = place % cols * COLS + tl.arange(0, COLS)
             mask = (i < M)[:, None] & (j < N)[None, :]

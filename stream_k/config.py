@@ -45,8 +45,8 @@ class Config:
     placement, algorithm: where and how tiles are consumed (docs/architecture.md has the placements).
     num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
     programs have comm_warps.
-    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that the copy engine moves at a time: of
-    each rank's row block, in an all-scatter of the whole product.
+    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that copy engines or pulls move at a
+    time: of each rank's row block, in an all-scatter of the whole product.
     partial_dtype: what partial sums travel in, of ops that sum over ranks. None is fp32: they are then as accurate as
     one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
     """

@@ -53,7 +53,7 @@ def cost_model(
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
         config = replace(config, algorithm=cheaper_algorithm(partial_bytes, world_size))
     if on_sm_90 and tiles >= processors:
-        return _for_sm_90(config, op, placement, tiles, processors)
+        return _for_sm_90(config, op, placement, tiles, processors, world_size)
     return replace(config, placement=placement)
 
 
@@ -207,7 +207,9 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     return replace(config, num_programs=programs)
 
 
-def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: int) -> Config:
+def _for_sm_90(
+    config: Config, op: str, placement: str, tiles: int, processors: int, world_size: int
+) -> Config:
     """`config` with the programs of both sides, from readings on 4 x H200 (docs/log.md has them)."""
     scatters = op == "gemm_all_scatter"
     narrow = (config.partial_dtype or torch.float32) != torch.float32
@@ -221,7 +223,8 @@ def _for_sm_90(config: Config, op: str, placement: str, tiles: int, processors: 
     if placement == "pull":
         # With 64 KiB on their way each, programs need a multiprocessor of their own.
         programs = balanced_programs(tiles, processors * 10 // 11)
-        comm, warps, rows = processors - programs, 16, config.comm_rows
+        free = processors - programs
+        comm, warps, rows = max(1, free - free % world_size), 16, config.comm_rows
     elif scatters and placement == "own_stream":
         # Pushing takes an eighth of the multiprocessors, three programs each, for themselves.
         programs = balanced_programs(tiles, processors * 7 // 8)
