@@ -92,8 +92,9 @@ class Pulls:
 
     def fork(self) -> None:
         """What comes next on the current stream is beside the pulls."""
-        for side in (_WAITS, _PULLS):
-            self.workspace.fork(side)
+        self.workspace.fork(_WAITS)
+        if self.programs is not None:
+            self.workspace.fork(_PULLS)
 
     def into(self, out: torch.Tensor) -> None:
         """Enqueue the pulls into `out`, from where `fork` was on, and join the current stream: each step's launch on
@@ -108,21 +109,21 @@ class Pulls:
                 steps = self.steps[first : first + self.together]
                 for step in steps:
                     self.launch(step.arguments)
-                    if step.copies:
+                    if self.programs is None:
                         workspace.fork(_PULLS)
-                        self._copy(step.copies[:1], out)
+                    self._copy(step.copies[:1], out)
                     for copy in step.own:
                         trace.copy(copy, out)
-                for turn in range(1, workspace.world_size):
+                for turn in range(1, max(len(step.copies) for step in steps)):
                     for step in steps:
                         self._copy(step.copies[turn : turn + 1], out)
-        if self.programs is not None:
-            with workspace.beside(_PULLS):
-                self.programs(out)
-        for side in (_WAITS, _PULLS):
-            workspace.join(side)
+            if self.programs is not None:
+                with workspace.beside(_PULLS):
+                    self.programs(out)
+            workspace.join(_PULLS)
+        workspace.join(_WAITS)
 
     def _copy(self, copies: Sequence[RowCopy], out: torch.Tensor) -> None:
-        if copies:
-            with self.workspace.beside(_PULLS):
-                trace.copy(copies[0], out)
+        with self.workspace.beside(_PULLS):
+            for copy in copies:
+                trace.copy(copy, out)

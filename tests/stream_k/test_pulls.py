@@ -16,9 +16,7 @@ PEERS = ("first", "second", "third")
 
 
 class Streams:
-    """A workspace of one rank of four: what is enqueued, with the number of its stream."""
-
-    world_size = 4
+    """A workspace: what is enqueued, with the number of its stream."""
 
     def __init__(self) -> None:
         self.stream, self.enqueued = -1, list[tuple[int, str]]()
@@ -76,3 +74,15 @@ def test_every_copy_once_behind_the_wait_of_its_step(together: int, monkeypatch:
     assert sorted(found) == sorted(copies + [f"wait {i}" for i in range(5)])
     for what in copies:
         assert found.index(f"wait {what[-1]}") < found.index(what)
+
+
+def test_programs_pull_beside_what_announces() -> None:
+    """Enqueued last, so that on the CPU target, where launches run at once, all is announced."""
+    streams: Any = Streams()
+    steps: list[Any] = [Pull((f"tell {i}",)) for i in range(3)]
+    programs: Any = lambda out: streams.put("pull")  # noqa: E731
+    Pulls(streams, lambda arguments: streams.put(arguments[0]), steps, programs).into(torch.empty(0))  # type: ignore[arg-type]
+    sides, found = zip(*streams.enqueued, strict=True)
+    assert found == ("tell 0", "tell 1", "tell 2", "pull")
+    assert len(set(sides[:3])) == 1
+    assert sides[3] not in (sides[0], -1)
