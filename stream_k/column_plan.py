@@ -63,7 +63,7 @@ class ColumnsPlan(FusedPlan):
 
     def _pull(self, step: int, call: Call, out: torch.Tensor, by_copies: bool) -> Pull:
         """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
-        the columns come first; and the copies of all ranks' columns, the neighbour's first."""
+        the columns come first; and, by_copies, the copies of all ranks' columns, the neighbour's first."""
         config, schedule, N = call.config, self.product.schedule, self.product.N
         first, last = step * self.chunk, min((step + 1) * self.chunk, schedule.tiles_m)
         begin = first // config.group_m * config.group_m
@@ -71,7 +71,7 @@ class ColumnsPlan(FusedPlan):
         tiles = begin * schedule.tiles_n, end * schedule.tiles_n
         everyone = (1 << self.world) - 1
         if not by_copies:
-            return Pull(self._step_arguments(step, everyone, tiles, 0))
+            return Pull(self._step_arguments(step, everyone, tiles))
         peers = everyone ^ (1 << self.rank)
         rows = slice(first * config.block_m, last * config.block_m)
         copies = []

@@ -116,8 +116,10 @@ SPARE = 4
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
-    """`config` for launches beside its GEMM: one that names no number of programs leaves some multiprocessors free.
-    ValueError where it names so many that none is."""
+    """`config`, of a fused op: where launches are beside its GEMM and it names no number of programs, one that leaves
+    some multiprocessors free. ValueError where it names so many that none is."""
+    if config.placement not in ("own_stream", *BY_ROWS):
+        return config
     processors = num_multiprocessors(device)
     if config.num_programs == 0 and processors > 1:
         return replace(config, num_programs=max(processors - SPARE, processors // 2))

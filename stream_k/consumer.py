@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
+from stream_k.launch import Launch
 
 
 @triton.jit
@@ -25,3 +26,8 @@ def gate_kernel(context, problem, events, OP: tl.constexpr, WORLD: tl.constexpr)
     trace.mark(events, trace.WAIT, -1)
     signal.wait_begun(problem[6], context, OP, WORLD)
     trace.mark(events, trace.END, -1)
+
+
+def gate_launch(op: int, world_size: int) -> Launch:
+    """The launch of `gate_kernel`."""
+    return Launch(gate_kernel, 1, {"OP": op, "WORLD": world_size}, 1, 1)

@@ -40,10 +40,8 @@ def cost_model(
     if placement is None:
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
-        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes, tall)
-        scatters = placement == "copy_engine" and op == "gemm_all_scatter"
-        if scatters and world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0:
-            placement = "pull"
+        pulled = world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0
+        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes, tall, pulled)
     if placement in BY_ROWS:
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
@@ -70,17 +68,19 @@ def cheaper_algorithm(nbytes: int, world_size: int) -> str:
 
 
 def _placement(
-    op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool
+    op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool, pulled: bool
 ) -> str:
     """The fastest one known. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
     decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows has
-    `_PULLED_TILES` tile rows."""
+    `_PULLED_TILES` tile rows. pulled: whether programs pull columns faster than copy engines."""
     if op == "all_gather_gemm":
         small = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if small else "copy_engine"
     if tiles < processors:
         return "messages"
-    if op == "gemm_reduce_scatter" or (on_sm_90 and (tall or op == "gemm_all_scatter")):
+    if op == "gemm_all_scatter" and on_sm_90:
+        return "pull" if pulled else "copy_engine"
+    if op == "gemm_reduce_scatter" or (on_sm_90 and tall):
         return "copy_engine"
     return "own_stream" if on_sm_90 else "beside"
 

@@ -16,7 +16,7 @@ import torch
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
 from stream_k.config import BY_ROWS, PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
-from stream_k.consumer import consumer_kernel, gate_kernel
+from stream_k.consumer import consumer_kernel, gate_launch
 from stream_k.cost_model import cost_model
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
@@ -220,8 +220,7 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
-    if config.placement in ("own_stream", *BY_ROWS):
-        config = with_a_free_multiprocessor(config, heap.device)
+    config = with_a_free_multiprocessor(config, heap.device)
     if request.squared_partials and config.placement in _WITHOUT_SQUARES:
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
@@ -289,6 +288,5 @@ def consumer_launches(
     if config.placement == "after":
         grid = min(product.schedule.num_tiles, config.num_programs or processors)
         return [Launch(consumer_kernel, grid, constants, config.num_warps, 1)]
-    gate = Launch(gate_kernel, 1, {"OP": op, "WORLD": world_size}, 1, 1)
     grid = min(product.schedule.num_tiles, config.num_comm_programs)
-    return [gate, Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]
+    return [gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]

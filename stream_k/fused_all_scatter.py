@@ -41,7 +41,7 @@ def gemm_all_scatter(
     or float32. bias: [N/R], its columns'.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows does without a copy.
+    while a later call writes it. In placements "copy_engine" and "pull" any with contiguous rows does without a copy.
     squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of
     each row, before rounding.
     group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
@@ -100,6 +100,7 @@ class _Plan(FusedPlan):
             "beside": tiles.push_tiles,
             "inside": tiles.await_own_tiles,
         }[config.placement]
+        # A gate counts the programs of a rank alone only where they have a LAG (`stream_k.kernel`).
         lag = 0 if inside or world == 1 else -1
         self.launches = [
             product.launch(

@@ -25,8 +25,7 @@ is announced one tile late, when its stores have long been done and waiting for 
 or 0 where there is none to announce. Programs from `num_gemm_programs` up have no tiles of their own: that is
 where a consumer beside the GEMM runs.
 
-Rows in one of four orders, of which `stream_k.order` has the blocks:
-  otherwise  one matrix from top to bottom
+Rows from top to bottom, or in one of three other orders, of which `stream_k.order` has the blocks:
   PEERS      the peers' row blocks, the neighbour's first, into `c` of R - 1 blocks of whole tiles
   GATHERS    the own row block from `a`, then the peers' from `gathered`, each as soon as its flag
              (word 0 of `arrived`, written by the peer) is up; the result has the rows of all
@@ -47,6 +46,7 @@ from stream_k.order import (
     block_size,
     block_start,
     block_tiles,
+    peer_row,
     program_of,
     program_range,
     tile_coords,
@@ -98,9 +98,7 @@ def _rows_of(tile_m, rank, M, PEERS: tl.constexpr, WORLD: tl.constexpr, BLOCK_M:
     row = tile_m * BLOCK_M
     row_c = row
     if PEERS:
-        tiles = block_tiles(M, WORLD, BLOCK_M)
-        block = (rank + 1 + tile_m // tiles) % WORLD
-        row = block_start(block, M, WORLD) + tile_m % tiles * BLOCK_M
+        row = peer_row(tile_m, rank, M, WORLD, BLOCK_M)
     return row, row_c
 
 

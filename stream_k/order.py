@@ -99,3 +99,15 @@ def block_size(block, M, WORLD: tl.constexpr):
 def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
     """Tile rows of the largest row block; all count as many, so that every rank has the same tiles."""
     return tl.cdiv(tl.cdiv(M, WORLD), BLOCK_M)
+
+
+@triton.jit
+def peer_row(tile_m, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row of A where tile row number `tile_m` starts, of those that `rank` computes for others: block after block, the
+    neighbour's first, so that they don't all send to the same one.
+
+    Example, rank 0 of 3, M = 8, BLOCK_M = 2: blocks start at 0 3 6 and have two tile rows each, so 3 5, then 6 8.
+    """
+    tiles = block_tiles(M, WORLD, BLOCK_M)
+    block = (rank + 1 + tile_m // tiles) % WORLD
+    return block_start(block, M, WORLD) + tile_m % tiles * BLOCK_M

@@ -18,7 +18,7 @@ import torch
 from collectives import row_blocks
 from pyrocshmem import trace
 from pyrocshmem.copies import RowCopy
-from stream_k.consumer import gate_kernel
+from stream_k.consumer import gate_launch
 from stream_k.launch import Launch
 from stream_k.product import Product
 from stream_k.workspace import Workspace
@@ -49,12 +49,10 @@ class Programs:
         flags: torch.Tensor,
         step_rows: int,
     ) -> None:
-        config, world = product.config, {"OP": op, "WORLD": workspace.world_size}
-        blocks = {"ROWS": config.comm_rows, "COLS": config.block_n}
-        self._gate = Launch(gate_kernel, 1, world, 1, 1)
-        self._pull = Launch(
-            row_blocks.pull_kernel, config.num_comm_programs, {**world, **blocks}, config.comm_warps, 1
-        )
+        config, world = product.config, workspace.world_size
+        constants = {"OP": op, "WORLD": world, "ROWS": config.comm_rows, "COLS": config.block_n}
+        self._gate = gate_launch(op, world)
+        self._pull = Launch(row_blocks.pull_kernel, config.num_comm_programs, constants, config.comm_warps, 1)
         self._columns, self._context, self._problem = columns, workspace.context, product.problem
         self._steps = (product.M, product.N, step_rows, flags)
 

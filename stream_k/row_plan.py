@@ -30,8 +30,8 @@ from stream_k.pulls import Pull, Pulls
 # Streams beside the caller's. The first has all that waits for the peers' rows; from it fork those that wait for tiles,
 # and copy.
 _MAIN, _TILES, _COPIES = range(3)
-# Inner size, over the number of peers, below which links have more to do than multiprocessors: then all sums come from
-# one peer after another, otherwise step by step, beside the GEMM. 4 x H200: the former at 3584, the latter at 6656.
+# Inner size, over the number of peers, below which all sums had better come from one peer after another: links have so
+# much to do that most is left when the GEMM ends. Otherwise step by step, beside it. 4 x H200: at 3584, and at 6656.
 _BUSY_K = 1600
 
 
@@ -88,7 +88,7 @@ class RowsPlan(FusedPlan):
             self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
-        rows = self.partials[: 2 * half].view(-1, N)
+        rows = self.partials.view(-1, N)
         self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
         self._make_launches(call, rows[: peers * block])
         together = self.num_steps if _BUSY_K * peers > product.K else 1

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stream_k.config import BY_ROWS, PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.cost_model import balanced_programs, cost_model
 
 FILE = Path(__file__).with_name("tuned.json")
@@ -184,8 +184,7 @@ def check(op: str, config: Config, device: torch.device) -> None:
         raise ValueError(
             f"Config.split is {config.split!r}; {op} keeps tiles whole, since their rows come in turn"
         )
-    if config.placement in ("own_stream", *BY_ROWS):
-        with_a_free_multiprocessor(config, device)
+    with_a_free_multiprocessor(config, device)
     programs = config.num_programs or num_multiprocessors(device)
     if config.placement == "beside" and programs <= config.num_comm_programs:
         raise ValueError(

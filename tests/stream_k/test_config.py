@@ -26,7 +26,8 @@ WRONG = [
     ({"split": "stream-k"}, "split is 'stream-k', allowed are .*'stream_k', 'split_k'"),
     (
         {"placement": "before"},
-        r"placement is 'before', allowed are \('after', 'beside', 'own_stream', 'inside', 'copy_engine', 'pull', 'mes",
+        r"placement is 'before', allowed are \('after', 'beside', 'own_stream', 'inside', 'copy_engine', 'pull', "
+        r"'messages'\)",
     ),
     ({"comm_warps": 3}, "comm_warps must be a power of two, got 3"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),

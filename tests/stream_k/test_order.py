@@ -43,6 +43,13 @@ def blocks_kernel(
 
 
 @triton.jit
+def rows_kernel(out, tiles, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, ROW: tl.constexpr):
+    """out[i]: the row where tile row i for others starts."""
+    for i in range(0, (WORLD - 1) * tiles):
+        tl.store(out + i, ROW(i, rank, M, WORLD, BLOCK_M))
+
+
+@triton.jit
 def shares_kernel(out, count, iterations, num_split_tiles, num_split_programs, RANGE: tl.constexpr):
     """out[p]: the range of program p; out[count + t]: the program with the first iteration of split tile t."""
     for program in range(0, count):
@@ -73,6 +80,14 @@ def start_off_by_one(block, M, WORLD: tl.constexpr):
     """`order.block_start`, but that the last of the longer blocks passes for a shorter one."""
     extra = M % WORLD
     return block * (M // WORLD) + tl.where(block < extra, block, extra - 1)
+
+
+@triton.jit
+def row_off_by_one(tile_m, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """`order.peer_row`, but that it takes all blocks for as high as the first one."""
+    tiles = order.block_tiles(M, WORLD, BLOCK_M)
+    block = (rank + 1 + tile_m // tiles) % WORLD
+    return block * tl.cdiv(M, WORLD) + tile_m % tiles * BLOCK_M
 
 
 def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_start) -> str:
@@ -113,6 +128,21 @@ def shares_on_the_host(schedule: Schedule) -> list[tuple[int, int]]:
     return ranges + ends
 
 
+def order_of(M: int, rank: int, world: int, block_m: int, row: Any = order.peer_row) -> list[int]:
+    """The row where each tile row for others starts, in order."""
+    tiles = tiles_of_block(M, world, block_m)
+    out = torch.full((tiles * (world - 1),), -1, dtype=torch.int32)
+    run(rows_kernel, 1, out, tiles, rank, M, WORLD=world, BLOCK_M=block_m, ROW=row)
+    return out.tolist()
+
+
+def enumerated(M: int, rank: int, world: int, block_m: int) -> list[int]:
+    """The same, counted out: one block after another, the neighbour's first, all of as many tile rows."""
+    owners = [(rank + turn) % world for turn in range(1, world)]
+    tiles = tiles_of_block(M, world, block_m)
+    return [shard_range(M, owner, world)[0] + i * block_m for owner in owners for i in range(tiles)]
+
+
 @given(st.data())
 @settings(max_examples=60)
 def test_kernels_share_iterations_as_the_schedule_does(data: st.DataObject) -> None:
@@ -138,6 +168,28 @@ def test_blocks_are_those_of_tensor_split(M: int, world: int, block_m: int) -> N
 def test_a_start_off_by_one_is_caught() -> None:
     assert wrong_blocks(97, 3, 16) == ""
     assert wrong_blocks(97, 3, 16, start_off_by_one) != ""
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_every_row_of_every_peer_once(data: st.DataObject) -> None:
+    world, block_m = data.draw(several), data.draw(heights)
+    M, rank = data.draw(st.integers(1, 32 * block_m)), data.draw(st.integers(0, world - 1))
+    found = order_of(M, rank, world, block_m)
+    assert found == enumerated(M, rank, world, block_m)
+    # Tiles reach past the ends of their blocks, where their rows are not stored.
+    tiles = tiles_of_block(M, world, block_m)
+    for turn in range(1, world):
+        first, last = shard_range(M, (rank + turn) % world, world)
+        covered = [row + j for row in found[(turn - 1) * tiles : turn * tiles] for j in range(block_m)]
+        assert sorted(row for row in covered if row < last) == list(range(first, last))
+
+
+def test_a_row_off_by_one_is_caught() -> None:
+    assert order_of(8, 0, 3, 2) == enumerated(8, 0, 3, 2) == [3, 5, 6, 8]
+    expected = enumerated(97, 1, 4, 16)
+    assert order_of(97, 1, 4, 16) == expected
+    assert order_of(97, 1, 4, 16, row_off_by_one) != expected
 
 
 def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[int]:
