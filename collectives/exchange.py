@@ -60,6 +60,11 @@ class Finish:
     weight: torch.Tensor | None = None
     eps: float = 0.0
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether parts and pieces are whole rows: a bias counts columns from the first element of a piece."""
+        return self.weight is not None or self.bias is not None
+
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Those that a kernel gets."""
         return self.bias, self.residual, self.total, self.weight
@@ -84,7 +89,8 @@ class _Piece(NamedTuple):
 
 
 class Exchange:
-    """The launches of an exchange of tensors of one kind, one a piece."""
+    """The launches of an exchange of tensors of one kind, one a piece. tiles: x is sent by the tiles of a product, in
+    whole units (`sent_by_tiles`); of x itself only shape and dtype count."""
 
     def __init__(
         self,
@@ -95,27 +101,49 @@ class Exchange:
         out: torch.Tensor,
         root: int = 0,
         finish: Finish = _NOTHING,
+        tiles: bool = False,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
         world = heap.world_size
-        # A bias counts columns from the first element of a piece.
-        by_rows = finish.weight is not None or finish.bias is not None
-        pieces = _pieces(kind, x, out.dtype, world, by_rows)
+        pieces = _pieces(kind, x, out.dtype, world, finish.by_rows)
         norm = finish.weight is not None
         largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world, norm) for piece in pieces)
-        messages, slot_quads = workspace.messages(largest)
+        self.messages, self.slot_quads = workspace.messages(largest)
+        self.out_dtype = out.dtype
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
-            rest = (messages, slot_quads, workspace.context, x.numel() - piece.first, *piece[2:], root)
-            launch = _launch(heap, op, kind, x, out, finish, piece)
+            rest = (
+                self.messages,
+                self.slot_quads,
+                workspace.context,
+                x.numel() - piece.first,
+                *piece[2:],
+                root,
+            )
+            launch = _launch(heap, op, kind, x, out, finish, piece, tiles)
             launch.compile((*_at(piece, x, out, finish), *rest))
             self.launches.append((launch, piece, rest))
+
+    def part_of_tiles(self) -> tuple[int, ...]:
+        """Where elements of x belong, as `collectives.message_tiles.send_tile` takes it, behind the bias."""
+        _, piece, _ = self.launches[0]
+        units = piece.rows * _row_units(piece, self.out_dtype)
+        return self.slot_quads, units, piece.x_part, piece.longer, piece.extra, piece.limit
 
     def run(self, x: torch.Tensor, out: torch.Tensor, finish: Finish = _NOTHING) -> None:
         """Enqueue it for tensors of this kind."""
         for launch, piece, rest in self.launches:
             launch((*_at(piece, x, out, finish), *rest))
+
+
+def sent_by_tiles(kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool) -> bool:
+    """Whether the tiles of a product like `x` can send it: rows and parts are whole units, none is empty, for every
+    rank must hear from every rank, and all go in one piece."""
+    unit = message.QUAD_BYTES // out_dtype.itemsize
+    first, *more = _pieces(kind, x, out_dtype, world_size, by_rows)
+    last = (world_size - 1) * first.x_part + min(world_size - 1, first.longer) * first.extra
+    return not more and x.shape[-1] % unit == 0 and last < x.numel() and first.extra < first.limit
 
 
 def exchange(
@@ -223,7 +251,14 @@ def _pieces(
 
 
 def _launch(
-    heap: Heap, op: int, kind: str, x: torch.Tensor, out: torch.Tensor, finish: Finish, piece: _Piece
+    heap: Heap,
+    op: int,
+    kind: str,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    finish: Finish,
+    piece: _Piece,
+    tiles: bool,
 ) -> Launch:
     world = heap.world_size
     ranks = triton.next_power_of_2(world)
@@ -246,6 +281,7 @@ def _launch(
         "SUMS": sums,
         "GATHERS": gathers,
         "BROADCASTS": broadcasts,
+        "TILES": tiles,
         "ACTIVATION": ACTIVATIONS.index(finish.activation),
         "PARTS": parts,
         "ALIGNED": all(place % message.QUAD_BYTES == 0 for place in places),

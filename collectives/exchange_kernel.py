@@ -19,6 +19,9 @@ still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out n
 A, [R sources][quads of a unit][units of a part of x], for a two-shot region B, [R sources][units] of sums, and with a
 norm region C, [R sources][programs].
 
+What a product makes can be sent by its tiles (`collectives.message_tiles`), by a GEMM before: then nothing is loaded
+here, and nothing but sums is sent. The two kernels may run at once, since messages bring their own flags.
+
 Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row sends the sum of their
 squares to those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank. They
 add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
@@ -35,14 +38,6 @@ from pyrocshmem import chain, message, signal, trace
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 from stream_k.epilogue import activate
-
-
-@triton.jit
-def _send(peers, place, apart, words, mask):
-    """Words of units to the slots of `peers` [1, ranks]: quads number `place`, and `apart` further on."""
-    for k in tl.static_range(len(words) // 4):
-        four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-        message.push(peers + (place + k * apart) * 4, four, mask)
 
 
 @triton.jit
@@ -97,7 +92,7 @@ def _send_squares(
     sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
     word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
-    _send(peers, tl.zeros(squares.shape, tl.int64) + place, 0, (word, word, word, word), first)
+    units.send(peers, tl.zeros(squares.shape, tl.int64) + place, 0, (word, word, word, word), first)
 
 
 @triton.jit
@@ -145,15 +140,15 @@ def _part(rank, row_end, n, x_part, longer, extra, limit):
 def exchange_kernel(
     x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
-    SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr,
+    SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, TILES: tl.constexpr,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages. A part has `rows` rows of `width` elements; the next begins `x_part` elements
     later in x (0: all of x is everyone's), and `extra` more after the first `longer` parts, which have all `limit`
-    elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. RANKS: WORLD, or the
-    next power of two. finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`. PARTS:
-    the programs of a row that is normalized, STEP at most; 0: no norm.
+    elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. TILES: the tiles of a
+    GEMM send x. RANKS: WORLD, or the next power of two. finish: (bias, columns, residual, total, weight, eps), see
+    `collectives.exchange.Finish`. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -164,7 +159,8 @@ def exchange_kernel(
     # Quads of a slot for each unit and source.
     SLOT_QUADS: tl.constexpr = QUADS + (1 if SUMS and GATHERS else 0)
     control, abort, record, heap_bases = context
-    chain.wait_for_previous()
+    if not TILES:
+        chain.wait_for_previous()
     # All loads that the first push needs are under way before any of them is waited for.
     rank = tl.load(control + signal.RANK)
     home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
@@ -197,20 +193,26 @@ def exchange_kernel(
         sent = there & (units_of < tl.where(rank == root, part_units, 1))
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
     start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
-    words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
+    own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
+    # Elements of the own part: nobody sends what is beyond them.
+    _, in_own = _part(rank, n, n, x_part, longer, extra, limit)
+    if TILES:
+        heard = there & (unit * UNIT < in_own)[:, None]
+    else:
+        words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
     count, slot = message.begin(messages, slot_quads)
     peers = message.slot_of(home, slot_quads, count)
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
-    # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
-    _send(peers, rank * a_quads + units_of, part_units, units.clean(words), sent)
+    if not TILES:
+        # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
+        units.send(peers, rank * a_quads + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, STEP * RANKS)
     last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish
-    own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
     added, weights = (), ()
     if residual is not None:
         more = units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED)
@@ -221,6 +223,13 @@ def exchange_kernel(
         )
 
     trace.mark(events, trace.WAIT, -1)
+    if TILES:
+        # First the own rank's message for the first unit, which comes when the GEMM does: programs that asked for all
+        # of theirs meanwhile would slow it, by a tenth where it takes long (2 x H200).
+        at = tl.arange(0, 1) + (
+            program // PARTS * row_units + program % PARTS * STEP if PARTS else program * STEP
+        )
+        message.poll(slot + (rank * a_quads + at) * 4, at * UNIT < in_own, deadline, context)
     place_a = ranks * a_quads + units_of
     words, late = message.poll(slot + place_a * 4, heard, deadline, context, part_units * 4, QUADS)
     if SUMS:
@@ -232,7 +241,12 @@ def exchange_kernel(
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            _send(peers, region_b + rank * b_quads + units_of, 0, words, there)
+            # A sum that lacks something goes to nobody else: a peer so late that all it waits for has come would take
+            # it for whole. Here it is awaited, and passed over, as ever.
+            whole = tl.broadcast_to(tl.max(late, axis=1)[:, None], [STEP, RANKS]) == 0
+            units.send(
+                peers, region_b + rank * b_quads + units_of, 0, words, there & (whole | (ranks == rank))
+            )
         else:
             keeps = ranks == rank
             there, end = valid[:, None] & keeps, mine[:, None]
@@ -259,6 +273,9 @@ def exchange_kernel(
         trace.mark(events, trace.STORE, program)
         words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
+    if TILES:
+        # Who sends for this call has read its number then, and what follows on the stream counts on both kernels.
+        chain.wait_for_previous()
     if last:
         sums = tl.num_programs(0) if PARTS else 0
         message.advance(messages, count, WORLD * (part_units * SLOT_QUADS + sums) * 4)

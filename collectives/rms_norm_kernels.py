@@ -257,9 +257,18 @@ def forward(
     sizes = (M, N, hidden, first if replicated else 0)
     key = ("rms_norm", *constants.values(), *sizes, strides, eps, call, tuple(map(_kind, tensors)))
     args = (*tensors, messages, slot_quads, flags, workspace.context, *sizes, *strides, eps)
-    run(workspace, key, f"{call}: plan", rms_norm_kernel, constants, blocks.count, args, blocks.programs)
-    if replicated and target.data_ptr() != given.data_ptr():
-        given.copy_(target.view(shape))
+    copied = (given, target.view(shape)) if target.data_ptr() != given.data_ptr() else None
+    run(
+        workspace,
+        key,
+        f"{call}: plan",
+        rms_norm_kernel,
+        constants,
+        blocks.count,
+        args,
+        blocks.programs,
+        copied,
+    )
     return given, updated, scales
 
 

@@ -26,9 +26,11 @@ def run(
     blocks: int,
     args: tuple[Any, ...],
     programs: int | None = None,
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Launch `kernel` with at most `blocks` programs, and at most `programs` (one a multiprocessor unless given). The
-    first call of a kind is compared between ranks, compiled and loaded by all."""
+    first call of a kind is compared between ranks, compiled and loaded by all. copied: (to, from), what is then copied
+    out of the workspace, before it is another call's."""
     heap = workspace.heap
     assert heap is not None
     # A kernel that marks its stages is another one; all ranks record, or none.
@@ -43,6 +45,8 @@ def run(
         workspace.plans[key] = launch
     with workspace:
         launch(args)
+        if copied is not None:
+            copied[0].copy_(copied[1])
 
 
 def agree(workspace: Workspace, call: str) -> None:

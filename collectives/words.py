@@ -67,6 +67,30 @@ def _value(word, i: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def cut(x, ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr):
+    """The block `x` [ROWS, COLS] as UNIT (4 or 8) blocks [ROWS, COLS / UNIT]: element 0, 1, .. of every unit."""
+    even, odd = x.reshape((ROWS, COLS // 2, 2)).split()
+    e0, e2 = even.reshape((ROWS, COLS // 4, 2)).split()
+    e1, e3 = odd.reshape((ROWS, COLS // 4, 2)).split()
+    elements = (e0, e1, e2, e3)
+    if UNIT == 8:
+        e0, e4 = e0.reshape((ROWS, COLS // 8, 2)).split()
+        e1, e5 = e1.reshape((ROWS, COLS // 8, 2)).split()
+        e2, e6 = e2.reshape((ROWS, COLS // 8, 2)).split()
+        e3, e7 = e3.reshape((ROWS, COLS // 8, 2)).split()
+        elements = (e0, e1, e2, e3, e4, e5, e6, e7)  # type: ignore[assignment]
+    return elements
+
+
+@triton.jit
+def send(slots, place, apart, words, mask):
+    """Words of units to `slots`, of one rank or of several: quads number `place`, and `apart` further on."""
+    for k in tl.static_range(len(words) // 4):
+        four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
+        message.push(slots + (place + k * apart) * 4, four, mask)
+
+
+@triton.jit
 def unpack(words, UNIT: tl.constexpr, DTYPE: tl.constexpr):
     """Words of DTYPE as fp32 values."""
     PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -78,10 +102,10 @@ def unpack(words, UNIT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack(values, DTYPE: tl.constexpr):
-    """fp32 values, each rounded to DTYPE once, as four words that can be sent."""
+    """fp32 values, each rounded to DTYPE once, as words that can be sent."""
     PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     words = ()
-    for k in tl.static_range(4):
+    for k in tl.static_range(len(values) // PER_WORD):
         word = _bits(rounded(values[k * PER_WORD], DTYPE))
         if PER_WORD == 2:
             word |= _bits(rounded(values[2 * k + 1], DTYPE)) << 16

@@ -53,9 +53,15 @@ _HEAD, _COUNT, _USED = tl.constexpr(HEAD_WORDS), tl.constexpr(COUNT), tl.constex
 @triton.jit
 def begin(messages, slot_quads):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
-    count = tl.load(messages + _COUNT)
+    count = number(messages)
     chain.allow_next()
     return count, slot_of(messages, slot_quads, count)
+
+
+@triton.jit
+def number(messages):
+    """The number of the call that is to close next."""
+    return tl.load(messages + _COUNT)
 
 
 @triton.jit

@@ -31,6 +31,8 @@ from stream_k.workspace import Workspace, find_workspace
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
 _WITHOUT_SQUARES = (*BY_ROWS, "messages")
+# Of a product's inner size these share it out, the others have it whole.
+_SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
 
 class Request(NamedTuple):
@@ -192,6 +194,27 @@ def _without_plan(
     return None
 
 
+def chosen_together(
+    name: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    workspace: Workspace,
+    partial_dtype: torch.dtype | None,
+) -> Config:
+    """What `choose` says, on all ranks the same: a sum's shares of K may differ, and what is chosen depends on K. The
+    largest of those that the ranks brought when they first asked decides for all calls."""
+    heap = workspace.heap
+    assert heap is not None
+    if name in _SUMS:
+        asked = f"{name}({M} x {N} {dtype}, partials {partial_dtype}): configuration"
+        if asked not in workspace.agreed:
+            workspace.agreed[asked] = max(int(size) for size in heap.vote(asked, str(K).encode()))
+        K = workspace.agreed[asked]
+    return choose(name, M, N, K, dtype, heap.world_size, heap.device, partial_dtype)
+
+
 def _make_plan(
     op: FusedOp,
     key: Hashable,
@@ -210,8 +233,12 @@ def _make_plan(
     if config is None:
         # A rank without columns multiplies nothing: any configuration will do.
         call_facts = (name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
-        # Squares have fewer placements than the table was made with.
-        config = cost_model(*call_facts) if request.squared_partials else choose(*call_facts)
+        # Squares have fewer placements than the table was made with; where ranks have their own columns, they would
+        # find different ones in it.
+        config = cost_model(*call_facts)
+        if not request.squared_partials:
+            found = chosen_together(name, M, max(N, 1), K, dtype, workspace, request.partial_dtype)
+            config = found if not op.own_columns or found.placement == config.placement else config
         if request.squared_partials and config.placement in _WITHOUT_SQUARES:
             few = config.placement == "messages"
             config = cost_model(*call_facts, placement="after" if few else "own_stream")

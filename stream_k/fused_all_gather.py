@@ -20,7 +20,7 @@ from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, Request, fused_gemm
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
-from stream_k.message_plan import MessagePlan
+from stream_k.message_plan import GatherPlan
 from stream_k.operands import as_argument, filled, how_to_write, template
 from stream_k.plan import FusedPlan, in_passing
 from stream_k.row_plan import step_launch
@@ -182,7 +182,7 @@ class _Plan(FusedPlan):
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    return MessagePlan(call, "all_gather_gemm") if call.config.placement == "messages" else _Plan(call)
+    return GatherPlan(call) if call.config.placement == "messages" else _Plan(call)
 
 
 _OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
-from collectives.exchange import Exchange, Finish
 from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
-from stream_k import message_plan
 from stream_k.config import Config
 from stream_k.dispatch import dispatched, name_of
+from stream_k.fused import chosen_together
 from stream_k.fused_all_reduce import gemm_all_reduce
-from stream_k.gemm import GemmPlan, gemm, with_inner_size
+from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
+from stream_k.message_plan import SentProduct, partial_dtype
 from stream_k.operands import check_product, kind
-from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -74,8 +73,8 @@ def gemm_all_reduce_rms_norm(
         if a.device != heap.device:
             raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
         if config is None:
-            where = (a.dtype, heap.world_size, heap.device)
-            config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *where, partial_dtype)
+            facts = (max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
+            config = chosen_together("gemm_all_reduce", *facts)
         exact = target.interpreted() and a.dtype == torch.bfloat16
         if config.placement == "messages" and heap.world_size > 1 and min(M, N) > 0 and not exact:
             call = (
@@ -143,7 +142,7 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Plan:
-    """A GEMM into `product`, and the exchange that sums, adds and normalizes, for operands of one kind."""
+    """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
 
     def __init__(
         self,
@@ -160,14 +159,19 @@ class _Plan:
         self.workspace, shape = workspace, (a.shape[0], b.shape[1])
         # Of a result, but for its memory.
         self.like = a.new_empty(1).expand(shape)
-        dtype = message_plan.partial_dtype(config, a.dtype)
-        self.product = message_plan.product_buffer(workspace, shape, dtype)
-        a, b = with_inner_size(a, b)
-        self.gemm = GemmPlan(a, b, config, allow_tf32, None, "none", self.product, workspace)
-        self.graphs = Graphs(workspace, self.gemm.product)
         out, finish = results(self.like, residual, weight, eps, bias)
-        op = status.Op.GEMM_ALL_REDUCE_RMS_NORM
-        self.exchange = Exchange(workspace, op, config.algorithm, self.product, out, finish=finish)
+        self.sent = SentProduct(
+            workspace,
+            status.Op.GEMM_ALL_REDUCE_RMS_NORM,
+            config.algorithm,
+            *with_inner_size(a, b),
+            config,
+            allow_tf32,
+            partial_dtype(config, a.dtype),
+            out,
+            finish,
+        )
+        self.graphs = Graphs(workspace, self.sent.gemm.product)
 
     def run(
         self,
@@ -183,10 +187,6 @@ class _Plan:
         out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace:
             tensors = (a, b, out, *finish.tensors())
-            self.graphs.run(tensors, lambda: self._enqueue(a, b, out, finish))
+            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
         assert finish.total is not None
         return out, finish.total
-
-    def _enqueue(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, finish: Finish) -> None:
-        self.gemm.run(a, b, None, self.product)
-        self.exchange.run(self.product, out, finish)

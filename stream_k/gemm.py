@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
+from stream_k.mainloop import POINTER
 from stream_k.operands import (
     check_apart,
     check_device,
@@ -123,8 +124,18 @@ def _counted_apart(workspace: Workspace) -> Workspace:
     return workspace.own
 
 
+class Sent(NamedTuple):
+    """How tiles leave other than to a matrix. epilogue: of `stream_k.kernel`. options: OPTIONS behind the first three.
+    arguments: `extra` behind the bias."""
+
+    epilogue: Any
+    options: tuple[int, ...]
+    arguments: tuple[int, ...]
+
+
 class GemmPlan:
-    """The launch of a GEMM for operands of one kind."""
+    """The launch of a GEMM for operands of one kind. out: like the result; with `sent`, the place that tiles go to, of
+    the dtype that they go in."""
 
     def __init__(
         self,
@@ -136,23 +147,24 @@ class GemmPlan:
         activation: str,
         out: torch.Tensor,
         workspace: Workspace,
+        sent: Sent | None = None,
     ) -> None:
         self.product = product = make_product(
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32
         )
-        how = how_to_write(out)
+        how = how_to_write(out) if sent is None else POINTER
         self.c_template = template(out, how, config.block_m, product.part_n)
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.strides = strides_by_pointer(out, how)
-        options = (ACTIVATIONS.index(activation), int(bias is not None), how)
+        self.rest = strides_by_pointer(out, how) if sent is None else sent.arguments
+        options = (ACTIVATIONS.index(activation), int(bias is not None), how, *(sent.options if sent else ()))
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
             int(status.Op.FIX_UP),
             1,
-            store_output,
+            store_output if sent is None else sent.epilogue,
             None,
             None,
             options,
@@ -172,7 +184,7 @@ class GemmPlan:
     ) -> tuple[Any, ...]:
         """The kernel's arguments for tensors of this kind."""
         x, y = self.product.operands(a, b)
-        extra = (bias if bias is not None else out, *self.strides)
+        extra = (bias if bias is not None else out, *self.rest)
         c = filled(self.c_template, out)
         problem, strides = self.product.problem, self.product.strides
         return x, y, c, *self.fix_up, extra, self.context, *problem, strides

@@ -17,7 +17,8 @@ import torch
 
 from pyrocshmem import target, trace
 from stream_k.product import Product
-from stream_k.workspace import CALLS, Workspace
+from stream_k.streams import CALLS
+from stream_k.workspace import Workspace
 
 # Calls with places of their own that a plan remembers: of layers of one shape each has another weight.
 KEPT = 128
@@ -32,7 +33,7 @@ Places = tuple[int, ...]
 
 
 @contextlib.contextmanager
-def no_garbage_collected() -> Iterator[None]:
+def _no_garbage_collected() -> Iterator[None]:
     """What dies in this thread while it captures ends the capture, if it is memory or a graph: both are the driver's to
     free. Objects in circles would die at any time."""
     enabled = gc.isenabled()
@@ -98,20 +99,25 @@ class Graphs:
         return not torch.cuda.is_current_stream_capturing()
 
     def _capture(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The graph of what is enqueued. Nothing runs, and what the streams still hold is no part of it."""
-        graph = torch.cuda.CUDAGraph()
-        # A capture begins with writes to the random generator's state, which a graph of the caller may still read: on
-        # stream CALLS, so both ways.
-        self.workspace.fork(CALLS)
-        with _one_capture, no_garbage_collected(), self.workspace.beside(CALLS):
-            # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                enqueue()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # streams have not joined
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        self.workspace.join(CALLS)
-        return graph
+        return capture(self.workspace, enqueue)
+
+
+def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The graph of what is enqueued. Nothing runs, and what the streams still hold is no part of it."""
+    graph = torch.cuda.CUDAGraph()
+    # A capture begins with writes to the random generator's state, which a graph of the caller may still read: on
+    # stream CALLS, so both ways.
+    workspace.fork(CALLS)
+    with _one_capture, _no_garbage_collected(), workspace.beside(CALLS):
+        # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer. Its stream is one
+        # for all threads, too, whatever their device.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            enqueue()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # streams have not joined
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    workspace.join(CALLS)
+    return graph

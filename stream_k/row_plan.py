@@ -19,7 +19,7 @@ from pyrocshmem import signal, status, trace
 from pyrocshmem.copies import RowCopy, takes_rows
 from reference.ops import shard_range
 from stream_k.fused import Call
-from stream_k.graphs import no_garbage_collected
+from stream_k.graphs import capture
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import as_argument, filled, how_to_write, template
@@ -227,9 +227,7 @@ class RowsPlan(FusedPlan):
         if self.workspace.device.type == "cuda" and trace.recorder() is None:
             # What brings the partials to their owners is the same for every call: one launch of a graph instead of
             # dozens.
-            self.sending = torch.cuda.CUDAGraph()
-            with no_garbage_collected(), torch.cuda.graph(self.sending, capture_error_mode="thread_local"):
-                self._send()
+            self.sending = capture(self.workspace, self._send)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace

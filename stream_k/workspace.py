@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,26 +24,18 @@ from pyrocshmem import message, signal, status
 from pyrocshmem.errors import WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
+from stream_k.streams import Streams
 
 DEFAULT_WAIT_SECONDS = 10.0
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
 
-CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 _FEWEST_MESSAGE_WORDS = 1 << 18
 
 
-class _Side(NamedTuple):
-    """A stream beside the caller's, and what orders the two."""
-
-    stream: torch.cuda.Stream
-    forked: torch.cuda.Event
-    joined: torch.cuda.Event
-
-
-class Workspace:
+class Workspace(Streams):
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
 
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
@@ -63,7 +54,7 @@ class Workspace:
             raise ValueError("a workspace needs a heap or a device, got neither")
         self.heap = heap
         self.label = label(self)
-        self.device = heap.device if heap is not None else torch.device(device)
+        super().__init__(heap.device if heap is not None else torch.device(device))
         self.world_size = heap.world_size if heap is not None else 1
         self.nbytes = nbytes
         if self.world_size > int(signal.MAX_WORLD.value):
@@ -75,12 +66,9 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[Any] = []
         self._outgrown: list[tuple[str, torch.Tensor]] = []
-        self._lost = self._captured = False
+        self._lost = False
         self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
-        self._handle: int | None = None
-        self._sides: dict[int, _Side] = {}
         self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
@@ -127,9 +115,7 @@ class Workspace:
     def _start_anew(self) -> None:
         """While a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
         assert self.heap is not None
-        if self._captured:  # a graph may be replayed still
-            self._retired.extend(self.plans.values())
-        self.plans.clear()
+        self._drop_plans()
         self.agreed.clear()
         there = range(self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes)
         held = [*self._buffers.items()], self._outgrown
@@ -222,11 +208,16 @@ class Workspace:
             found = self.buffer("messages", message.HEAD_WORDS + message.NUM_SLOTS * words, torch.int32)
         return found, (found.numel() - message.HEAD_WORDS) // message.NUM_SLOTS // 4
 
+    def _drop_plans(self) -> None:
+        if self._captured:  # a graph may be replayed still, and read what a plan holds
+            self._retired.extend(self.plans.values())
+        self.plans.clear()
+
     def _release(self, key: str) -> None:
         buffer = self._buffers.pop(key, None)
         if buffer is None:
             return
-        self.plans.clear()
+        self._drop_plans()
         if self._captured:
             # A captured graph may still use it.
             self._outgrown.append((key, buffer))
@@ -246,7 +237,7 @@ class Workspace:
             if self._lost:
                 raise ValueError("a fault came before all ranks had this workspace; make another one")
             if self.device.type == "cuda":
-                self._order()
+                self.order()
         except BaseException:
             self._lock.release()
             raise
@@ -257,51 +248,6 @@ class Workspace:
         if self.device.type == "cpu" and error is None:
             self.check()
 
-    def _order(self) -> None:
-        # The handle first: a stream object costs more than all the rest. The default stream is never captured.
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle == self._handle and (handle == 0 or not torch.cuda.is_current_stream_capturing()):
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured = True
-        elif self._stream is not None:
-            stream.wait_stream(self._stream)
-        self._handle, self._stream = handle, stream
-
-    @contextmanager
-    def beside(self, side: int) -> Iterator[None]:
-        """What is enqueued inside runs on stream number `side`, beside the caller's. On a CPU it runs at once."""
-        if self.device.type == "cpu":
-            yield
-            return
-        callers = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(self._side(side).stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(callers)
-
-    def fork(self, side: int) -> None:
-        """Stream number `side` waits for what the current stream holds so far."""
-        if self.device.type == "cuda":
-            beside = self._side(side)
-            beside.forked.record()
-            beside.stream.wait_event(beside.forked)
-
-    def join(self, side: int) -> None:
-        """The current stream waits for what stream number `side` holds so far."""
-        if self.device.type == "cuda":
-            beside = self._side(side)
-            beside.joined.record(beside.stream)
-            beside.joined.wait()
-
-    def _side(self, number: int) -> _Side:
-        if number not in self._sides:
-            stream = torch.cuda.Stream(self.device, priority=0 if number == CALLS else -1)
-            self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
-        return self._sides[number]
-
     def check(self) -> None:
         """Raise the fault that a kernel recorded, if any. Does not wait for the device."""
         if self.heap is not None:
@@ -311,7 +257,7 @@ class Workspace:
 
     def free(self) -> None:
         """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs."""
-        self.plans.clear()  # some name buffers of `own` alone
+        self._drop_plans()  # some name buffers of `own` alone
         if self.own is not None:
             self.own.free()
         for key in list(self._buffers):

@@ -160,14 +160,14 @@ class ParallelAttention(nn.Module):
         batch_size = 1 if batch_size is None else batch_size
         if qkv.shape[0] % batch_size:
             raise ValueError(f"{self.o_proj.name}: {qkv.shape[0]} tokens are no {batch_size} equal sequences")
-        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, -1, self.head_dim)
+        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, qkv.shape[1] // self.head_dim, self.head_dim)
         if positions is None:
             positions = torch.arange(heads.shape[1], device=x.device)
         if turn is None and self.rope_theta is not None:
             turn = rotation(positions, self.head_dim, self.rope_theta)
         q, k, v = rotated_heads(heads, turn, self.num_kv_heads)
         y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
-        rows = y.transpose(1, 2).reshape(qkv.shape[0], -1)
+        rows = y.transpose(1, 2).reshape(qkv.shape[0], y.shape[1] * self.head_dim)
         found = self.o_proj(rows, residual=residual, norm=norm)
         if len(shape) == 2:
             return found

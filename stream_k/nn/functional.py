@@ -64,7 +64,7 @@ def row_product(
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
     ops.
     """
-    if isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None and not scatter:
+    if norm is not None and _is_plain(norm) and norm.weight is not None and not scatter:
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
             x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype
@@ -74,6 +74,14 @@ def row_product(
     if residual is not None:
         y = y + residual
     return y if norm is None else (norm(y), y)
+
+
+def _is_plain(norm: torch.nn.Module) -> bool:
+    """Whether a call of `norm` is PyTorch's RMSNorm: a subclass may compute another, and hooks want to be called."""
+    from stream_k.nn.linear import RMSNorm
+
+    hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    return type(norm) in (torch.nn.RMSNorm, RMSNorm) and not hooks
 
 
 def _all_reduce_product(

@@ -97,10 +97,10 @@ def test_a_capture_is_noticed(before: bool, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     space = workspaces.Workspace(device=torch.device("cpu"))
     if before:
-        space._order()
+        space.order()
     assert not space._captured
     capturing = True
-    space._order()
+    space.order()
     assert space._captured
 
 

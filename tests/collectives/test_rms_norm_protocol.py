@@ -23,7 +23,8 @@ import triton  # isort: skip
 import triton.language as tl
 
 from stream_k.workspace import Workspace
-from tests.collectives.norm_rows import BF16, EPS, F32, HEAP_BYTES, TIMEOUT_S, Rows, run
+from tests.collectives.norm_rows import BF16, EPS, F32, HEAP_BYTES, TIMEOUT_S, Rows, on_process, run
+from tests.ranks import run_ranks, values
 
 TIER = 2
 DELAY_S, HESITATION_S = 0.02, 0.2
@@ -116,6 +117,33 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         run(missing_rank, 2)
     assert "rms_norm" in str(caught.value)
     assert "rank 1" in str(caught.value.__cause__)
+
+
+def overtaken(group: Any) -> list[bool]:
+    """Of two calls, one that comes as soon as the other has let the workspace go: whether each was right."""
+    with Heap(HEAP_BYTES, group) as heap:
+        workspace = Workspace(heap, wait_seconds=30.0)
+        both = [Rows.random(heap, 5, 24, (F32, F32, None, F32), seed) for seed in (1, 2)]
+        honest, found = Workspace.__exit__, []
+
+        def free(*arguments: Any) -> None:
+            honest(*arguments)
+            with pytest.MonkeyPatch.context() as plant:
+                plant.setattr(Workspace, "__exit__", honest)
+                if not found:
+                    found.append(both[1].call(True, workspace=workspace)[0])
+
+        both[0].call(True, workspace=workspace)
+        with pytest.MonkeyPatch.context() as plant:
+            plant.setattr(Workspace, "__exit__", free)
+            found.append(both[0].call(True, workspace=workspace)[0])
+        return [not rows.wrong(out, None, True) for rows, out in zip(reversed(both), found, strict=True)]
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_a_result_is_copied_before_the_workspace_is_free() -> None:
+    assert values(run_ranks(on_process, 2, overtaken, timeout=60.0)) == [[True, True]] * 2
 
 
 def captured(group: Any) -> list[str]:

@@ -90,6 +90,8 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
         wrong.append(f"spills {kernel.spills}, {kernel.registers} registers")
     if kernel.kernel in MESSAGES:
         wrong += _wrong_messages(case, kernel)
+    elif kernel.constants.get("EPILOGUE") == "send_tile":
+        wrong += _not_past_caches(kernel, "store")
     elif kernel.kernel not in (*GEMMS, *GATES):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
@@ -105,15 +107,19 @@ _QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
 
 def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
     """Messages go past the caches: what peers poll for would else stay in them. On NVIDIA each is polled for once."""
+    constants = kernel.constants
+    # What tiles have sent is summed, or stored, and goes no further.
+    ends = constants.get("TILES") == "True" and constants["PARTS"] == "0"
+    ends = ends and (constants["SUMS"], constants["GATHERS"]) != ("True", "True")
+    return _not_past_caches(kernel, "load", *(() if ends else ("store",))) + _repeated_polls(case, kernel)
+
+
+def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:
     if kernel.nvidia:
-        ways = {
-            "store": r"\bst\.relaxed\.sys\.global\.v4\.u32",
-            "load": _QUAD_LOADS,
-        }
+        ways = {"store": r"\bst\.relaxed\.sys\.global\.v4\.u32", "load": _QUAD_LOADS}
     else:
         ways = {"store": r"\bglobal_store_dword.* sc0 sc1", "load": r"\bglobal_load_dword.* sc0 sc1"}
-    wrong = [f"no {name} of messages past the caches" for name, way in ways.items() if not kernel.count(way)]
-    return wrong + _repeated_polls(case, kernel)
+    return [f"no {name} of messages past the caches" for name in names if not kernel.count(ways[name])]
 
 
 def _repeated_polls(case: Case, kernel: Assembly) -> list[str]:
@@ -122,16 +128,18 @@ def _repeated_polls(case: Case, kernel: Assembly) -> list[str]:
     if not kernel.nvidia or constants.get("ALIGNED") != "True":
         return []
     # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one, and so
-    # is a program's sum of squares.
+    # is a program's sum of squares, and the first message of tiles.
     sums = constants["SUMS"] == "True"
     wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
     hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
         sums and constants["GATHERS"] == "True"
     )
     hops += constants.get("PARTS", "0") != "0"
+    first = constants.get("TILES") == "True"
     units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
     found = kernel.count(_QUAD_LOADS)
-    return [] if found == hops * units else [f"{found} loads of messages, {hops * units} are needed"]
+    needed = hops * units + first
+    return [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
 
 
 def test_a_repeated_poll_is_found() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import collectives
 import stream_k
-from pyrocshmem import Heap, PeerTimeout, ShmemError, signal, status
+from pyrocshmem import Heap, PeerTimeout, ShmemError, message, signal, status
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
@@ -43,6 +43,8 @@ KEEPS = [
     ("gemm_all_scatter", "pull", "two_shot"),
     ("all_gather_gemm", "copy_engine", "two_shot"),
     ("gemm_reduce_scatter", "copy_engine", "two_shot"),
+    ("gemm_all_reduce", "messages", "two_shot"),
+    ("all_reduce", "", "two_shot"),
 ]
 
 
@@ -68,6 +70,10 @@ def _call(way: tuple[str, str, str], heap: Heap, workspace: Workspace, out: torc
     if name == "rms_norm":
         x, weight = integers(M, N, torch.float32, seed), torch.ones(N)
         collectives.rms_norm(x, weight, 1e-5, group=heap, replicated=True, out=out, workspace=workspace)
+        return
+    if name == "all_reduce":
+        x = integers(M, N, torch.float32, seed)
+        collectives.all_reduce(x, group=heap, out=out, algorithm=algorithm, workspace=workspace)
         return
     rows, more = M, {}
     if name == "all_gather_gemm":
@@ -116,14 +122,15 @@ def _late(
 
 def _hold_launches(plant: pytest.MonkeyPatch, hold: Callable[[], None]) -> None:
     """The next launches of this rank stand still, when they have begun, until `hold` returns."""
-    honest: Any = signal.begin
+    for module in (signal, message):
+        honest: Any = module.begin
 
-    def late(*args: Any, **more: Any) -> Any:
-        epoch = honest(*args, **more)
-        hold()
-        return epoch
+        def late(*args: Any, honest: Any = honest, **more: Any) -> Any:
+            found = honest(*args, **more)
+            hold()
+            return found
 
-    plant.setattr(signal, "begin", late)
+        plant.setattr(module, "begin", late)
 
 
 def late_ranks(rank: int, world_size: int) -> dict[bool, list[tuple[int, bool]]]:

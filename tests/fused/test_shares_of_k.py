@@ -4,12 +4,18 @@ Without that it would ask for a vote that its peers, who know the call, don't co
 an exchange, may even be split on some ranks only, and must not put them out of step.
 """
 
+import dataclasses
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 import stream_k
 from pyrocshmem import Heap
-from stream_k.config import Config
+from stream_k.config import Config, num_multiprocessors
+from stream_k.cost_model import cost_model
+from stream_k.tuned import Entry, Table, choose
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
@@ -30,7 +36,9 @@ WAYS = [
 ]
 
 
-def _is_right(heap: Heap, op: str, config: Config, workspace: Workspace, shares: tuple[int, int]) -> bool:
+def _is_right(
+    heap: Heap, op: str, config: Config | None, workspace: Workspace, shares: tuple[int, int]
+) -> bool:
     """One call with data of its own, small whole numbers; whether it came out exactly."""
     M, N = SHAPE
     made = [
@@ -69,3 +77,49 @@ def changing_shares(rank: int, world_size: int) -> dict[str, list[bool]]:
 def test_a_share_that_changes_on_one_rank_alone() -> None:
     for found in values(run_ranks(changing_shares, 2)):
         assert found == {f"{op} {placement}": [True] * 5 for op, placement, _ in WAYS}
+
+
+def with_a_table(rank: int, world_size: int, path: str) -> list[bool]:
+    """Whether sums of unequal shares were right, and gathers of unequal columns, with a table that would have the ranks
+    choose differently."""
+    os.environ["PYROCSHMEM_TUNED"] = path
+    found = []
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=WAIT_S)
+        # The second call is new to rank 1 alone.
+        for shares in ((129, 128), (129, 129), (50, 50)):
+            found.append(_is_right(heap, "gemm_all_reduce", None, workspace, shares))
+        for columns in ((32, 32), (32, 9), (32, 0)):
+            a, b = integers(32, 64, torch.float32, rank), integers(64, columns[rank], torch.float32, 7)
+            c = stream_k.all_gather_gemm(a, b, group=heap, workspace=workspace)
+            rows = torch.cat([integers(32, 64, torch.float32, peer) for peer in range(world_size)])
+            heap.synchronize()
+            found.append(torch.equal(c, rows @ b))
+    return found
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.cpu
+def test_ranks_choose_alike(tmp_path: Path) -> None:
+    """Entries that reach one rank's share, or columns, and not the other's."""
+    cpu, (M, N) = torch.device("cpu"), SHAPE
+    entries = []
+    for op, rows, width, placement in (
+        ("gemm_all_reduce", M, N, "inside"),
+        ("all_gather_gemm", 64, 32, "copy_engine"),
+    ):
+        model = cost_model(op, rows, width, 64, torch.float32, 2, cpu)
+        other = cost_model(op, rows, width, 64, torch.float32, 2, cpu, placement=placement)
+        assert other.placement != model.placement
+        fields = {name: value for name, value in dataclasses.asdict(other).items() if name != "partial_dtype"}
+        facts = ("cpu", "cpu", num_multiprocessors(cpu), op, 2, "float32", None, rows, width, 64)
+        entries.append(Entry(*facts, fields, 0, 0, 1.0, 2.0, 0))
+    path = tmp_path / "tuned.json"
+    Table([], entries).write(path)
+    where = (M, N, 128, torch.float32, 2, cpu)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYROCSHMEM_TUNED", str(path))
+        reached = choose("gemm_all_reduce", *where)
+        beyond = choose("gemm_all_reduce", M, N, 129, *where[3:])
+    assert reached.placement == "inside" != beyond.placement
+    assert values(run_ranks(with_a_table, 2, str(path))) == [[True] * 6] * 2

@@ -68,6 +68,31 @@ def linears(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
     return found
 
 
+class OnePlus(nn.RMSNorm):
+    """One that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def norms(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+    """Whatever norm goes with a row-parallel layer is the one that is called, with its hooks."""
+    found = {}
+    row = nn.Linear(6 * ranks, 16).to(device)
+    layer = parallel.RowParallelLinear.from_linear(row)
+    x = random(5, 6 * ranks).to(device)
+    exact = x.cpu().double() @ row.weight.cpu().double().t() + row.bias.cpu().double()
+    hooked = nn.RMSNorm(16, 1e-5, device=device)
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    for norm in (nn.RMSNorm(16, 1e-5, device=device), OnePlus(16, 1e-5, device=device), hooked):
+        norm.weight.fill_(0.25)
+        y, total = layer(x.chunk(ranks, -1)[rank], norm=norm)
+        scale = {OnePlus: 1.25}.get(type(norm), 0.5 if norm is hooked else 0.25)
+        wanted = scale * exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        found |= {f"norm {scale}": off(y, wanted), f"norm {scale}, total": off(total, exact)}
+    return found
+
+
 def decoding(device: torch.device) -> dict[str, float]:
     """A prompt at once, then token by token, through a cache that is longer than the sequences."""
     torch.manual_seed(5)
@@ -85,6 +110,8 @@ def decoding(device: torch.device) -> dict[str, float]:
         positions = torch.arange(first, last, device=device)
         turn = parallel.rotation(positions, HEAD_DIM, THETA) if first == 3 else None
         parts.append(attention(x[:, first:last].to(device), positions=positions, turn=turn, cache=cache))
+    assert attention(x[:, :0].to(device)).shape == (2, 0, HIDDEN)
+    assert attention(x[0, :0].to(device)).shape == (0, HIDDEN)
     attention.rope_theta = None
     wrong = off(attention(x.to(device)), exact)
     return {"decoding": off(torch.cat(parts, 1), exact), "control without rotation": wrong}
@@ -166,7 +193,7 @@ def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(3)
     mesh = init_device_mesh(device.type, (world_size,))
     with torch.no_grad():
-        found = linears(rank, world_size, device) | decoding(device)
+        found = linears(rank, world_size, device) | norms(rank, world_size, device) | decoding(device)
         return found | styles(rank, world_size, mesh, device) | checkpoints(mesh, device, folder)
 
 

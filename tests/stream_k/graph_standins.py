@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stream_k.graphs import Graphs
-from stream_k.workspace import CALLS
+from stream_k.streams import CALLS
 
 CALLER = -1
 

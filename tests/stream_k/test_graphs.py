@@ -18,7 +18,8 @@ from pyrocshmem import trace
 from stream_k import graphs
 from stream_k.graphs import CALLS_A_CAPTURE, Graphs
 from stream_k.pulls import _PULLS, _WAITS, Pull, Pulls
-from stream_k.workspace import CALLS, Workspace
+from stream_k.streams import CALLS
+from stream_k.workspace import Workspace
 from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
 
 TIER = 0

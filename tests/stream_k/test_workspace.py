@@ -144,6 +144,17 @@ def test_what_grows_outlives_the_last_call(captured: bool, monkeypatch: pytest.M
     assert held == ([] if captured else [(old, stream)])
 
 
+@pytest.mark.cpu
+def test_plans_outlive_what_they_were_made_for() -> None:
+    """A captured graph may read what only a plan holds."""
+    workspace = Workspace(device=device())
+    workspace.buffer("place", 8, torch.float32, local=True)
+    workspace.plans["call"] = plan = object()
+    workspace._captured = True
+    workspace.buffer("place", 16, torch.float32, local=True)
+    assert (workspace.plans, workspace._retired) == ({}, [plan])
+
+
 def test_free_again_after_an_error() -> None:
     workspace = Workspace(device=device())
     with pytest.raises(RuntimeError, match="planted"), workspace:

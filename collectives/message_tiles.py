@@ -1,0 +1,59 @@
+"""Tiles that leave a GEMM as messages: the epilogue for products whose exchange costs microseconds.
+
+A tile goes from its program's registers into the slots of the ranks that sum or store it; `exchange_kernel` finds there
+what it would else have loaded and sent itself, a kernel and a trip through memory later. Messages carry their own
+flags, so nothing is announced, and a part of a row is taken while other tiles are still multiplied.
+"""
+
+import triton
+import triton.language as tl
+
+from collectives import words as units
+from pyrocshmem import message, signal
+from pyrocshmem.device import remote
+from stream_k.epilogue import activate, add_bias
+
+
+@triton.jit
+def send_tile(
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Epilogue: the tile, biased and activated, to each rank whose part of the product it meets.
+
+    `c` is the messages, as elements of the dtype that travels. OPTIONS[3] is the number of ranks, [4] the elements of a
+    unit. `extra` is (bias, slot_quads, part_units, x_part, longer, more, limit): what an element's number in the
+    product, row by row, says of its part, as `exchange_kernel` has it. N and all parts are whole units.
+
+    Example, M = N = 16, two ranks that sum 128 elements each, units of 8: row 9, columns 8 to 15, is unit 3 of rank 1.
+    """
+    bias, slot_quads, part_units, x_part, longer, more, limit = extra
+    N = problem[1]
+    RANKS: tl.constexpr = OPTIONS[3]
+    UNIT: tl.constexpr = OPTIONS[4]
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    DTYPE: tl.constexpr = c.dtype.element_ty
+    QUADS: tl.constexpr = UNIT * DTYPE.primitive_bitwidth // 128
+    messages = c.to(tl.pointer_type(tl.int32), bitcast=True)
+    heap_bases = context[3]
+    rank = tl.load(context[0] + signal.RANK)
+    count = message.number(messages)
+    quads = tl.cast(part_units, tl.int64) * (rank * QUADS)
+    i = row + tl.arange(0, BLOCK_M)[:, None]
+    for part in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + part * PART_N
+        value = parts[part]
+        if OPTIONS[1]:
+            value = add_bias(value, bias, col, N, PART_N)
+        words = units.pack(units.cut(activate(value, OPTIONS[0]), BLOCK_M, PART_N, UNIT), DTYPE)
+        j = col + tl.arange(0, PART_N // UNIT)[None, :] * UNIT
+        number = i.to(tl.int64) * N + j
+        there = (i < row_end) & (j < N)
+        for turn in tl.static_range(RANKS):
+            # The neighbour first, so that ranks don't all send to the same one.
+            peer = (rank + 1 + turn) % RANKS
+            within = number - tl.cast(peer, tl.int64) * x_part - tl.minimum(peer, longer) * more
+            size = limit - tl.where(peer < longer, 0, more)
+            slot = message.slot_of(remote(messages, peer, heap_bases), slot_quads, count)
+            place = quads + within // UNIT
+            units.send(slot, place, part_units, words, there & (within >= 0) & (within < size))

@@ -1,0 +1,91 @@
+"""The streams of a workspace's calls: the callers', one after another, and helpers beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
+
+
+class _Side(NamedTuple):
+    """A stream beside the caller's, and what orders the two."""
+
+    stream: torch.cuda.Stream
+    forked: torch.cuda.Event
+    joined: torch.cuda.Event
+
+
+class Streams:
+    """Orders calls that come on several streams of a device, and forks others from the current one.
+
+    A call under capture becomes part of a graph, which runs whenever its owner says: it is ordered after those of the
+    same capture, and no other call is ordered after it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captured = False
+        self._stream: torch.cuda.Stream | None = None
+        self._handle: int | None = None
+        self._capturing: torch.cuda.Stream | None = None
+        self._sides: dict[int, _Side] = {}
+
+    def order(self) -> None:
+        """The current stream waits for the call before."""
+        # The handle first: a stream object costs more than all the rest. The default stream is never captured.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        captures = handle != 0 and torch.cuda.is_current_stream_capturing()
+        if handle == self._handle and not captures:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if captures:
+            self._captured = True
+            last, self._capturing = self._capturing, stream
+            if last is not None and last != stream and _is_capturing(last):
+                stream.wait_stream(last)
+            return
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._handle, self._stream = handle, stream
+
+    @contextmanager
+    def beside(self, side: int) -> Iterator[None]:
+        """What is enqueued inside runs on stream number `side`, beside the caller's. On a CPU it runs at once."""
+        if self.device.type == "cpu":
+            yield
+            return
+        callers = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self._side(side).stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(callers)
+
+    def fork(self, side: int) -> None:
+        """Stream number `side` waits for what the current stream holds so far."""
+        if self.device.type == "cuda":
+            beside = self._side(side)
+            beside.forked.record()
+            beside.stream.wait_event(beside.forked)
+
+    def join(self, side: int) -> None:
+        """The current stream waits for what stream number `side` holds so far."""
+        if self.device.type == "cuda":
+            beside = self._side(side)
+            beside.joined.record(beside.stream)
+            beside.joined.wait()
+
+    def _side(self, number: int) -> _Side:
+        if number not in self._sides:
+            stream = torch.cuda.Stream(self.device, priority=0 if number == CALLS else -1)
+            self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
+        return self._sides[number]
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

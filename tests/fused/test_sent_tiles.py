@@ -1,0 +1,110 @@
+"""Products whose tiles leave as messages: where they can, and the same bits as by way of a buffer."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import stream_k
+from collectives.exchange import sent_by_tiles
+from pyrocshmem import Heap
+from stream_k import message_plan
+from stream_k.config import Config
+from stream_k.workspace import Workspace
+from tests.fused.cases import HEAP_BYTES
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import random, small_config
+
+TIER = 2
+# Rows that the ranks don't divide, columns that a tile doesn't.
+M, N, K = 41, 72, 160
+EPS = 1e-5
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "ranks", "by_rows", "sent"),
+    [
+        ("one_shot", (1, 8), torch.float16, 8, False, True),
+        ("one_shot", (5, 12), torch.float16, 2, False, False),  # a unit would go on in the next row
+        ("one_shot", (5, 12), torch.float32, 2, False, True),
+        ("two_shot", (4, 8), torch.float16, 4, False, True),
+        ("two_shot", (3, 8), torch.float16, 4, False, False),  # the last rank has nothing to sum
+        ("two_shot", (3, 64), torch.float16, 4, False, True),
+        ("two_shot", (3, 64), torch.float16, 4, True, False),  # nor has it where parts are whole rows
+        ("two_shot", (6, 64), torch.float16, 4, True, False),
+        ("two_shot", (7, 64), torch.float16, 4, True, True),
+        ("reduce_scatter", (5, 64), torch.float16, 4, False, True),
+        ("reduce_scatter", (3, 64), torch.float16, 4, False, False),
+        ("all_scatter", (3, 64), torch.float16, 4, False, True),
+        ("all_scatter", (3, 63), torch.float16, 4, False, False),
+        ("one_shot", (1 << 14, 1 << 13), torch.float16, 4, False, False),  # in pieces
+    ],
+)
+def test_what_tiles_can_send(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, ranks: int, by_rows: bool, sent: bool
+) -> None:
+    x = torch.empty(1, dtype=dtype).expand(shape)
+    assert sent_by_tiles(kind, x, dtype, ranks, by_rows) == sent
+
+
+def _configs() -> Iterator[Config]:
+    for algorithm in ("one_shot", "two_shot"):
+        for partial in (None, torch.float16):
+            yield small_config(placement="messages", algorithm=algorithm, partial_dtype=partial)
+    yield small_config(placement="messages", split="stream_k")
+
+
+def _calls(heap: Heap, workspace: Workspace, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Results of every op that sends a product, in several ways."""
+    a, b = random(M, K, dtype, 10 + heap.rank), random(K, N, dtype, 20 + heap.rank)
+    bias, residual, weight = (random(rows, N, dtype, 30 + rows) for rows in (1, M, 2))
+    where: dict[str, Any] = {"group": heap, "workspace": workspace}
+    found = {}
+    for i, config in enumerate(_configs()):
+        more = {**where, "config": config, "bias": bias[0]}
+        sums = (
+            ("gemm_all_reduce", "gemm_reduce_scatter")
+            if config.algorithm == "two_shot"
+            else ("gemm_all_reduce",)
+        )
+        for op in (*sums, "gemm_all_scatter"):
+            found[f"{op} {i}"] = getattr(stream_k, op)(a, b, activation="silu", **more)
+        normed = stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight[0], EPS, **more)
+        found |= {f"norm {i}": normed[0], f"total {i}": normed[1]}
+    heap.synchronize()
+    return found
+
+
+def both_ways(rank: int, world_size: int) -> list[str]:
+    """What differs, or was not sent as asked."""
+    wrong = []
+    with Heap(HEAP_BYTES) as heap:
+        for dtype in (torch.float16, torch.float32):
+            ways, sent = {}, {}
+            for tiles in (True, False):
+                count: Counter[bool] = Counter()
+
+                def asked(*args: Any, tiles: bool = tiles, count: Counter[bool] = count) -> bool:
+                    count[sent_by_tiles(*args)] += 1
+                    return tiles and sent_by_tiles(*args)
+
+                with mock.patch.object(message_plan, "sent_by_tiles", asked):
+                    ways[tiles] = _calls(heap, Workspace(heap), dtype)
+                sent[tiles] = count
+            for name, value in ways[True].items():
+                if not torch.equal(value.view(torch.uint8), ways[False][name].view(torch.uint8)):
+                    wrong.append(f"{name} {dtype}")
+                if not value.isfinite().all():
+                    wrong.append(f"{name} {dtype}: not finite")
+            if sent[True] != sent[False] or not sent[True][True] or sent[True][False]:
+                wrong.append(f"{dtype}: {sent}")
+    return wrong
+
+
+@pytest.mark.num_ranks(3)
+def test_the_same_bits_as_by_way_of_a_buffer() -> None:
+    assert values(run_ranks(both_ways, 3, timeout=100.0)) == [[]] * 3

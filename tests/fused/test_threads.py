@@ -1,0 +1,55 @@
+"""Fused ops by ranks that are threads of one process, each with a GPU: what they plan and capture at the same time."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import stream_k
+from pyrocshmem import Heap, spawn_threads
+from stream_k.workspace import Workspace
+from tests.stream_k.products import integers
+
+TIER = 2
+# The second one outgrows the buffers of the first, which is then planned anew.
+SHAPES = ((768, 512, 64), (1536, 1024, 64), (768, 512, 64))
+OPS = ("gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter", "all_gather_gemm")
+CALLS = 3
+
+
+def every_op(group: Any) -> list[str]:
+    """What was wrong of calls by copy engine, enqueued and replayed."""
+    wrong = []
+    with Heap(256 << 20, group) as heap:
+        workspace, ranks = Workspace(heap, wait_seconds=20.0), range(heap.world_size)
+        for M, N, K in SHAPES:
+            a = [integers(M, K, torch.float16, rank).to(heap.device) for rank in ranks]
+            b = [integers(K, N, torch.float16, 10 + rank).to(heap.device) for rank in ranks]
+            total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+            assert isinstance(total, torch.Tensor)
+            wanted = {
+                "gemm_reduce_scatter": total.tensor_split(heap.world_size)[heap.rank],
+                "gemm_all_reduce": total,
+                "gemm_all_scatter": torch.cat([a[0].float() @ y.float() for y in b], 1),
+                "all_gather_gemm": torch.cat(a).float() @ b[heap.rank].float(),
+            }
+            for op in OPS:
+                rows = heap.world_size * M if op == "all_gather_gemm" else M
+                config = stream_k.choose(
+                    op, rows, N, K, torch.float16, heap.world_size, heap.device, placement="copy_engine"
+                )
+                x = a[0] if op == "gemm_all_scatter" else a[heap.rank]
+                out = torch.empty_like(wanted[op], dtype=torch.float16)
+                for call in range(CALLS):
+                    out.fill_(float("nan"))
+                    where: dict[str, Any] = {"group": heap, "workspace": workspace}
+                    getattr(stream_k, op)(x, b[heap.rank], out=out, config=config, **where)
+                    heap.synchronize()
+                    if not torch.equal(out.float(), wanted[op]):
+                        wrong.append(f"{op} {M} x {N} x {K}, call {call}")
+    return wrong
+
+
+@pytest.mark.num_gpus(2)
+def test_copy_engines_of_threads() -> None:
+    assert spawn_threads(every_op, 2, timeout=100.0) == [[], []]

@@ -1,0 +1,86 @@
+"""What a call waits for, by the stream that it comes on: stand-ins for streams note it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from stream_k.streams import Streams
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+
+class Stream:
+    def __init__(self, handle: int, capture: int, waits: list[str]) -> None:
+        """capture: number of the capture that it is part of; 0: none."""
+        self.handle, self.capture, self.waits = handle, capture, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append(f"{self.handle} for {other.handle}")
+
+
+class Calls:
+    """Calls on streams of one workspace, and what each of them waits for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[str] = []
+        self.now = self.stream(0)
+        for name, value in {
+            "current_stream": lambda device=None: self.now,
+            "is_current_stream_capturing": lambda: self.now.capture != 0,
+            "stream": self.on,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: self.now.handle, raising=False
+        )
+        self.streams = Streams(torch.device("cuda", 0))
+
+    def stream(self, handle: int, capture: int = 0) -> Stream:
+        return Stream(handle, capture, self.waits)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def make(self, *streams: Stream) -> list[str]:
+        for stream in streams:
+            with self.on(stream):
+                self.streams.order()
+        return self.waits
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def test_one_stream_after_another(calls: Calls) -> None:
+    a, b = calls.stream(0), calls.stream(5)
+    assert calls.make(a, a, b, b, a) == ["5 for 0", "0 for 5"]
+
+
+def test_streams_of_one_capture(calls: Calls) -> None:
+    """Two branches of a captured model."""
+    c, d = calls.stream(6, capture=1), calls.stream(7, capture=1)
+    assert calls.make(c, c, d, c) == ["7 for 6", "6 for 7"]
+
+
+def test_a_capture_between_calls(calls: Calls) -> None:
+    """The next call waits for the last one that ran; what was captured has not."""
+    a, b, c = calls.stream(0), calls.stream(5), calls.stream(6, capture=1)
+    assert calls.make(a, c, b) == ["5 for 0"]
+
+
+def test_a_capture_that_has_ended(calls: Calls) -> None:
+    """The next capture is ordered after nothing of it, nor is a call on its stream."""
+    c, d = calls.stream(6, capture=1), calls.stream(7, capture=2)
+    calls.make(c)
+    c.capture = 0
+    assert calls.make(d, c) == []
