@@ -92,9 +92,13 @@ def _run(
         raise ValueError(f"iters is {iters}, allowed 1 or more")
     try:
         from benchmarks import run, tables
+        from pyrocshmem import signal, target
     except RuntimeError as error:  # a backend that this machine does not have
         raise ValueError(str(error)) from None
     ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
+    most = target.num_devices() or int(signal.MAX_WORLD.value)
+    if not 1 <= ranks <= most:
+        raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
     with tempfile.TemporaryDirectory() as folder:

@@ -63,7 +63,7 @@ class LayerSize:
 LAYER_SIZES = {
     "llama3-8b": LayerSize(4096, 14336, 32, 8, 128, 1024),
     "llama3-70b": LayerSize(8192, 28672, 64, 8, 128, 1024),
-    "tiny": LayerSize(32, 48, 4, 2, 8, 16),
+    "tiny": LayerSize(32, 48, 4, 4, 8, 16),
 }
 
 

@@ -21,7 +21,7 @@ from collectives.tensors import DTYPES, agree
 from pyrocshmem import status, trace
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched
-from stream_k.operands import kind
+from stream_k.operands import check_plain, kind
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -121,6 +121,7 @@ def check_norm(
         raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
     if weight.dtype not in DTYPES:
         raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+    check_plain("weight", weight)
     N = shape[-1]
     if weight.shape != (N,) or weight.device != x.device or not weight.is_contiguous():
         raise ValueError(
@@ -133,6 +134,7 @@ def check_norm(
         return
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual is a {type(residual).__name__}, a torch.Tensor or None is needed")
+    check_plain("residual", residual)
     if residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device:
         raise ValueError(
             f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}; {tuple(shape)} {x.dtype} on "

@@ -16,7 +16,7 @@ import torch
 import triton
 
 from collectives.exchange_kernel import exchange_kernel
-from pyrocshmem import message, target, trace
+from pyrocshmem import message, status, target, trace
 from pyrocshmem.heap import Heap
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.launch import Launch
@@ -159,7 +159,8 @@ def exchange(
     )  # fmt: skip
     plan: Exchange | None = workspace.plans.get(key)
     if plan is None:
-        call = f"{kind} of {tuple(x.shape)} {x.dtype} by messages, root {root}, recorded={recorded}"
+        how = f"{kind} by messages, root {root}, recorded={recorded}"
+        call = f"{status.Op(op).name.lower()} of {tuple(x.shape)} {x.dtype}: {how}"
         plan = workspace.planned_together(call, lambda: Exchange(workspace, op, kind, x, out, root))
         workspace.plans[key] = plan
     with workspace:

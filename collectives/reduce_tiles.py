@@ -36,7 +36,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others, remote
-from stream_k.epilogue import activate, add_bias
+from stream_k.epilogue import activate, add_bias, rounded
 from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
@@ -118,7 +118,7 @@ def publish_partial(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     top = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
-        c.store([top, i * PART_N], parts[i].to(c.dtype))
+        c.store([top, i * PART_N], rounded(parts[i], c.dtype))
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def push_partial(
     number = _slot_tile(tile, tiles, rank, OPTIONS[_ONE_SHOT], WORLD)
     for i in tl.static_range(len(parts)):
         offsets = _packed(number, rows, i * PART_N + tl.arange(0, PART_N), BLOCK_M, BLOCK_N)
-        value = parts[i].to(partials.dtype.element_ty)
+        value = rounded(parts[i], partials.dtype.element_ty)
         if OPTIONS[_ONE_SHOT]:
             for k in tl.static_range(WORLD):
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)

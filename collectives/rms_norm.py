@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
 
 from collectives.rms_norm_kernels import as_rows, backward, forward
 from collectives.tensors import DTYPES
@@ -163,6 +164,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _differentiate(
     ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:

@@ -31,6 +31,7 @@ from collectives.tensors import agree, run
 from pyrocshmem import message, signal, status, trace
 from pyrocshmem.device import others
 from reference.ops import shard_range
+from stream_k.epilogue import rounded
 from stream_k.workspace import Workspace
 
 _OP = tl.constexpr(int(status.Op.RMS_NORM))
@@ -50,7 +51,7 @@ def _squares(
         value = tl.load(x + i * x_stride + j, mask=mask, other=0.0).to(tl.float32)
         if ADDS:
             value += tl.load(residual + i * residual_stride + j, mask=mask, other=0.0).to(tl.float32)
-            kept = row_sums.rounded(value, updated.dtype.element_ty)
+            kept = rounded(value, updated.dtype.element_ty)
             tl.store(updated + i * N + j, kept, mask=mask)
             value = kept.to(tl.float32)
         total += value * value
@@ -108,7 +109,7 @@ def rms_norm_kernel(
                     else:
                         value = tl.load(x + i * x_stride + j, mask=mask, other=0.0)
                     w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
-                    value = row_sums.rounded(value.to(tl.float32) * scale[:, None] * w, out.dtype.element_ty)
+                    value = rounded(value.to(tl.float32) * scale[:, None] * w, out.dtype.element_ty)
                     for k in tl.static_range(WORLD if REPLICATED else 1):
                         tl.store(places[k] + i * out_stride + j, value, mask=mask)
                 if REPLICATED:
@@ -190,7 +191,7 @@ def rms_norm_backward_kernel(
                     value = scale[:, None] * (gradient * w - normal * t)
                     if ADDS:
                         value += tl.load(more + i * more_stride + j, mask=mask, other=0.0).to(tl.float32)
-                    tl.store(grad + i * N + j, row_sums.rounded(value, grad.dtype.element_ty), mask=mask)
+                    tl.store(grad + i * N + j, rounded(value, grad.dtype.element_ty), mask=mask)
                     place = partials + tl.cast(program, tl.int64) * N + lane
                     of_weight = tl.sum(gradient * normal, axis=0)
                     if block >= programs:

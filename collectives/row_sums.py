@@ -24,8 +24,6 @@ from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 from stream_k.config import num_multiprocessors
 
-_INTERPRETED = tl.constexpr(target.interpreted())
-
 # Elements that a program holds at a time, 16 for each thread of 8 warps; and the most rows in a block.
 _TILE = 4096
 _MAX_ROWS = 16
@@ -57,17 +55,6 @@ class Blocks:
 def slot_bytes(M: int, world_size: int) -> int:
     """Bytes of one of the slots of messages for M rows."""
     return M * world_size * message.QUAD_BYTES
-
-
-@triton.jit
-def rounded(value, DTYPE: tl.constexpr):
-    """fp32 values as DTYPE, to nearest, ties to even."""
-    if _INTERPRETED and tl.bfloat16 == DTYPE:
-        # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # noqa: PLR0124
-    return value.to(DTYPE)
 
 
 @triton.jit

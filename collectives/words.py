@@ -8,8 +8,8 @@ quad, or in two where x is float32 and the result is not. Blocks of units travel
 import triton
 import triton.language as tl
 
-from collectives.row_sums import rounded
 from pyrocshmem import message
+from stream_k.epilogue import rounded
 
 
 @triton.jit

@@ -313,7 +313,8 @@ def as_group(group: Any = None) -> Group:
     if isinstance(group, dist.ProcessGroup):
         return _from_process_group(group)
     raise TypeError(
-        f"group is a {type(group).__name__}, allowed: None, ProcessGroup, 1-D DeviceMesh, Group, ThreadGroup"
+        f"group is a {type(group).__name__}, allowed: None, ProcessGroup, 1-D DeviceMesh, Heap, "
+        "Group, ThreadGroup"
     )
 
 

@@ -116,12 +116,13 @@ def check(
     *,
     num_partials: int = 1,
     partial_roundings: int = 0,
+    partial_dtype: torch.dtype | None = None,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> Accuracy:
     """Hold `out` [M, N] against the full a [M, K] @ b [K, N], and the reference's `baseline` [M, N].
 
-    num_partials, partial_roundings: for sums over ranks whose partial products travel in the output's dtype.
-    The bound then also allows that many roundings of each partial (K cut by `shard_range`): 1 where partials
+    num_partials, partial_roundings: for sums over ranks whose partial products travel in `partial_dtype`, None: the
+    output's. The bound then also allows that many roundings of each partial (K cut by `shard_range`): 1 where partials
     are rounded to be sent and added in fp32, R where a library rounds after every addition. By default 0: the
     bound as it stands in the module's docstring.
 
@@ -146,7 +147,7 @@ def check(
             expected = baseline[part].to(out.device)
             ref64, wire = sum_of_partials(a64, b64, num_partials)
             allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype)
-            allowed += partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
+            allowed += partial_roundings * torch.finfo(partial_dtype or out.dtype).eps / 2 * wire
             results.append(_moved(compare(out[part], ref64, expected, allowed), m, n))
     return _merged(results)
 

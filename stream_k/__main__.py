@@ -46,16 +46,34 @@ def main(
         sys.stdout.write(_USAGE.read_text())
         return
     console = Console()
-    if backend is not Backend.auto:
-        # Read when pyrocshmem is imported, here and in the ranks: hence before the imports below.
-        os.environ["PYROCSHMEM_BACKEND"] = backend.value
     options = {"placement": placement, "seed": seed}
     try:
+        for path in (json, trace):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path} can't be written: there is no folder {path.parent}")
+        if backend is not Backend.auto:
+            _on_backend(backend)
         ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if ok else 1)
+
+
+def _on_backend(backend: Backend) -> None:
+    """Which target this is was settled when `stream_k` was imported: where another one is asked for, start again."""
+    import torch
+
+    from pyrocshmem import target
+
+    if backend is Backend.gpu and not torch.cuda.device_count():
+        raise ValueError(f"--backend gpu, but torch {torch.__version__} sees no GPU here")
+    os.environ["PYROCSHMEM_BACKEND"] = backend.value  # of the ranks
+    if (backend is Backend.cpu) == (target.backend() == "host"):
+        return
+    if backend is Backend.gpu:
+        os.environ.pop("TRITON_INTERPRET", None)
+    os.execv(sys.executable, [sys.executable, "-m", "stream_k", *sys.argv[1:]])
 
 
 def _run(
@@ -170,6 +188,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     ways = {
         "copy_engine": "by copy engines",
         "pull": f"{config.num_comm_programs} programs pull beside it",
+        "own_stream": "a kernel on a stream of its own, beside the GEMM",
         "messages": "by messages, before or after the GEMM",
     }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
@@ -178,10 +197,10 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
     steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
     M, N, K = job.shape
-    wire = job.partial_dtype or "fp32"
+    wire = str(config.wire_dtype(job.dtype)).removeprefix("torch.").replace("float32", "fp32")
     bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
-    if job.partial_dtype is not None:
-        bound += f" + a rounding of each rank's partial to {job.partial_dtype}"
+    if problem.sums and wire != "fp32":
+        bound += f" + a rounding of each rank's partial to {wire}"
     return {
         "runs on": target.describe(),
         "reference": f"{problem.steps} ({library})",

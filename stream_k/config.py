@@ -48,7 +48,8 @@ class Config:
     comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that copy engines or pulls move at a
     time: of each rank's row block, in an all-scatter of the whole product.
     partial_dtype: what partial sums travel in, of ops that sum over ranks. None is fp32: they are then as accurate as
-    one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once.
+    one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once; those of fp32
+    results stay fp32.
     """
 
     block_m: int = 128
@@ -100,6 +101,11 @@ class Config:
                 f"Config.subtiles is {self.subtiles}: parts of {self.block_n // self.subtiles} columns, "
                 "at least 16 are needed"
             )
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What partial sums of results of `dtype` travel in."""
+        # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
+        return torch.float32 if dtype == torch.float32 else self.partial_dtype or torch.float32
 
 
 @cache

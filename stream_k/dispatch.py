@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
@@ -36,8 +37,25 @@ class Options(NamedTuple):
 
 
 def dispatched(*operands: Any) -> bool:
-    """Whether a call goes through torch.library: where it is traced by torch.compile, or has a gradient."""
-    return torch.compiler.is_compiling() or _needs_gradient(operands)
+    """Whether a call goes through torch.library: where it is traced by torch.compile, has a gradient, is part of what
+    torch.func transforms, or has fake tensors. NotImplementedError for a forward-mode derivative."""
+    if torch.compiler.is_compiling():
+        return True
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operands)
+    return _needs_gradient(operands) or _is_watched()
+
+
+def _is_watched() -> bool:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return transformed or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _refuse_tangents(operands: tuple[Any, ...]) -> None:
+    """What torch.library registers has none, and would drop them without a word."""
+    for x in operands:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("the ops have no forward-mode derivative; use a backward one")
 
 
 def _needs_gradient(operands: tuple[Any, ...]) -> bool:

@@ -13,6 +13,7 @@ OPTIONS is a tuple of constants; the first three places mean the same in every e
 import triton
 import triton.language as tl
 
+from pyrocshmem import target
 from stream_k.mainloop import POINTER
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
@@ -21,6 +22,7 @@ _RELU = tl.constexpr(1)
 _GELU = tl.constexpr(2)
 _SILU = tl.constexpr(3)
 _POINTER = tl.constexpr(POINTER)
+_INTERPRETED = tl.constexpr(target.interpreted())
 
 
 @triton.jit
@@ -44,6 +46,17 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """fp32 values as DTYPE, to nearest, ties to even."""
+    if _INTERPRETED and tl.bfloat16 == DTYPE:
+        # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # noqa: PLR0124
+    return value.to(DTYPE)
+
+
+@triton.jit
 def store_block(
     c, row, col, value, M, N, stride_m, stride_n, C_HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
@@ -52,9 +65,9 @@ def store_block(
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
         offsets = i.to(tl.int64)[:, None] * stride_m + j.to(tl.int64)[None, :] * stride_n
-        tl.store(c + offsets, value.to(c.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+        tl.store(c + offsets, rounded(value, c.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
     else:
-        c.store([row, col], value.to(c.dtype))
+        c.store([row, col], rounded(value, c.dtype))
 
 
 @triton.jit

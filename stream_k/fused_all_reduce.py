@@ -90,7 +90,7 @@ class _Plan(FusedPlan):
         world = heap.world_size
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
-        dtype = config.partial_dtype or torch.float32
+        dtype = config.wire_dtype(call.a.dtype)
         product = call.product(stores_fp32=dtype == torch.float32)
         self.product = product
         tile_elements = config.block_m * config.block_n

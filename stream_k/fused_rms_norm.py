@@ -22,7 +22,7 @@ from stream_k.fused import chosen_together
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
-from stream_k.message_plan import SentProduct, partial_dtype
+from stream_k.message_plan import SentProduct
 from stream_k.operands import check_product, kind
 from stream_k.workspace import Workspace, find_workspace
 
@@ -167,7 +167,7 @@ class _Plan:
             *with_inner_size(a, b),
             config,
             allow_tf32,
-            partial_dtype(config, a.dtype),
+            config.wire_dtype(a.dtype),
             out,
             finish,
         )

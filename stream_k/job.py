@@ -117,11 +117,10 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
         timeline = record_call(ours, heap) if job.trace else None
         heap.synchronize()
-        roundings = (
-            {"num_partials": world_size, "partial_roundings": 1} if job.partial_dtype is not None else {}
-        )
+        wire = config.wire_dtype(job.dtype)
+        roundings = {"num_partials": world_size, "partial_roundings": int(wire != torch.float32)}
         rows, columns = problem.part(shape, rank, world_size)
-        accuracy = check(mine, a[rows], b[:, columns], expected, **roundings)
+        accuracy = check(mine, a[rows], b[:, columns], expected, **roundings, partial_dtype=wire)
         assert heap.workspace is not None or world_size == 1
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
         return Result(accuracy, seconds, used, timeline if rank == 0 else None)

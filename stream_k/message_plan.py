@@ -9,7 +9,7 @@ For products of a wave or less, decode steps above all, what counts is the laten
     gemm_all_scatter       the rank's columns, to everyone
 
 Products leave the GEMM as messages, tile by tile (`collectives.message_tiles`). Partial products travel in
-`Config.partial_dtype`, fp32 unless set or where the result is fp32; bias and activation follow their sum.
+`Config.wire_dtype`; bias and activation follow their sum.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ _OPS = {
     "gemm_all_reduce": (status.Op.GEMM_ALL_REDUCE, ""),
     "gemm_all_scatter": (status.Op.GEMM_ALL_SCATTER, "all_scatter"),
 }
-
-
-def partial_dtype(config: Config, out_dtype: torch.dtype) -> torch.dtype:
-    """What partial products travel in. The exchange sends whole quads: a unit of fp32 results would be half a quad of
-    16-bit parts."""
-    return torch.float32 if out_dtype == torch.float32 else config.partial_dtype or torch.float32
 
 
 class SentProduct:
@@ -106,7 +100,7 @@ class MessagePlan(FusedPlan):
             call.b,
             config,
             request.allow_tf32,
-            partial_dtype(config, call.out.dtype) if self.sums else call.a.dtype,
+            config.wire_dtype(call.a.dtype) if self.sums else call.a.dtype,
             written,
             self._finish(request.bias),
             bias,

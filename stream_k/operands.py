@@ -37,6 +37,7 @@ def check_product(
             raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, DTYPES))}")
         if x.ndim != 2:
             raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
+        check_plain(name, x)
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; both must have the same dtype")
     if a.shape[1] != b.shape[0]:
@@ -49,6 +50,7 @@ def check_product(
     if bias is not None:
         if not isinstance(bias, torch.Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
+        check_plain("bias", bias)
         if bias.dtype not in (a.dtype, torch.float32):
             raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
@@ -76,10 +78,17 @@ def check_output(
         raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
+    check_plain("out", out)
     if _overlaps_itself(out):
         raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
     _check_same_device("out", out, a)
     check_apart(out, a, b, bias)
+
+
+def check_plain(name: str, x: torch.Tensor) -> None:
+    """ValueError for a view whose memory holds its values with the other sign."""
+    if x.is_neg():
+        raise ValueError(f"{name} has PyTorch's negative bit; give {name}.resolve_neg()")
 
 
 def _check_same_device(name: str, x: torch.Tensor | None, a: torch.Tensor) -> None:
@@ -154,7 +163,7 @@ def kind(x: Any) -> Any:
     """All of a tensor that a plan depends on."""
     if not isinstance(x, torch.Tensor):
         return None if x is None else type(x)
-    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES)
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg())
 
 
 def how_to_read(x: torch.Tensor) -> int:

@@ -56,7 +56,7 @@ class RowsPlan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
-        dtype = config.partial_dtype or torch.float32
+        dtype = config.wire_dtype(call.a.dtype)
         peers = self.world - 1
         self.for_peers = call.product(dtype == torch.float32, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pyrocshmem import target
+from pyrocshmem import signal, target
 from pyrocshmem.heap import Heap
 from pyrocshmem.launch import spawn
 from reference.__main__ import Dtype, parse_shape
@@ -91,8 +91,11 @@ def _run(
     """Measure, write and print; what gave wrong results."""
     on_gpu = target.backend() != "host"
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
-    if iters < 1 or ranks < 1 or (on_gpu and ranks > target.num_devices()):
-        raise ValueError(f"{ranks} ranks, {iters} samples: this machine has {target.num_devices()} GPUs")
+    most = target.num_devices() if on_gpu else int(signal.MAX_WORLD.value)
+    if iters < 1 or not 1 <= ranks <= most:
+        raise ValueError(
+            f"{ranks} ranks, {iters} samples: allowed are 1 to {most} ranks here, 1 sample or more"
+        )
     chosen = dtype or (Dtype.bfloat16 if on_gpu else Dtype.float16)
     cases = plan(tuple(ops.split(",")), shapes or ["llama3" if on_gpu else ""], chosen, partial_dtype, ranks)
     table = tuned.Table.read(out) if out.exists() else tuned.Table([], [])

@@ -22,6 +22,7 @@ import torch
 
 from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.cost_model import balanced_programs, cost_model
+from stream_k.operands import DTYPES
 
 FILE = Path(__file__).with_name("tuned.json")
 
@@ -140,8 +141,14 @@ def choose(
 
     world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
     known, which is the committed table's where that has the like, else the cost model's.
-    Returns a frozen `Config`; change it with `dataclasses.replace`.
+    Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an op that there is not,
+    TypeError for a dtype that the ops don't take.
     """
+    if op not in PLACEMENTS_OF:
+        raise ValueError(f"op is {op!r}, allowed are {', '.join(PLACEMENTS_OF)}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype is {dtype}, allowed are {', '.join(map(str, DTYPES))}")
+    device = torch.device(device)
     config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
     if placement is not None:
         return config

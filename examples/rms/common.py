@@ -56,6 +56,8 @@ Findings = list[tuple[str, Accuracy]]
 
 def default_ranks(ranks: int | None) -> int:
     """`ranks`, or as many as this machine offers."""
+    if ranks is not None and not 1 <= ranks <= 8:
+        raise typer.BadParameter(f"{ranks} ranks, allowed are 1 to 8")
     return ranks or (min(8, target.num_devices()) if target.num_devices() else 4)
 
 

@@ -22,6 +22,15 @@ from stream_k import autograd
 from stream_k.dispatch import name_of
 
 
+def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The operands of a product, in the dtype of `torch.autocast` where that is on."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), *(None if other is None else other.to(dtype) for other in others)
+
+
 def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """`x` itself; its gradient is the sum of all ranks' gradients, in fp32, rounded once.
 
@@ -44,6 +53,7 @@ def column_product(
     parts travel in; None: fp32. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
     `stream_k.gemm_all_reduce`.
     """
+    x, weight, bias = autocast(x, weight, bias)
     return _ColumnProduct.apply(x, weight, bias, name_of(group), partial_dtype)
 
 
@@ -64,7 +74,9 @@ def row_product(
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
     ops.
     """
-    if norm is not None and _is_plain(norm) and norm.weight is not None and not scatter:
+    x, weight, bias = autocast(x, weight, bias)
+    alike = residual is None or residual.dtype == x.dtype
+    if norm is not None and _is_plain(norm) and norm.weight is not None and not scatter and alike:
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
             x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import stream_k
-from stream_k.nn.functional import column_product, from_rows, row_product, sum_gradient, to_rows
+from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
 from stream_k.nn.parameters import ParallelLinear, Shard
 
 
@@ -101,12 +101,13 @@ class ColumnParallelLinear(ParallelLinear):
         rows, sizes = to_rows(x, self.sequence_dim)
         if num_rows is not None:
             self._check_blocks(num_rows, sizes)
+        rows, weight, bias = autocast(rows, self.weight, self.bias)
         y = stream_k.all_gather_gemm(
             rows,
-            self.weight.t(),
+            weight.t(),
             num_rows=num_rows,
             group=self.group,
-            bias=self.bias,
+            bias=bias,
             partial_dtype=self.partial_dtype,
             save_gathered=self.save_gathered,
         )

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from collectives.rms_norm_kernels import as_rows
-from collectives.row_sums import rounded
 from collectives.tensors import DTYPES
 from pyrocshmem import chain, target, trace
 from stream_k.config import num_multiprocessors
+from stream_k.epilogue import rounded
 from stream_k.launch import Launch
 from stream_k.operands import kind
 

@@ -54,6 +54,18 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def twice(heap: Heap) -> list[str]:
+    """A norm's derivative has none itself, and says so."""
+    x = random((3, 8), 1, FLOAT).requires_grad_()
+    y = collectives.rms_norm(x, torch.ones(8, device=x.device), 1e-5, group=heap)
+    (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    try:
+        grad.square().sum().backward()
+    except RuntimeError as error:
+        return [] if "once_differentiable" in str(error) else [str(error)]
+    return ["rms_norm was differentiated twice"]
+
+
 def gradients(heap: Heap) -> list[str]:
     """Each gradient is that of the loss of the model as one, in float64: values are moved, so it is exact. Twice it is
     not, which is the mistake of tensors that every rank has."""
@@ -150,7 +162,7 @@ def operators(rank: int, world_size: int) -> list[str]:
             collectives.all_scatter(x[0], group=heap)
         with pytest.raises(ValueError, match="root is 2, the group has ranks 0 to 1"):
             collectives.broadcast(x, 2, group=heap)
-        wrong = gradients(heap) + traced(heap)
+        wrong = gradients(heap) + twice(heap) + traced(heap)
         assert calls_made(heap) == 3
         # The control: without effects some are lost.
         for name in MODELS:

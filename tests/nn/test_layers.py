@@ -93,6 +93,35 @@ def norms(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
     return found
 
 
+def mixed(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+    """Under torch.autocast the layers give what PyTorch's give there, in its dtype; parameters keep theirs."""
+    column, row = nn.Linear(16, 8 * ranks).to(device), nn.Linear(8 * ranks, 16).to(device)
+    x, residual = random(6 * ranks, 16).to(device), random(6 * ranks, 16).to(device)
+    norm = nn.RMSNorm(16, 1e-5, device=device)
+    found = {}
+    for sequence_parallel in (False, True):
+        options = {"sequence_parallel": sequence_parallel}
+        up = parallel.ColumnParallelLinear.from_linear(column, **options)
+        down = parallel.RowParallelLinear.from_linear(row, **options)
+        mine, rest = (block_of(each, 0, rank, ranks) if sequence_parallel else each for each in (x, residual))
+        with torch.autocast(device.type, torch.float16):
+            wanted, between = row(column(x)), up(mine)
+            y, total = down(between, residual=rest, norm=norm)
+        assert (between.dtype, wanted.dtype, down.weight.dtype) == (
+            torch.float16,
+            torch.float16,
+            torch.float32,
+        )
+        assert total.dtype == torch.float32
+        exact = (wanted.float() + residual).cpu().double()
+        exact = block_of(exact, 0, rank, ranks) if sequence_parallel else exact
+        # float32 as it comes from two roundings to float16.
+        found[f"mixed {options}"] = off(total, exact) * TOLERANCE / 2e-3
+        normal = nn.functional.rms_norm(exact, (16,), eps=1e-5)
+        found[f"mixed {options}, norm"] = off(y, normal) * TOLERANCE / 2e-3
+    return found
+
+
 def decoding(device: torch.device) -> dict[str, float]:
     """A prompt at once, then token by token, through a cache that is longer than the sequences."""
     torch.manual_seed(5)
@@ -194,6 +223,7 @@ def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (world_size,))
     with torch.no_grad():
         found = linears(rank, world_size, device) | norms(rank, world_size, device) | decoding(device)
+        found |= mixed(rank, world_size, device)
         return found | styles(rank, world_size, mesh, device) | checkpoints(mesh, device, folder)
 
 

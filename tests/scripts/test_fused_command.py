@@ -93,6 +93,9 @@ def test_default_shape_on_one_rank(collective: str) -> None:
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
         (("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),
+        (("--json", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
+        (("--trace", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
+        (("--backend", "gpu"), "--backend gpu, but torch"),
     ],
 )
 @pytest.mark.cpu
@@ -100,6 +103,30 @@ def test_mistakes(arguments: tuple[str, ...], text: str) -> None:
     done = commands.invoke(app, *arguments)
     assert done.returncode == 2
     assert text in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("dtype", "partial", "wire"),
+    [("float16", "bfloat16", "bfloat16"), ("float32", "float16", "fp32"), ("bfloat16", "float16", "float16")],
+)
+@pytest.mark.num_ranks(2)
+def test_what_partials_travel_in(dtype: str, partial: str, wire: str) -> None:
+    """Rounded once, and held to that; those of fp32 results never, in whatever placement."""
+    for placement in ("inside", "copy_engine", "messages"):
+        sizes = ("--shape", "64,96,130", "--dtype", dtype, "--iters", "1")
+        ways = ("--partial-dtype", partial, "--placement", placement)
+        done = commands.invoke(app, "-n", "2", "-c", "all_reduce", *sizes, *ways)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"partials in {wire}" in done.stdout
+        assert ("a rounding of each rank's partial" in done.stdout) == (wire != "fp32")
+
+
+@pytest.mark.gpu
+def test_the_other_backend() -> None:
+    """Another than the one that was found when the package was imported."""
+    done = commands.start("stream_k", "-n", "2", "--backend", "cpu", "--iters", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs on: CPU" in " ".join(done.stdout.split())
 
 
 @pytest.mark.cpu

@@ -4,9 +4,12 @@ Outputs start as NaN between canaries; operands lie between NaN. Schedules are f
 """
 
 import math
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import stream_k
 from tests.stream_k.products import (
@@ -229,3 +232,40 @@ def test_output_over_an_operand(name: str) -> None:
     with pytest.raises(ValueError, match=f"out shares memory with {name}"):
         stream_k.gemm(operands["a"], operands["b"], bias=operands["bias"], out=place)
     assert torch.equal(place, kept)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "out"])
+def test_the_negative_bit(name: str) -> None:
+    """Memory that holds the values with the other sign is refused, where a call like it was planned before, too."""
+    tensors = {
+        "a": random(8, 8, torch.float32),
+        "b": random(8, 8, torch.float32),
+        "bias": random(1, 8, torch.float32)[0],
+        "out": random(8, 8, torch.float32),
+    }
+    negative = torch.view_as_complex(torch.stack((tensors[name], tensors[name]), -1)).conj().imag
+    assert negative.is_neg()
+    tensors[name] = negative.resolve_neg()
+    stream_k.gemm(**tensors)
+    tensors[name] = torch._neg_view(tensors[name])
+    with pytest.raises(ValueError, match=rf"{name} has PyTorch's negative bit; give {name}.resolve_neg\(\)"):
+        stream_k.gemm(**tensors)
+
+
+def test_what_transforms_see() -> None:
+    """No forward-mode derivative is dropped; fake tensors stay fake, and leave nothing behind; vmap maps."""
+    a, b = random(8, 16, torch.float32), random(16, 8, torch.float32)
+    with forward_ad.dual_level():
+        stream_k.gemm(a, b)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            stream_k.gemm(forward_ad.make_dual(a, a), b)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(a) @ mode.from_tensor(b)
+        found = stream_k.gemm(mode.from_tensor(a), mode.from_tensor(b))
+        assert (type(found), found.shape) == (type(fake), fake.shape)
+    check_product(stream_k.gemm(a, b), a, b)
+    batch = torch.stack((a, 2 * a))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        each = torch.func.vmap(lambda x: stream_k.gemm(x, b))(batch)
+    assert torch.equal(each, torch.stack([stream_k.gemm(x, b) for x in batch]))
