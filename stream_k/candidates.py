@@ -14,7 +14,7 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors
-from stream_k.cost_model import cost_model
+from stream_k.cost_model import cost_model, small_tile
 from stream_k.product import tiles_of_block
 from stream_k.tuned import Shape, Variant, check, num_tiles
 
@@ -60,6 +60,8 @@ def _variants(
     elif several:
         yield from _beside(op, shape, ranks, processors, model)
     else:
+        if target.backend() == "cuda" and dtype != torch.float32:
+            yield from _half_tiles(model())
         for placement in ("after", "inside"):
             for algorithm in ("one_shot", "two_shot") if op == "gemm_all_reduce" else ("two_shot",):
                 yield Variant(replace(model(placement=placement), algorithm=algorithm))
@@ -90,6 +92,19 @@ def _narrow_tiles(base: Config, several: bool) -> Iterator[Variant]:
     yield Variant(replace(narrow, block_m=128, block_k=64))
     if not several:
         yield Variant(replace(narrow, block_m=64, block_k=128))
+
+
+def _half_tiles(base: Config) -> Iterator[Variant]:
+    """Two waves instead of one: what the first one sends travels while the second is multiplied."""
+    for block_m, block_n in (
+        (base.block_m // 2, base.block_n),
+        (base.block_m, base.block_n // 2),
+        (64, 64),
+    ):
+        if block_m >= 64 and block_n >= 32:
+            small = small_tile(block_m, block_n)
+            sizes = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
+            yield Variant(replace(base, split="none", **{name: getattr(small, name) for name in sizes}))
 
 
 def _by_copy_engine(op: str, shape: Shape, ranks: int, processors: int, base: Config) -> Iterator[Variant]:

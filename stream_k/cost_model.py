@@ -153,7 +153,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
         return Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
     for block_m, block_n in _ROW_TILES if M <= 16 else _FEW_ROWS if 64 < M <= 128 else _SMALL_TILES:
         if block_m < 2 * max(M, 64) and -(-M // block_m) * -(-N // block_n) <= processors:
-            return _small(block_m, block_n)
+            return small_tile(block_m, block_n)
     return Config()
 
 
@@ -166,7 +166,7 @@ _SMALL_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
 _SHARED_BYTES = 229_000
 
 
-def _small(block_m: int, block_n: int) -> Config:
+def small_tile(block_m: int, block_n: int) -> Config:
     """As many bytes in flight as fit beside the tile on its way out, in fp32."""
     large = block_m * block_n >= 128 * 128
     block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
