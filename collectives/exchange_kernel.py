@@ -236,17 +236,18 @@ def exchange_kernel(
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
         values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
-        words = units.spread(units.pack(values, DTYPE), RANKS)
+        words = units.pack(values, DTYPE)
+        if GATHERS:
+            # A sum that lacks something is no message: a peer so late that all it waits for has come would take it for
+            # whole. Blocks [U], or the polls would be repeated. Who was missing counts for more than who waits.
+            words = units.unless(tl.max(late, axis=1), words)
+            late *= 2
+        words = units.spread(words, RANKS)
         # The ranks whose rows this one stores, and to whose columns of blocks it sends its own.
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            # A sum that lacks something goes to nobody else: a peer so late that all it waits for has come would take
-            # it for whole. Here it is awaited, and passed over, as ever.
-            whole = tl.broadcast_to(tl.max(late, axis=1)[:, None], [STEP, RANKS]) == 0
-            units.send(
-                peers, region_b + rank * b_quads + units_of, 0, words, there & (whole | (ranks == rank))
-            )
+            units.send(peers, region_b + rank * b_quads + units_of, 0, words, there)
         else:
             keeps = ranks == rank
             there, end = valid[:, None] & keeps, mine[:, None]

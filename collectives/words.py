@@ -123,6 +123,15 @@ def clean(words):
 
 
 @triton.jit
+def unless(gone, words):
+    """`words`; where `gone`, what leaves a slot empty."""
+    kept = ()
+    for k in tl.static_range(len(words)):
+        kept = kept + (tl.where(gone == 0, words[k], message.SENTINEL),)  # type: ignore[assignment]
+    return kept
+
+
+@triton.jit
 def sum_ranks(values, valid):
     """Sums [U] over the ranks of blocks [U, ranks], where `valid`."""
     sums = ()

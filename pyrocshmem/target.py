@@ -58,6 +58,15 @@ def _check_interpreter(triton: str, numpy: str) -> None:
         )
 
 
+def check_interpreter() -> None:
+    """RuntimeError where this environment's Triton can't interpret kernels."""
+    # Not before it is settled that kernels are interpreted.
+    import numpy
+    import triton
+
+    _check_interpreter(triton.__version__, numpy.__version__)
+
+
 def _apply(on_cpu: bool) -> None:
     # The default of this setting changes in Triton 3.10: results must not.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -71,11 +80,7 @@ def _apply(on_cpu: bool) -> None:
                 "this CPU target. Import pyrocshmem first, or set TRITON_INTERPRET=1 in the environment"
             )
         os.environ["TRITON_INTERPRET"] = "1"
-    # Not before it is settled that kernels are interpreted.
-    import numpy
-    import triton
-
-    _check_interpreter(triton.__version__, numpy.__version__)
+    check_interpreter()
 
 
 _on_cpu, _reason = _choose()

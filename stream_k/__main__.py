@@ -73,6 +73,11 @@ def _on_backend(backend: Backend) -> None:
         return
     if backend is Backend.gpu:
         os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        try:
+            target.check_interpreter()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
     os.execv(sys.executable, [sys.executable, "-m", "stream_k", *sys.argv[1:]])
 
 

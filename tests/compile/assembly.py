@@ -37,6 +37,10 @@ _AMD_RELEASE = re.compile(
 )
 
 
+# Of a message, as `pyrocshmem.message` writes it for NVIDIA.
+QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
+
+
 @dataclass(frozen=True)
 class Assembly:
     """One kernel on one target.

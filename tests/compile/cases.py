@@ -8,6 +8,8 @@ from tests.compile.target_names import TARGETS
 LARGE = (4736, 4096, 4096)
 # One wave or less: other blocks, and the fewest hops.
 SMALL = (16, 4096, 4096)
+# As much, in more bytes.
+FEW = (128, 8192, 2048)
 # The rows of each of 4 or 8 ranks are whole tiles.
 EVEN = (8192, 3584, 4096)
 # All four stages of A and B on sm_90, and the tile on its way out.
@@ -145,6 +147,9 @@ _ONCE = [
     TF32,
     Case("gemm_all_reduce", shape=SMALL, hot=True),
     Case("gemm_all_scatter", shape=SMALL, hot=True),
+    # In two shots.
+    Case("gemm_all_reduce", shape=FEW, hot=True),
+    Case("gemm_all_reduce", shape=FEW, changes=(("partial_dtype", "bfloat16"),), hot=True),
     Case("gemm_all_reduce", changes=(("placement", "beside"), ("split", "stream_k")), hot=True),
     # Not held to "no spills": on sm_90 it uses all 255 registers and 8 bytes of stack.
     Case("gemm_all_scatter", changes=(("placement", "beside"), ("split", "stream_k"))),

@@ -102,59 +102,21 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     return wrong
 
 
-_QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
-
-
 def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
-    """Messages go past the caches: what peers poll for would else stay in them. On NVIDIA each is polled for once."""
+    """Messages go past the caches: what peers poll for would else stay in them. (How often: test_polls.py.)"""
     constants = kernel.constants
     # What tiles have sent is summed, or stored, and goes no further.
     ends = constants.get("TILES") == "True" and constants["PARTS"] == "0"
     ends = ends and (constants["SUMS"], constants["GATHERS"]) != ("True", "True")
-    return _not_past_caches(kernel, "load", *(() if ends else ("store",))) + _repeated_polls(case, kernel)
+    return _not_past_caches(kernel, "load", *(() if ends else ("store",)))
 
 
 def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:
     if kernel.nvidia:
-        ways = {"store": r"\bst\.relaxed\.sys\.global\.v4\.u32", "load": _QUAD_LOADS}
+        ways = {"store": r"\bst\.relaxed\.sys\.global\.v4\.u32", "load": rules.QUAD_LOADS}
     else:
         ways = {"store": r"\bglobal_store_dword.* sc0 sc1", "load": r"\bglobal_load_dword.* sc0 sc1"}
     return [f"no {name} of messages past the caches" for name in names if not kernel.count(ways[name])]
-
-
-def _repeated_polls(case: Case, kernel: Assembly) -> list[str]:
-    """A layout conversion of what was polled for may make the compiler poll again, for every thread's every word."""
-    constants = kernel.constants
-    if not kernel.nvidia or constants.get("ALIGNED") != "True":
-        return []
-    # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one, and so
-    # is a program's sum of squares, and the first message of tiles.
-    sums = constants["SUMS"] == "True"
-    wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
-    hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
-        sums and constants["GATHERS"] == "True"
-    )
-    hops += constants.get("PARTS", "0") != "0"
-    first = constants.get("TILES") == "True"
-    units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
-    found = kernel.count(_QUAD_LOADS)
-    needed = hops * units + first
-    return [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
-
-
-def test_a_repeated_poll_is_found() -> None:
-    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one more for a norm."""
-    constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
-    load = "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n"
-    for op, parts, needed in (
-        ("all_reduce", 0, 2),
-        ("gemm_all_reduce", 0, 3),
-        ("gemm_all_reduce_rms_norm", 8, 4),
-    ):
-        found = {**constants, "PARTS": str(parts)}
-        for count in range(1, 6):
-            kernel = Assembly("sm_90", "exchange_kernel", found, load * count, 0, 0, 0)
-            assert bool(_repeated_polls(Case(op), kernel)) == (count != needed)
 
 
 def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:

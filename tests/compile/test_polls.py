@@ -1,0 +1,58 @@
+"""Each message is polled for once. Run at both ends of the window of Triton's versions: what makes one of them repeat a
+poll does nothing to the other, and cost 4 us of an all-reduce of 14 (2 x H200, Triton 3.6)."""
+
+import pytest
+
+from tests.compile.assembly import QUAD_LOADS, Assembly
+from tests.compile.cases import CASES, FEW, SMALL, Case
+from tests.compile.conftest import Compile
+
+TIER = 1
+pytestmark = pytest.mark.timeout(400)
+
+WHOLE = ("all_reduce", "all_gather", "reduce_scatter", "all_scatter", "broadcast", "all_reduce_rms_norm")
+BY_MESSAGES = [
+    case for case in CASES if case.op in (*WHOLE, "gemm_all_reduce_rms_norm") or case.shape in (SMALL, FEW)
+]
+
+
+@pytest.mark.parametrize(("case", "target"), [(case, "sm_90") for case in BY_MESSAGES], ids=str)
+def test_polls(case: Case, target: str, compiled: Compile) -> None:
+    exchanges = [kernel for kernel in compiled(case, target) if kernel.kernel == "exchange_kernel"]
+    assert exchanges or case.op in ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
+    assert [text for kernel in exchanges for text in repeated_polls(case, kernel)] == []
+
+
+def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
+    """A layout conversion of what was polled for may make the compiler poll again, for every thread's every word."""
+    constants = kernel.constants
+    if not kernel.nvidia or constants.get("ALIGNED") != "True":
+        return []
+    # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one, and so
+    # is a program's sum of squares, and the first message of tiles.
+    sums = constants["SUMS"] == "True"
+    wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
+    hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
+        sums and constants["GATHERS"] == "True"
+    )
+    hops += constants.get("PARTS", "0") != "0"
+    first = constants.get("TILES") == "True"
+    units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
+    found = kernel.count(QUAD_LOADS)
+    needed = hops * units + first
+    return [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
+
+
+def test_a_repeated_poll_is_found() -> None:
+    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one more for a norm."""
+    constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
+    load = "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n"
+    for op, parts, needed in (
+        ("all_reduce", 0, 2),
+        ("gemm_all_reduce", 0, 3),
+        ("gemm_all_reduce_rms_norm", 8, 4),
+    ):
+        found = {**constants, "PARTS": str(parts)}
+        for count in range(1, 6):
+            kernel = Assembly("sm_90", "exchange_kernel", found, load * count, 0, 0, 0)
+            assert bool(repeated_polls(Case(op), kernel)) == (count != needed)
