@@ -314,6 +314,12 @@ GUARD_LIST = (
         _in(PROTOCOL, "sums_that_do_not_wait_are_caught", "no_sums_of_partials_that_were_given_up"),
     ),
     Guard(
+        "no message of a sum that lacks something",
+        "a peer that comes late takes it for whole, and nothing tells its host",
+        _in(f"{FAULTS}test_late_ranks.py", "a_late_rank_sees_the_abort_and_writes_nothing"),
+        _in(f"{FAULTS}test_late_ranks.py", "a_late_rank_takes_sums_that_lack_something"),
+    ),
+    Guard(
         "abort watch",
         "a rank waits its whole budget for one that has given up",
         _in(SIGNAL, "a_peer_that_waits_is_told_at_once")

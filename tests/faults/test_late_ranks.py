@@ -6,6 +6,7 @@ a rank that doesn't look at its abort word. The plants work in Triton's interpre
 up each time it calls them.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import collectives
 import stream_k
+from collectives import words
 from pyrocshmem import Heap, PeerTimeout, ShmemError, message, signal, status
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES
@@ -43,9 +45,14 @@ KEEPS = [
     ("gemm_all_scatter", "pull", "two_shot"),
     ("all_gather_gemm", "copy_engine", "two_shot"),
     ("gemm_reduce_scatter", "copy_engine", "two_shot"),
-    ("gemm_all_reduce", "messages", "two_shot"),
-    ("all_reduce", "", "two_shot"),
 ]
+# And of those, what a peer that gave up in the first half would send in the second.
+SENDS = [("gemm_all_reduce", "messages", "two_shot"), ("all_reduce", "", "two_shot")]
+WAYS = {"": WRITES + KEEPS + SENDS, "blind": WRITES, "unguarded": SENDS}
+
+
+# Of each way with each guard left out: (code of the record, whether the canaries are whole).
+Ends = dict[str, list[tuple[int, bool]]]
 
 
 class _Meeting:
@@ -90,26 +97,29 @@ def _shape(name: str, world_size: int) -> tuple[int, int]:
 
 
 def _late(
-    heap: Heap, workspace: Workspace, meeting: _Meeting, way: tuple[str, str, str], number: int, blind: bool
+    heap: Heap, workspace: Workspace, meeting: _Meeting, way: tuple[str, str, str], number: int, without: str
 ) -> tuple[int, bool]:
-    """(code of this rank's record, whether its canaries are whole)."""
+    """(code of this rank's record, whether its canaries are whole). without: the guard that is left out."""
     workspace.control[int(signal.BUDGET_US.value)] = int(1e6 * WAIT_S)
     out = heap.zeros(*_shape(way[0], heap.world_size))
     _call(way, heap, workspace, out, number)
     heap.synchronize()
-    budget_s = SHORT_S if heap.rank == 0 else BLIND_S if blind else WAIT_S
+    budget_s = SHORT_S if heap.rank == 0 else BLIND_S if without == "blind" else WAIT_S
     workspace.control[int(signal.BUDGET_US.value)] = int(1e6 * budget_s)
     heap.barrier()
     if heap.rank == 0:
-        with pytest.raises(PeerTimeout):
-            _call(way, heap, workspace, out, number)
+        with pytest.MonkeyPatch.context() as plant:
+            if without == "unguarded":
+                plant.setattr(words, "unless", lambda gone, sums: sums)
+            with pytest.raises(PeerTimeout):
+                _call(way, heap, workspace, out, number)
         out.fill_(CANARY)
         meeting.tell(0, number)
         meeting.wait(1, number)
     else:
         with pytest.MonkeyPatch.context() as plant:
             _hold_launches(plant, lambda: meeting.wait(0, number))
-            if blind:
+            if without == "blind":
                 honest = signal.load_now
                 plant.setattr(signal, "load_now", lambda words: honest(words) * 0)
             with pytest.raises(ShmemError):
@@ -133,34 +143,33 @@ def _hold_launches(plant: pytest.MonkeyPatch, hold: Callable[[], None]) -> None:
         plant.setattr(module, "begin", late)
 
 
-def late_ranks(rank: int, world_size: int) -> dict[bool, list[tuple[int, bool]]]:
+def late_ranks(rank: int, world_size: int) -> Ends:
+    numbers = itertools.count(1)
     with Heap(HEAP_BYTES, timeout=WAIT_S) as heap:
-        ways = {False: WRITES + KEEPS, True: WRITES}
         place = Workspace(heap), _Meeting(heap)
         return {
-            blind: [_late(heap, *place, way, 1 + i + 100 * blind, blind) for i, way in enumerate(ways[blind])]
-            for blind in (False, True)
+            without: [_late(heap, *place, way, next(numbers), without) for way in ways]
+            for without, ways in WAYS.items()
         }
 
 
 @pytest.fixture(scope="module")
-def ends() -> list[dict[bool, list[tuple[int, bool]]]]:
+def ends() -> list[Ends]:
     return values(run_ranks(late_ranks, 2, timeout=120.0))
 
 
-def test_a_late_rank_sees_the_abort_and_writes_nothing(
-    ends: list[dict[bool, list[tuple[int, bool]]]],
-) -> None:
-    waited, late = ends[0][False], ends[1][False]
+def test_a_late_rank_sees_the_abort_and_writes_nothing(ends: list[Ends]) -> None:
+    waited, late = ends[0][""], ends[1][""]
     assert [code for code, _ in waited] == [status.Code.TIMEOUT] * len(waited)
-    assert [way for way, (_, whole) in zip(WRITES + KEEPS, waited, strict=True) if not whole] == []
-    assert [
-        way for way, (code, _) in zip(WRITES + KEEPS, late, strict=True) if code != status.Code.ABORTED
-    ] == []
+    assert [way for way, (_, whole) in zip(WAYS[""], waited, strict=True) if not whole] == []
+    assert [way for way, (code, _) in zip(WAYS[""], late, strict=True) if code != status.Code.ABORTED] == []
 
 
-def test_a_rank_that_does_not_look_overwrites_its_peers_results(
-    ends: list[dict[bool, list[tuple[int, bool]]]],
-) -> None:
+def test_a_rank_that_does_not_look_overwrites_its_peers_results(ends: list[Ends]) -> None:
     """The control: what each of them would have written."""
-    assert [way for way, (_, whole) in zip(WRITES, ends[0][True], strict=True) if whole] == []
+    assert [way for way, (_, whole) in zip(WRITES, ends[0]["blind"], strict=True) if whole] == []
+
+
+def test_a_late_rank_takes_sums_that_lack_something(ends: list[Ends]) -> None:
+    """The control: without the guard its kernel finds all that it waits for, and records nothing."""
+    assert [code for code, _ in ends[1]["unguarded"]] == [0] * len(SENDS)
