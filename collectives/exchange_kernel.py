@@ -137,6 +137,34 @@ def _part(rank, row_end, n, x_part, longer, extra, limit):
 
 
 @triton.jit
+def _units_here(rows, row_units, PARTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr):
+    """This program's units of each part: (the first, all, where they are of the part, their rows, their columns)."""
+    program, lane = tl.program_id(0), tl.arange(0, STEP)
+    if PARTS:
+        # Programs have units of one row alone: the last of a row may have fewer than STEP.
+        of_row = program % PARTS * STEP + lane
+        first = program // PARTS * row_units + program % PARTS * STEP
+        row = tl.zeros((STEP,), tl.int64) + program // PARTS
+        valid = of_row < row_units
+        column = of_row * UNIT
+    else:
+        first = program * STEP
+        valid = first + lane < rows * row_units
+        row = tl.cast((first + lane) // row_units, tl.int64)
+        column = (first + lane) % row_units * UNIT
+    return first, first + lane, valid, row, column
+
+
+@triton.jit
+def _report(late, deadline, count, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Record that this program missed messages, if it did. late [U, ranks]: the larger, the more it says of a rank."""
+    if tl.max(late) != 0:
+        waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
+        who = tl.argmax(tl.max(late, axis=0), axis=0)
+        signal.report(who, tl.program_id(0), count, count - 1, waited, count, context, OP, WORLD)
+
+
+@triton.jit
 def exchange_kernel(
     x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
@@ -169,19 +197,7 @@ def exchange_kernel(
 
     row_units = tl.cdiv(width, UNIT)
     part_units = rows * row_units
-    lane = tl.arange(0, STEP)
-    if PARTS:
-        # Programs have units of one row alone: the last of a row may have fewer than STEP.
-        of_row = program % PARTS * STEP + lane
-        row = tl.zeros((STEP,), tl.int64) + program // PARTS
-        unit = program // PARTS * row_units + of_row
-        valid = of_row < row_units
-        column = of_row * UNIT
-    else:
-        unit = program * STEP + lane
-        valid = unit < part_units
-        row = tl.cast(unit // row_units, tl.int64)
-        column = unit % row_units * UNIT
+    first, unit, valid, row, column = _units_here(rows, row_units, PARTS, STEP, UNIT)
     element = row * width + column
     row_end = (row + 1) * width
 
@@ -226,9 +242,7 @@ def exchange_kernel(
     if TILES:
         # First the own rank's message for the first unit, which comes when the GEMM does: programs that asked for all
         # of theirs meanwhile would slow it, by a tenth where it takes long (2 x H200).
-        at = tl.arange(0, 1) + (
-            program // PARTS * row_units + program % PARTS * STEP if PARTS else program * STEP
-        )
+        at = first + tl.arange(0, 1)
         message.poll(slot + (rank * a_quads + at) * 4, at * UNIT < in_own, deadline, context)
     place_a = ranks * a_quads + units_of
     words, late = message.poll(slot + place_a * 4, heard, deadline, context, part_units * 4, QUADS)
@@ -280,8 +294,5 @@ def exchange_kernel(
     if last:
         sums = tl.num_programs(0) if PARTS else 0
         message.advance(messages, count, WORLD * (part_units * SLOT_QUADS + sums) * 4)
-    if tl.max(late) != 0:
-        waited = (now_ns() - deadline) // 1000 + tl.load(control + signal.BUDGET_US)
-        who = tl.argmax(tl.max(late, axis=0), axis=0)
-        signal.report(who, program, count, count - 1, waited, count, context, OP, WORLD)
+    _report(late, deadline, count, context, OP, WORLD)
     trace.mark(events, trace.END, -1)

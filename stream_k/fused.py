@@ -215,6 +215,25 @@ def chosen_together(
     return choose(name, M, N, K, dtype, heap.world_size, heap.device, partial_dtype)
 
 
+def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Config:
+    """The configuration of a call that names none."""
+    heap = workspace.heap
+    assert heap is not None
+    K, N = request.b.shape
+    # A rank without columns multiplies nothing: any configuration will do.
+    sizes, dtype, partial_dtype = (M, max(N, 1), K), request.a.dtype, request.partial_dtype
+    facts = (op.name, *sizes, dtype, heap.world_size, heap.device, partial_dtype)
+    config = cost_model(*facts)
+    if request.squared_partials:
+        # They have fewer placements than the table was made with.
+        if config.placement not in _WITHOUT_SQUARES:
+            return config
+        return cost_model(*facts, placement="after" if config.placement == "messages" else "own_stream")
+    found = chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
+    # Ranks with columns of their own would find different placements in the table.
+    return found if not op.own_columns or found.placement == config.placement else config
+
+
 def _make_plan(
     op: FusedOp,
     key: Hashable,
@@ -229,19 +248,7 @@ def _make_plan(
     name, out, bias = op.name, request.out, request.bias
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
-    config = request.config
-    if config is None:
-        # A rank without columns multiplies nothing: any configuration will do.
-        call_facts = (name, M, max(N, 1), K, dtype, heap.world_size, heap.device, request.partial_dtype)
-        # Squares have fewer placements than the table was made with; where ranks have their own columns, they would
-        # find different ones in it.
-        config = cost_model(*call_facts)
-        if not request.squared_partials:
-            found = chosen_together(name, M, max(N, 1), K, dtype, workspace, request.partial_dtype)
-            config = found if not op.own_columns or found.placement == config.placement else config
-        if request.squared_partials and config.placement in _WITHOUT_SQUARES:
-            few = config.placement == "messages"
-            config = cost_model(*call_facts, placement="after" if few else "own_stream")
+    config = request.config or _chosen(op, request, M, workspace)
     if config.placement not in PLACEMENTS_OF[name]:
         raise ValueError(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "

@@ -29,7 +29,7 @@ import hypothesis
 import pytest
 
 from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
-from tests.faults import cases
+from tests.faults import guard_list
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE_DIR = ROOT / "tests" / "compile"
@@ -158,7 +158,7 @@ def _has_enough_gpus(item: pytest.Item, on_gpu: bool, num_gpus: int) -> bool:
 
 def _mark_fault(item: pytest.Item, where: str) -> None:
     name = item.nodeid.partition("[")[0]
-    if found := cases.properties_of(name):
+    if found := guard_list.properties_of(name):
         item.add_marker("fault")
         item.user_properties += [("test", name), ("target", where), *found]
 

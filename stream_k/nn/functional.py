@@ -67,16 +67,23 @@ def row_product(
     scatter: bool = False,
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
+    plain_norms: tuple[type, ...] = (torch.nn.RMSNorm,),
 ) -> Any:
     """y = sum over ranks of x @ weight.T, + bias + residual; with a `norm`, (norm(y), y).
 
     x: [M, in/R], weight: [out, in/R]: this rank's. bias: [out], the same on all ranks. scatter: False: y is [M, out]
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
-    ops.
+    ops. plain_norms: classes that compute what PyTorch's RMSNorm does, which can be part of the product.
     """
     x, weight, bias = autocast(x, weight, bias)
     alike = residual is None or residual.dtype == x.dtype
-    if norm is not None and _is_plain(norm) and norm.weight is not None and not scatter and alike:
+    if (
+        norm is not None
+        and _is_plain(norm, plain_norms)
+        and norm.weight is not None
+        and not scatter
+        and alike
+    ):
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
             x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype
@@ -88,12 +95,10 @@ def row_product(
     return y if norm is None else (norm(y), y)
 
 
-def _is_plain(norm: torch.nn.Module) -> bool:
+def _is_plain(norm: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
     """Whether a call of `norm` is PyTorch's RMSNorm: a subclass may compute another, and hooks want to be called."""
-    from stream_k.nn.linear import RMSNorm
-
     hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    return type(norm) in (torch.nn.RMSNorm, RMSNorm) and not hooks
+    return type(norm) in kinds and not hooks
 
 
 def _all_reduce_product(

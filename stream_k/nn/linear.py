@@ -180,6 +180,7 @@ class RowParallelLinear(ParallelLinear):
         flat = None if residual is None else to_rows(residual, dim)[0]
         options: dict[str, Any] = {"scatter": self.sequence_parallel, "residual": flat, "norm": norm}
         options |= {"group": self.group, "partial_dtype": self.partial_dtype}
+        options["plain_norms"] = (nn.RMSNorm, RMSNorm)
         found = row_product(rows, self.weight, self.bias, **options)
         if norm is None:
             return from_rows(found, sizes, dim)

@@ -21,7 +21,8 @@ from xml.etree import ElementTree
 
 import typer
 
-from tests.faults.cases import CASES, GUARD_LIST
+from tests.faults.cases import CASES
+from tests.faults.guard_list import GUARD_LIST
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, SKIPPED, FAILED = "passed", "skipped", "FAILED"

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from pyrocshmem import target
 from tests.faults import report
-from tests.faults.cases import CASES, GUARD_LIST, properties_of
+from tests.faults.cases import CASES
+from tests.faults.guard_list import GUARD_LIST, properties_of
 
 TIER = 0
 pytestmark = pytest.mark.cpu

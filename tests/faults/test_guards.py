@@ -2,7 +2,7 @@
 
 Each is looked at with the guard and without: what a test of the fault asserts holds with it, and fails without. One
 start of the ranks; the plants work in Triton's interpreter and on the host. Controls of the other guards stand beside
-their tests; tests/faults/cases.py lists all.
+their tests; tests/faults/guard_list.py lists all.
 """
 
 import contextlib

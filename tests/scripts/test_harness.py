@@ -15,7 +15,7 @@ from tests.scripts import support
 TIER = 1
 pytestmark = pytest.mark.cpu
 
-HARNESS = ("run.sh", "conftest.py", "__init__.py", "faults/cases.py")
+HARNESS = ("run.sh", "conftest.py", "__init__.py", "faults/cases.py", "faults/guard_list.py")
 CHEAP = """
 import pytest
 TIER = 0

@@ -1,0 +1,111 @@
+"""The guards: the tests that turn red without each, and those that take it out. (`cases.py` has the faults.)"""
+
+from dataclasses import dataclass
+
+from tests.faults.cases import (
+    CASES,
+    GUARDS,
+    HARNESS,
+    HEAP,
+    IN_TURN,
+    LATE,
+    LITMUS,
+    OP,
+    PROTOCOL,
+    RECOVERY,
+    SIGNAL,
+    SIGNALS,
+    tests_in,
+)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """name. without: what goes wrong when it is taken out. red: tests that then fail. controls: tests that take it out
+    and assert just that."""
+
+    name: str
+    without: str
+    red: tuple[str, ...]
+    controls: tuple[str, ...]
+
+
+GUARD_LIST = (
+    Guard(
+        "barrier before a release",
+        "a flag is raised while other threads' stores are under way",
+        tests_in("tests/compile/test_kernels.py", "kernel") + tests_in(LITMUS, "no_stale_read"),
+        tests_in(HARNESS, "missing_barrier_in_publish_is_found")
+        + tests_in(SIGNALS, "flag_before_data_is_found")
+        + tests_in(LITMUS, "a_guard_that_is_left_out_is_missed"),
+    ),
+    Guard(
+        "drain of asynchronous stores",
+        "a flag is raised before TMA stores, or a wave's stores on AMD, have landed",
+        tests_in("tests/compile/test_kernels.py", "kernel"),
+        tests_in(HARNESS, "release_rule", "gcn_needs_every_wave_to_drain"),
+    ),
+    Guard(
+        "meeting of ranks",
+        "a rank goes on before the last has come",
+        tests_in(SIGNALS, "nobody_goes_on_before_the_last_has_come")
+        + tests_in(PROTOCOL, "a_rank_that_is_a_call_ahead"),
+        tests_in(SIGNALS, "without_meeting_a_rank_goes_on_too_early")
+        + tests_in(PROTOCOL, "a_push_before_the_peer_has_entered_is_caught"),
+    ),
+    Guard(
+        "epoch",
+        "a flag of the call before passes for a fresh one",
+        tests_in(PROTOCOL, "a_late_rank") + tests_in(SIGNALS, "epochs_wrap"),
+        tests_in(PROTOCOL, "a_constant_epoch_is_caught") + tests_in(SIGNALS, "constant_epoch_is_found"),
+    ),
+    Guard(
+        "two slots, of messages three",
+        "what a peer still reads is overwritten",
+        tests_in(PROTOCOL, "a_stalled_reader", "messages_of_a_rank_that_is_a_call_ahead"),
+        tests_in(PROTOCOL, "a_single_slot_is_caught", "messages_of_a_rank_that_is_a_call_ahead"),
+    ),
+    Guard(
+        "wait for the peers' partials",
+        "a sum is made of what a peer has yet to send, or sent in the call before",
+        tests_in(PROTOCOL, "partials_that_come_late", "no_sums_of_partials_that_were_given_up"),
+        tests_in(PROTOCOL, "sums_that_do_not_wait_are_caught", "no_sums_of_partials_that_were_given_up"),
+    ),
+    Guard(
+        "no message of a sum that lacks something",
+        "a peer that comes late takes it for whole, and nothing tells its host",
+        tests_in(LATE, "a_late_rank_sees_the_abort_and_writes_nothing"),
+        tests_in(LATE, "a_late_rank_takes_sums_that_lack_something"),
+    ),
+    Guard(
+        "abort watch",
+        "a rank waits its whole budget for one that has given up",
+        tests_in(SIGNAL, "a_peer_that_waits_is_told_at_once")
+        + tests_in(IN_TURN, "case_4_a_rank_raises_before_its_call"),
+        tests_in(GUARDS, "case_1_without_the_abort_watch_peers_wait_on"),
+    ),
+    Guard(
+        "vote",
+        "ranks' heaps drift apart",
+        tests_in(HEAP, "cases_5_and_6_different_calls_are_listed_on_all_ranks"),
+        tests_in(GUARDS, "cases_5_and_6_without_the_vote_heaps_drift_apart"),
+    ),
+    Guard(
+        "fingerprint of a call",
+        "ranks run different calls into each other and get different results",
+        tests_in(OP, "ranks_that_disagree"),
+        tests_in(GUARDS, "cases_5_and_6_without_the_fingerprint_results_differ"),
+    ),
+    Guard(
+        "counting anew after a fault",
+        "ranks that are a call apart don't find together",
+        tests_in(IN_TURN, "case_4_a_rank_raises_before_its_call"),
+        tests_in(RECOVERY, "calls_must_be_counted_anew"),
+    ),
+)
+
+
+def properties_of(test: str) -> list[tuple[str, str]]:
+    """("case" or "guard", number or name) of a test, which is named `path::function`, without parameters."""
+    found = [("case", str(case.number)) for case in CASES if test in case.tests]
+    return found + [("guard", guard.name) for guard in GUARD_LIST if test in guard.controls]
