@@ -25,7 +25,7 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import share_memory
+from stream_k.operands import share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -192,6 +192,8 @@ def _exchanged(
         )
     if out is not None and _clash(kind, x, out, heap.rank):
         raise ValueError("x and out overlap, and are not in place: give another out")
+    if out is not None:
+        tell_autograd(out)
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     if heap.world_size == 1:
         return given.copy_(x)

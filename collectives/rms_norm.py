@@ -22,7 +22,7 @@ from collectives.tensors import DTYPES
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of
-from stream_k.operands import share_memory
+from stream_k.operands import share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -86,6 +86,7 @@ def rms_norm(
             )
         if out is not None:
             _check_apart(out, tensors, replicated)
+            tell_autograd(out)
         result, updated, _ = forward(workspace, x, weight, residual, eps, hidden, replicated, out_dtype, out)
     return result if residual is None else (result, updated)
 

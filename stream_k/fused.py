@@ -22,7 +22,7 @@ from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.launch import Launch
-from stream_k.operands import aligned, check_apart, check_output, check_product, kind
+from stream_k.operands import aligned, check_output, check_product, claim, kind
 from stream_k.plan import FusedPlan
 from stream_k.product import Product, make_product, schedule_of
 from stream_k.tuned import choose
@@ -132,7 +132,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
             return simple
         plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
     elif out is not None:
-        check_apart(out, a, b, bias)
+        claim(out, a, b, bias)
     if out is None:
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)

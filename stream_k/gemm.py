@@ -13,10 +13,10 @@ from stream_k.epilogue import ACTIVATIONS, store_output
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import (
-    check_apart,
     check_device,
     check_output,
     check_product,
+    claim,
     filled,
     how_to_write,
     kind,
@@ -93,7 +93,7 @@ def run(
         plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan
     elif out is not None:
-        check_apart(out, a, b, bias)
+        claim(out, a, b, bias)
     else:
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)

@@ -82,7 +82,7 @@ def check_output(
     if _overlaps_itself(out):
         raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
     _check_same_device("out", out, a)
-    check_apart(out, a, b, bias)
+    claim(out, a, b, bias)
 
 
 def check_plain(name: str, x: torch.Tensor) -> None:
@@ -97,8 +97,11 @@ def _check_same_device(name: str, x: torch.Tensor | None, a: torch.Tensor) -> No
         raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
 
 
-def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
-    """ValueError when `out` shares memory with an operand: a, b or the bias."""
+def claim(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
+    """Before `out`, the caller's, is written, past autograd: what that has saved of it is known to be gone.
+
+    ValueError where it needs a gradient itself, or shares memory with an operand: a, b or the bias.
+    """
     storage = out.untyped_storage().data_ptr()
     for name, x in zip(("a", "b", "bias"), operands, strict=True):
         # The addresses of storages first: that is all it costs a call that does no such thing.
@@ -106,6 +109,17 @@ def check_apart(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
             raise ValueError(
                 f"out shares memory with {name}, which is still read while out is written; give another out"
             )
+    tell_autograd(out)
+
+
+def tell_autograd(out: torch.Tensor) -> None:
+    """As `claim`, without the operands."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "out requires a gradient, which no op with an out has; call it under torch.no_grad()"
+        )
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:

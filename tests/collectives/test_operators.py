@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives
+import stream_k
 from collectives import by_message
 from pyrocshmem import Heap, target
 from stream_k.dispatch import name_of
@@ -64,6 +65,25 @@ def twice(heap: Heap) -> list[str]:
     except RuntimeError as error:
         return [] if "once_differentiable" in str(error) else [str(error)]
     return ["rms_norm was differentiated twice"]
+
+
+def written(heap: Heap) -> list[str]:
+    """Autograd is told of every result that was given."""
+    x = random((4, 8), 1, FLOAT)
+    wrong = []
+    for name, call in {
+        "all_reduce": lambda out: collectives.all_reduce(x, group=heap, out=out),
+        "rms_norm": lambda out: collectives.rms_norm(x, x[0], 1e-5, group=heap, out=out),
+        "gemm_all_reduce": lambda out: stream_k.gemm_all_reduce(x, x.t()[:, :4], group=heap, out=out),
+    }.items():
+        out = torch.empty(4, 4 if name.startswith("gemm") else 8, device=x.device)
+        for repeated in (False, True):
+            before = out._version
+            call(out)
+            if out._version == before:
+                wrong.append(f"{name}, repeated: {repeated}")
+    heap.synchronize()
+    return wrong
 
 
 def gradients(heap: Heap) -> list[str]:
@@ -162,7 +182,7 @@ def operators(rank: int, world_size: int) -> list[str]:
             collectives.all_scatter(x[0], group=heap)
         with pytest.raises(ValueError, match="root is 2, the group has ranks 0 to 1"):
             collectives.broadcast(x, 2, group=heap)
-        wrong = gradients(heap) + twice(heap) + traced(heap)
+        wrong = gradients(heap) + twice(heap) + written(heap) + traced(heap)
         assert calls_made(heap) == 3
         # The control: without effects some are lost.
         for name in MODELS:

@@ -269,3 +269,19 @@ def test_what_transforms_see() -> None:
         warnings.simplefilter("ignore")
         each = torch.func.vmap(lambda x: stream_k.gemm(x, b))(batch)
     assert torch.equal(each, torch.stack([stream_k.gemm(x, b) for x in batch]))
+
+
+def test_autograd_knows_what_is_written() -> None:
+    """A tensor that was saved for a gradient and then written, and one that needs a gradient itself."""
+    a, b = random(8, 16, torch.float32), random(16, 8, torch.float32)
+    x = random(8, 8, torch.float32).requires_grad_()
+    y = x.exp()
+    with torch.no_grad():
+        stream_k.gemm(a, b, out=y)
+        stream_k.gemm(a, b, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with pytest.raises(ValueError, match="out requires a gradient"):
+        stream_k.gemm(a, b, out=x)
+    with torch.inference_mode():
+        stream_k.gemm(a, b, out=torch.empty_like(a[:, :8]))
