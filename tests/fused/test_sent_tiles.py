@@ -108,3 +108,8 @@ def both_ways(rank: int, world_size: int) -> list[str]:
 @pytest.mark.num_ranks(3)
 def test_the_same_bits_as_by_way_of_a_buffer() -> None:
     assert values(run_ranks(both_ways, 3, timeout=100.0)) == [[]] * 3
+
+
+@pytest.mark.num_gpus(2)
+def test_the_same_bits_on_two_gpus() -> None:
+    assert values(run_ranks(both_ways, 2, timeout=100.0)) == [[]] * 2
