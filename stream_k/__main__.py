@@ -94,20 +94,14 @@ def _run(
     options: dict[str, Any],
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right."""
-    # RuntimeError here is a backend that this machine does not have: the caller's mistake, too.
-    try:
-        from pyrocshmem import target
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
     import torch
 
     from collectives import job as standalone
     from collectives.problems import STANDALONE
-    from pyrocshmem.launch import spawn
-    from reference import report
+    from pyrocshmem import target
     from reference.problems import PROBLEMS, find_problem
     from stream_k import timeline_files
-    from stream_k.job import Job, check_job, run_rank
+    from stream_k.job import Job, check_job
     from stream_k.norm_problems import NORMS
 
     on_gpu = target.backend() != "host"
@@ -143,8 +137,21 @@ def _run(
     check_job(job)
     if trace_path is not None:
         timeline_files.check_path(trace_path)
+    return _run_job(console, job, num_ranks, json_path, trace_path)
+
+
+def _run_job(
+    console: Console, job: Any, num_ranks: int, json_path: Path | None, trace_path: Path | None
+) -> bool:
+    """Run a fused op, a `stream_k.job.Job`, and print what came of it; whether every rank's result is right."""
+    from pyrocshmem.launch import spawn
+    from reference import report
+    from reference.problems import find_problem
+    from stream_k.job import run_rank
+
+    op, sizes = find_problem(job.collective).op, job.shape
     facts = _facts(job, num_ranks)
-    report.print_facts(console, "stream_k." + product.op, facts)
+    report.print_facts(console, "stream_k." + op, facts)
     results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
     timings = [
@@ -156,7 +163,7 @@ def _run(
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        _write_timeline(console, timeline, trace_path, f"{product.op}, {facts['C = A x B']}")
+        _write_timeline(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
