@@ -274,6 +274,10 @@ def exchange_kernel(
             place_b = region_b + ranks * b_quads + units_of
             words, later = message.poll(slot + place_b * 4, there, deadline, context)
             late |= later
+    if TILES:
+        # After the messages: where this rank's host was late between the two kernels, its peers may have finished the
+        # call without it, given up on a later one, and sent what they have of the call that has this slot again.
+        late = tl.maximum(late, tl.where(signal.load_now(abort) != 0, 1, 0))
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
         there &= ranks == root

@@ -3,7 +3,8 @@
 A kernel whose launch allows it (`Launch(.., chained=True)`) starts as soon as all programs of the one before it have
 called `allow_next` or ended, and `wait_for_previous` holds it until that one has ended and all it wrote can be read. A
 kernel that needs nothing of that one may run beside it and wait at its end, for the sake of what comes after both: then
-the one before must not be chained itself, so that whatever came before that has ended.
+the one before must not be chained itself, or must allow the next only when it has waited, so that whatever came before
+that has ended.
 What is saved is the latency of a launch. Only NVIDIA has this; elsewhere kernels follow one another as ever.
 """
 

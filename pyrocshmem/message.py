@@ -61,7 +61,8 @@ def begin(messages, slot_quads):
 @triton.jit
 def number(messages):
     """The number of the call that is to close next."""
-    return tl.load(messages + _COUNT)
+    # Not from a cache: a dependent kernel may ask before it has waited for anything.
+    return signal.load_now(messages + _COUNT)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def slot_of(messages, slot_quads, count):
 @triton.jit
 def restore(messages, slot_quads, count, STEP: tl.constexpr):
     """The grid puts SENTINEL back into what the call before used of its slot, STEP words at a time."""
-    used = tl.load(messages + _USED)
+    used = signal.load_now(messages + _USED)
     slot = slot_of(messages, slot_quads, count + 2)
     empty = tl.full((STEP,), SENTINEL, tl.int32)
     for step in range(tl.program_id(0), tl.cdiv(used, STEP), tl.num_programs(0)):

@@ -221,6 +221,7 @@ def stream_k_kernel(
     tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
     if not SUMS:
+        # Before `begin` allows the next kernel, which may count on it: see `chain`.
         chain.wait_for_previous()
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)

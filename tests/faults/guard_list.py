@@ -19,6 +19,9 @@ from tests.faults.cases import (
 )
 
 
+SENT_TILES = "tests/fused/test_sent_tiles.py"
+
+
 @dataclass(frozen=True)
 class Guard:
     """name. without: what goes wrong when it is taken out. red: tests that then fail. controls: tests that take it out
@@ -76,6 +79,12 @@ GUARD_LIST = (
         "a peer that comes late takes it for whole, and nothing tells its host",
         tests_in(LATE, "a_late_rank_sees_the_abort_and_writes_nothing"),
         tests_in(LATE, "a_late_rank_takes_sums_that_lack_something"),
+    ),
+    Guard(
+        "a look at the abort word behind messages of tiles",
+        "a rank that is late between two kernels takes data of two calls for one",
+        tests_in(SENT_TILES, "a_rank_that_is_late_between_the_two_kernels"),
+        tests_in(SENT_TILES, "a_rank_that_is_late_between_the_two_kernels"),
     ),
     Guard(
         "abort watch",

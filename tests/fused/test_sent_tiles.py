@@ -1,5 +1,6 @@
 """Products whose tiles leave as messages: where they can, and the same bits as by way of a buffer."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 import stream_k
+from collectives import exchange_kernel as exchange_module
 from collectives.exchange import sent_by_tiles
-from pyrocshmem import Heap
+from pyrocshmem import Heap, signal, status
 from stream_k import message_plan
 from stream_k.config import Config
 from stream_k.workspace import Workspace
@@ -113,3 +115,51 @@ def test_the_same_bits_as_by_way_of_a_buffer() -> None:
 @pytest.mark.num_gpus(2)
 def test_the_same_bits_on_two_gpus() -> None:
     assert values(run_ranks(both_ways, 2, timeout=100.0)) == [[]] * 2
+
+
+class Blind:
+    """`signal`, but for what an exchange reads of the abort word."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)
+
+    def load_now(self, words: Any) -> Any:
+        return signal.load_now(words) * 0
+
+
+def late_between(rank: int, world_size: int, blind: bool) -> int:
+    """The code of this rank's record. Rank 1 stands still between the two kernels of a call; its peer finishes that,
+    gives up on the next, and goes on to the one that has the same slot."""
+    with Heap(HEAP_BYTES, timeout=20.0) as heap:
+        workspace = Workspace(heap, wait_seconds=0.3)
+        met = heap.zeros(1, dtype=torch.int32)
+        a, b = torch.ones(16, 32), torch.ones(32, 32)
+        stream_k.gemm_all_reduce(a, b, group=heap, config=small_config(placement="messages", algorithm="one_shot"),
+                                 workspace=workspace)  # fmt: skip
+        (plan,) = (plan for plan in workspace.plans.values() if isinstance(plan, message_plan.MessagePlan))
+        sent, out, finish = plan.sent, torch.empty(16, 32), plan._finish(None)
+        heap.barrier()
+        if rank == 0:
+            for call in range(4):
+                sent.run(a * (1 + call), b, None, out, finish)
+            heap.peer_view(met, 1)[0] = 1
+        else:
+            sent.gemm.run(a, b, None, sent.place)
+            deadline = time.monotonic() + 20.0
+            while not int(met[0]):
+                assert time.monotonic() < deadline, "the other rank did not come"
+                time.sleep(0.002)
+            with mock.patch.object(exchange_module, "signal", Blind() if blind else signal):
+                sent.exchange.run(sent.x, out, finish)
+        code = int(heap.status[status.Word.CODE])
+        heap.recover()
+        return code
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("blind", [False, True], ids=["", "without the look at the abort word"])
+def test_a_rank_that_is_late_between_the_two_kernels(blind: bool) -> None:
+    """It says so; the control takes data of two calls for one, and says nothing."""
+    ends = values(run_ranks(late_between, 2, blind, timeout=60.0))
+    assert ends == [status.Code.TIMEOUT, 0 if blind else status.Code.ABORTED]
