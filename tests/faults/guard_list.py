@@ -18,7 +18,6 @@ from tests.faults.cases import (
     tests_in,
 )
 
-
 SENT_TILES = "tests/fused/test_sent_tiles.py"
 
 
