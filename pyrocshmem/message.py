@@ -53,16 +53,16 @@ _HEAD, _COUNT, _USED = tl.constexpr(HEAD_WORDS), tl.constexpr(COUNT), tl.constex
 @triton.jit
 def begin(messages, slot_quads):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
-    count = number(messages)
+    # Not from a cache: a dependent kernel may ask before it has waited for anything.
+    count = signal.load_now(messages + _COUNT)
     chain.allow_next()
     return count, slot_of(messages, slot_quads, count)
 
 
 @triton.jit
 def number(messages):
-    """The number of the call that is to close next."""
-    # Not from a cache: a dependent kernel may ask before it has waited for anything.
-    return signal.load_now(messages + _COUNT)
+    """The number of the call that is to close next, for a kernel that has waited for the one before it."""
+    return tl.load(messages + _COUNT)
 
 
 @triton.jit
