@@ -109,18 +109,11 @@ class Exchange:
         pieces = _pieces(kind, x, out.dtype, world, finish.by_rows)
         norm = finish.weight is not None
         largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world, norm) for piece in pieces)
-        self.messages, self.slot_quads = workspace.messages(largest)
+        place = self.messages, self.slot_quads = workspace.messages(largest)
         self.out_dtype = out.dtype
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
-            rest = (
-                self.messages,
-                self.slot_quads,
-                workspace.context,
-                x.numel() - piece.first,
-                *piece[2:],
-                root,
-            )
+            rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], root)
             launch = _launch(heap, op, kind, x, out, finish, piece, tiles)
             launch.compile((*_at(piece, x, out, finish), *rest))
             self.launches.append((launch, piece, rest))

@@ -14,7 +14,7 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors
-from stream_k.cost_model import cost_model, small_tile
+from stream_k.cost_model import cost_model, small_tile, with_tile
 from stream_k.product import tiles_of_block
 from stream_k.tuned import Shape, Variant, check, num_tiles
 
@@ -102,9 +102,7 @@ def _half_tiles(base: Config) -> Iterator[Variant]:
         (64, 64),
     ):
         if block_m >= 64 and block_n >= 32:
-            small = small_tile(block_m, block_n)
-            sizes = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
-            yield Variant(replace(base, split="none", **{name: getattr(small, name) for name in sizes}))
+            yield Variant(with_tile(replace(base, split="none"), small_tile(block_m, block_n)))
 
 
 def _by_copy_engine(op: str, shape: Shape, ranks: int, processors: int, base: Config) -> Iterator[Variant]:

@@ -9,7 +9,7 @@ import torch
 from pyrocshmem import target
 from stream_k.config import BY_ROWS, SPARE, Config, num_multiprocessors
 from stream_k.schedule import make_schedule
-from stream_k.tiles import fastest_tile
+from stream_k.tiles import Tile, fastest_tile
 
 
 def cost_model(
@@ -178,6 +178,14 @@ def small_tile(block_m: int, block_n: int) -> Config:
     )  # fmt: skip
 
 
+def with_tile(config: Config, tile: Tile | Config) -> Config:
+    """`config` with another's tile, and how that is run."""
+    return replace(
+        config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, subtiles=tile.subtiles,
+    )  # fmt: skip
+
+
 def balanced_programs(tiles: int, processors: int) -> int:
     """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
     up."""
@@ -197,10 +205,7 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     else:
         tile, schedule = fastest_tile(M, N, K, processors)
         programs = tile.resident * processors
-        config = replace(
-            config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
-            num_stages=tile.num_stages, subtiles=tile.subtiles,
-        )  # fmt: skip
+        config = with_tile(config, tile)
     # Of programs that share a multiprocessor, both must be there.
     if schedule.kind == "data_parallel" and programs == processors:
         programs = balanced_programs(schedule.num_tiles, processors)

@@ -31,8 +31,6 @@ from stream_k.workspace import Workspace, find_workspace
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
 _WITHOUT_SQUARES = (*BY_ROWS, "messages")
-# Of a product's inner size these share it out, the others have it whole.
-_SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
 
 class Request(NamedTuple):
@@ -58,6 +56,7 @@ class FusedOp:
     name: of the public function. sizes: M of the whole product, and (rows, columns) of the result on this rank.
     plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
     at the same place of every heap. own_columns: each rank has columns of its own, as many as it likes, even none.
+    shares_k: each has a share of the inner size, as large as it likes.
     """
 
     name: str
@@ -65,6 +64,7 @@ class FusedOp:
     plan: Callable[[Call], FusedPlan]
     shared: bool
     own_columns: bool = False
+    shares_k: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,16 +203,14 @@ def chosen_together(
     workspace: Workspace,
     partial_dtype: torch.dtype | None,
 ) -> Config:
-    """What `choose` says, on all ranks the same: a sum's shares of K may differ, and what is chosen depends on K. The
-    largest of those that the ranks brought when they first asked decides for all calls."""
+    """What `choose` says of a sum, on all ranks the same: their shares of K may differ, and what is chosen depends on
+    K. The largest of those that the ranks brought when they first asked decides for all calls."""
     heap = workspace.heap
     assert heap is not None
-    if name in _SUMS:
-        asked = f"{name}({M} x {N} {dtype}, partials {partial_dtype}): configuration"
-        if asked not in workspace.agreed:
-            workspace.agreed[asked] = max(int(size) for size in heap.vote(asked, str(K).encode()))
-        K = workspace.agreed[asked]
-    return choose(name, M, N, K, dtype, heap.world_size, heap.device, partial_dtype)
+    asked = f"{name}({M} x {N} {dtype}, partials {partial_dtype}): configuration"
+    if asked not in workspace.agreed:
+        workspace.agreed[asked] = max(int(size) for size in heap.vote(asked, str(K).encode()))
+    return choose(name, M, N, workspace.agreed[asked], dtype, heap.world_size, heap.device, partial_dtype)
 
 
 def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Config:
@@ -229,7 +227,9 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
         if config.placement not in _WITHOUT_SQUARES:
             return config
         return cost_model(*facts, placement="after" if config.placement == "messages" else "own_stream")
-    found = chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
+    if op.shares_k:
+        return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
+    found = choose(*facts)
     # Ranks with columns of their own would find different placements in the table.
     return found if not op.own_columns or found.placement == config.placement else config
 

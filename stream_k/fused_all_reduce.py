@@ -81,6 +81,7 @@ _OP = FusedOp(
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1])),
     _make_plan,
     shared=True,
+    shares_k=True,
 )
 
 

@@ -73,4 +73,5 @@ _OP = FusedOp(
     _sizes,
     _make_plan,
     shared=False,
+    shares_k=True,
 )

@@ -125,7 +125,7 @@ def _counted_apart(workspace: Workspace) -> Workspace:
 
 
 class Sent(NamedTuple):
-    """How tiles leave other than to a matrix. epilogue: of `stream_k.kernel`. options: OPTIONS behind the first three.
+    """How tiles leave. epilogue: of `stream_k.kernel`. options: OPTIONS behind the first three.
     arguments: `extra` behind the bias."""
 
     epilogue: Any
@@ -134,8 +134,8 @@ class Sent(NamedTuple):
 
 
 class GemmPlan:
-    """The launch of a GEMM for operands of one kind. out: like the result; with `sent`, the place that tiles go to, of
-    the dtype that they go in."""
+    """The launch of a GEMM for operands of one kind, whose tiles are stored to results like `out`; with `sent`, to that
+    place, in its dtype, otherwise than to a matrix."""
 
     def __init__(
         self,
@@ -153,18 +153,19 @@ class GemmPlan:
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32
         )
         how = how_to_write(out) if sent is None else POINTER
+        sent = sent or Sent(store_output, (), strides_by_pointer(out, how))
         self.c_template = template(out, how, config.block_m, product.part_n)
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.rest = strides_by_pointer(out, how) if sent is None else sent.arguments
-        options = (ACTIVATIONS.index(activation), int(bias is not None), how, *(sent.options if sent else ()))
+        self.rest = sent.arguments
+        options = (ACTIVATIONS.index(activation), int(bias is not None), how, *sent.options)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
             int(status.Op.FIX_UP),
             1,
-            store_output if sent is None else sent.epilogue,
+            sent.epilogue,
             None,
             None,
             options,

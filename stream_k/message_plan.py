@@ -14,6 +14,8 @@ Products leave the GEMM as messages, tile by tile (`collectives.message_tiles`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from collectives.exchange import Exchange, Finish, sent_by_tiles
@@ -84,7 +86,9 @@ class MessagePlan(FusedPlan):
         config, request, workspace = call.config, call.request, call.workspace
         self.workspace = workspace
         self.sums = name != "gemm_all_scatter"
-        self.columns, self.activation = call.out.shape[1], request.activation
+        self.finish = (
+            Finish(columns=call.out.shape[1], activation=request.activation) if self.sums else Finish()
+        )
         self.result = None
         written = call.out
         if not call.out.is_contiguous():
@@ -109,10 +113,7 @@ class MessagePlan(FusedPlan):
         self.product = self.sent.gemm.product
 
     def _finish(self, bias: torch.Tensor | None) -> Finish:
-        """What becomes of sums."""
-        if not self.sums:
-            return Finish()
-        return Finish(bias=bias, columns=self.columns, activation=self.activation)
+        return replace(self.finish, bias=bias) if self.sums and bias is not None else self.finish
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Both parts are compiled when they are planned."""
