@@ -96,7 +96,7 @@ class _Plan:
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
         out, finish = results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
-        self.exchange = Exchange(workspace, op, algorithm, x.contiguous(), out, finish=finish)
+        self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, finish=finish)
 
     def run(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -104,7 +104,7 @@ class _Plan:
         """Enqueue the call; returns (the norm, the total)."""
         out, finish = results(x, residual, weight, eps)
         with self.workspace:
-            self.exchange.run(x.contiguous(), out, finish)
+            self.exchange.run(x.resolve_neg().contiguous(), out, finish)
         assert finish.total is not None
         return out, finish.total
 

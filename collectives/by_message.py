@@ -25,7 +25,7 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import share_memory, tell_autograd
+from stream_k.operands import check_plain, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -193,6 +193,7 @@ def _exchanged(
     if out is not None and _clash(kind, x, out, heap.rank):
         raise ValueError("x and out overlap, and are not in place: give another out")
     if out is not None:
+        check_plain("out", out)
         tell_autograd(out)
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     if heap.world_size == 1:
@@ -203,7 +204,7 @@ def _exchanged(
     written = (
         given if given.is_contiguous() else torch.empty_like(given, memory_format=torch.contiguous_format)
     )
-    exchange(workspace, op, kind, x.contiguous(), written, root)
+    exchange(workspace, op, kind, x.resolve_neg().contiguous(), written, root)
     return given if written is given else given.copy_(written)
 
 

@@ -328,9 +328,9 @@ def backward(
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., N] as [M, N] with contiguous rows: a view where there is one."""
+    """[..., N] as [M, N] with contiguous rows: a view where memory holds them so."""
     M, N = math.prod(x.shape[:-1]), x.shape[-1]
-    rows = x.reshape(M, N)
+    rows = x.resolve_neg().reshape(M, N)
     return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 

@@ -67,6 +67,24 @@ def twice(heap: Heap) -> list[str]:
     return ["rms_norm was differentiated twice"]
 
 
+def negative(heap: Heap) -> list[str]:
+    """Memory that holds the values with the other sign, contiguous as it is, is read as what it stands for."""
+    x, wrong = random((4, 8), 3, FLOAT), []
+    flipped = torch._neg_view(x)
+    weight = torch.ones(8, device=x.device)
+    for name, op in {
+        "all_reduce": lambda x: collectives.all_reduce(x, group=heap),
+        "all_reduce_rms_norm": lambda x: collectives.all_reduce_rms_norm(x, None, weight, 1e-5, group=heap)[
+            1
+        ],
+        "rms_norm": lambda x: collectives.rms_norm(x, weight, 1e-5, group=heap),
+    }.items():
+        if not torch.equal(op(flipped), op(-x)):
+            wrong.append(f"{name} with the negative bit")
+    heap.synchronize()
+    return wrong
+
+
 def written(heap: Heap) -> list[str]:
     """Autograd is told of every result that was given."""
     x = random((4, 8), 1, FLOAT)
@@ -182,7 +200,7 @@ def operators(rank: int, world_size: int) -> list[str]:
             collectives.all_scatter(x[0], group=heap)
         with pytest.raises(ValueError, match="root is 2, the group has ranks 0 to 1"):
             collectives.broadcast(x, 2, group=heap)
-        wrong = gradients(heap) + twice(heap) + written(heap) + traced(heap)
+        wrong = gradients(heap) + twice(heap) + written(heap) + negative(heap) + traced(heap)
         assert calls_made(heap) == 3
         # The control: without effects some are lost.
         for name in MODELS:
