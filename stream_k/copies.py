@@ -1,10 +1,14 @@
-"""Copies of operands that TMA can't address, made before the GEMM reads them.
+"""Copies of operands that TMA can't address, or not fast, made before the GEMM reads them.
 
 TMA wants lines (rows, or the columns of a transposed view) that start at multiples of 16 bytes. Other operands can be
 read by pointers, but 16-bit elements then come 2 bytes at a time and, since an asynchronous copy moves 4 at least,
 with nothing in flight. Copying such an operand into lines of whole 128 bytes and reading that by TMA took less time in
 all but one of 124 products measured (H200, 1 launch for both operands, 3.3 TB/s of reading and writing; M N K
 log-uniform in 128 to 8192): 2.6 times less, geometric mean.
+
+Where A's last rows don't fill a tile, TMA puts zeros for the others, slowly: as if all programs fetched these rows from
+one place, some 20 a nanosecond. A product of few rows takes up to twice as long for it. A copy with memory for whole
+tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`stream_k.operands.rows_held`).
 
 Copies live from their launch to the GEMM's, in memory of PyTorch's allocator: calls on several streams don't share
 them, and a captured graph keeps its own.
@@ -75,18 +79,19 @@ def copy_kernel(
 
 
 class _Copied:
-    """How an operand is copied: as its rows, or, where its columns are contiguous and not `by_rows`, as these."""
+    """How an operand is copied: as its rows, or, where its columns are contiguous and not `by_rows`, as these.
+    rows: for how many a copy of rows has memory, which nothing writes behind the last."""
 
-    def __init__(self, x: torch.Tensor, by_rows: bool) -> None:
+    def __init__(self, x: torch.Tensor, by_rows: bool, rows: int = 0) -> None:
         self.by_columns = x.stride(1) != 1 and x.stride(0) == 1 and not by_rows
         lines = x.t() if self.by_columns else x
         pitch = -(-lines.shape[1] // _LINE) * _LINE
-        self.shape = (lines.shape[0], pitch)
-        self.length = lines.shape[1]
+        self.lines, self.length = lines.shape
+        self.shape = (self.lines if self.by_columns else max(self.lines, rows), pitch)
         self.sizes = (*lines.shape, *lines.stride(), pitch)
 
     def blocks(self, lines: int, elements: int) -> int:
-        return -(-self.shape[0] // lines) * -(-self.length // elements)
+        return -(-self.lines // lines) * -(-self.length // elements)
 
 
 def worth_a_copy(x: torch.Tensor, how: int) -> bool:
@@ -94,14 +99,35 @@ def worth_a_copy(x: torch.Tensor, how: int) -> bool:
     return how == POINTER and x.element_size() == 2 and target.backend() != "hip"
 
 
+# From readings of 360 products of 1 to 256 rows on H200 (docs/log.md): rows outside, a microsecond; bytes of B, in a
+# quarter of whose time they come beside; a copy, in microseconds, and bytes of A a microsecond. Decides within 1%, on
+# average, of the better way; never to copy costs 13%.
+_OUTSIDE, _READ, _COPY, _COPIED = 18e3, 4e6, 2.0, 0.8e6
+# What TMA fetches at a time: so much of a row.
+_FETCH_BYTES = 128
+
+
+def rows_cost_more(a: torch.Tensor, b: torch.Tensor, rows: int, tiles_n: int) -> bool:
+    """Whether the rows outside of `a` that its tiles read, as `rows` in `tiles_n` columns, cost more than a copy of `a`
+    that has memory for them."""
+    if target.interpreted() or target.backend() != "cuda":
+        return False
+    fetched = (rows - a.shape[0]) * tiles_n * -(-a.shape[1] * a.element_size() // _FETCH_BYTES)
+    beside = b.numel() * b.element_size() / _READ / 4
+    return fetched / _OUTSIDE > _COPY + beside + a.numel() * a.element_size() / _COPIED
+
+
 class Copies:
     """The copies of the operands of one kind of call: of `a`, `b` or both; None is read where it is.
 
-    a_by_rows: A's copy has contiguous rows, whatever A has. Compiled when it is made; nothing runs before `run`.
+    a_by_rows: A's copy has contiguous rows, whatever A has. a_rows: it has memory for so many, where it is of rows.
+    Compiled when it is made; nothing runs before `run`.
     """
 
-    def __init__(self, a: torch.Tensor | None, b: torch.Tensor | None, a_by_rows: bool = False) -> None:
-        self._a = None if a is None else _Copied(a, a_by_rows)
+    def __init__(
+        self, a: torch.Tensor | None, b: torch.Tensor | None, a_by_rows: bool = False, a_rows: int = 0
+    ) -> None:
+        self._a = None if a is None else _Copied(a, a_by_rows, a_rows)
         self._b = None if b is None else _Copied(b, by_rows=False)
         self._copied = [x for x in (self._a, self._b) if x is not None]
         given = [x for x in (a, b) if x is not None]

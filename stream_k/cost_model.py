@@ -151,17 +151,31 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
         return Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
     if M > 16 and N <= 64:
         return Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
-    for block_m, block_n in _ROW_TILES if M <= 16 else _FEW_ROWS if 64 < M <= 128 else _SMALL_TILES:
-        if block_m < 2 * max(M, 64) and -(-M // block_m) * -(-N // block_n) <= processors:
+    for block_m, block_n in _tiles_of(M):
+        if -(-M // block_m) * -(-N // block_n) <= processors:
             return small_tile(block_m, block_n)
     return Config()
 
 
 # Of products of less than a wave, the smallest tile that is still one wave: they are as fast as memory is read, by as
 # many multiprocessors as there are. In the order in which they are tried, from readings on H200 at M = 16 to 256.
-_ROW_TILES = ((16, 32), (16, 64), (16, 128), (16, 256))
-_FEW_ROWS = ((64, 64), (128, 64), (128, 128))
-_SMALL_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
+_TILES_TO = {
+    16: ((16, 32), (16, 64), (16, 128), (16, 256)),
+    32: ((32, 32), (32, 64), (32, 128), (64, 256)),
+    64: ((64, 32), (64, 64), (64, 128), (64, 256)),
+    128: ((64, 64), (128, 64), (128, 128)),
+}
+_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
+
+
+def _tiles_of(M: int) -> tuple[tuple[int, int], ...]:
+    """The tiles to try for M rows."""
+    for rows, tiles in _TILES_TO.items():
+        if rows >= M:
+            return tiles
+    return _TILES
+
+
 # What a program has of shared memory on sm_90, but for a few words of its own.
 _SHARED_BYTES = 229_000
 

@@ -22,7 +22,7 @@ from stream_k.epilogue import ACTIVATIONS
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.launch import Launch
-from stream_k.operands import aligned, check_output, check_product, claim, kind
+from stream_k.operands import aligned, check_output, check_product, claim, kind, left_kind
 from stream_k.plan import FusedPlan
 from stream_k.product import Product, make_product, schedule_of
 from stream_k.tuned import choose
@@ -117,7 +117,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
     offset = symmetric_offset(heap, out) if op.shared else None
-    key = (op.name, kind(a), kind(b), kind(bias), kind(out), offset, *request[4:], _recorded())
+    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), offset, *request[4:], _recorded())
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)

@@ -23,7 +23,7 @@ from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import gemm, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.message_plan import SentProduct
-from stream_k.operands import check_product, kind
+from stream_k.operands import check_product, kind, left_kind
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -59,7 +59,7 @@ def gemm_all_reduce_rms_norm(
     by_hand = not dispatched(a, b, bias, residual, weight)
     if by_hand:
         heap, space = find_workspace(group, workspace)
-        given = tuple(kind(x) for x in (a, b, residual, weight, bias))
+        given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
         recorded = trace.recorder() is not None
         key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded)
         plan: _Plan | None = space.plans.get(key)

@@ -20,6 +20,7 @@ from stream_k.operands import (
     filled,
     how_to_write,
     kind,
+    left_kind,
     strides_by_pointer,
     template,
 )
@@ -73,7 +74,7 @@ def run(
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     recorded = trace.recorder() is not None
-    key = ("gemm", kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config, recorded)
+    key = ("gemm", left_kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config, recorded)
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)

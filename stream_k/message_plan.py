@@ -135,8 +135,10 @@ class GatherPlan(FusedPlan):
             raise ValueError(
                 f"Config.placement is 'messages', for as many rows on each rank; a has {M} on {call.heap.world_size}"
             )
-        size = M * call.a.shape[1]
-        self.gathered = workspace.buffer("own gathered", size, call.a.dtype, local=True)[:size].view(M, -1)
+        # With rows behind them, where the last tiles end.
+        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
+        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
+        self.gathered = held[: M * K].view(M, K)
         # A rank without columns only sends its rows.
         self.gemm: GemmPlan | None = None
         if N > 0:

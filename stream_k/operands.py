@@ -181,6 +181,32 @@ def kind(x: Any) -> Any:
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg())
 
 
+# Heights of tiles, largest first.
+_HEIGHTS = (256, 128, 64, 32, 16)
+
+
+def rows_held(x: torch.Tensor) -> int:
+    """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
+    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold."""
+    rows, cols = x.shape
+    pitch, step = x.stride()
+    if rows % _HEIGHTS[0] == 0 or step != 1 or pitch < max(cols, 1):
+        return rows
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    held = (size - cols) // pitch + 1
+    if held > rows:
+        for height in _HEIGHTS:
+            whole = -(-rows // height) * height
+            if whole <= held:
+                return whole
+    return rows
+
+
+def left_kind(a: Any) -> Any:
+    """`kind` of a left operand, and of which rows behind its own a plan depends on."""
+    return kind(a), rows_held(a) if isinstance(a, torch.Tensor) and a.ndim == 2 else 0
+
+
 def how_to_read(x: torch.Tensor) -> int:
     """ROW, COLUMN or POINTER for a matrix of any strides."""
     rows, cols = x.shape

@@ -10,12 +10,12 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import Config, num_multiprocessors
-from stream_k.copies import Copies, worth_a_copy
+from stream_k.copies import Copies, rows_cost_more, worth_a_copy
 from stream_k.gemm_kernel import gemm_kernel
 from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.mainloop import COLUMN, POINTER
-from stream_k.operands import as_argument, filled, how_to_read, strides_by_pointer, template
+from stream_k.mainloop import COLUMN, POINTER, ROW
+from stream_k.operands import as_argument, filled, how_to_read, rows_held, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
 
@@ -167,9 +167,16 @@ def make_product(
     if a_how == COLUMN and by_rows:
         a_how = POINTER
     copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
-    copies = (
-        Copies(a if copies_a else None, b if copies_b else None, by_rows) if copies_a or copies_b else None
-    )
+    # Of one matrix: blocks of rows end where the next ones begin.
+    tile_rows = 0 if row_blocks or keeps_a else schedule.tiles_m * config.block_m
+    if a_how == ROW and tile_rows > M:
+        if rows_held(a) >= tile_rows:
+            a = a.as_strided((tile_rows, K), a.stride())
+        else:
+            copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
+    copies = None
+    if copies_a or copies_b:
+        copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, tile_rows)
     if copies is not None:
         a, b = copies.examples(a, b)
         a_how, b_how = how_to_read(a) if copies_a else a_how, how_to_read(b)

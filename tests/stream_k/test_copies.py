@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import stream_k
-from stream_k import copies
+from stream_k import copies, product
 from stream_k.copies import Copies
 from stream_k.mainloop import POINTER, ROW
 from stream_k.operands import how_to_read
@@ -110,10 +110,10 @@ def test_what_is_copied() -> None:
     config = small_config()
 
     def found(a: torch.Tensor, b: torch.Tensor, **options: Any) -> tuple[bool, bool]:
-        product = make_product(a, b, config, False, **options)
-        made = product.readable(a, b)
+        planned = make_product(a, b, config, False, **options)
+        made = planned.readable(a, b)
         copied = made[0] is not a, made[1] is not b
-        for x, how, copy in ((a, product.a_how, copied[0]), (b, product.b_how, copied[1])):
+        for x, how, copy in ((a, planned.a_how, copied[0]), (b, planned.b_how, copied[1])):
             assert how == (ROW if copy else how_to_read(x))
         return copied
 
@@ -126,6 +126,21 @@ def test_what_is_copied() -> None:
     assert found(odd, odd, keeps_a=True) == (False, True)
     wide = laid_out(random(40, 41, torch.float32), "row")
     assert found(wide, laid_out(random(41, 40, torch.float32), "misaligned")) == (False, False)
+
+
+def test_copied_to_where_rows_lie_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last tile reads behind the copied rows, NaN here, is in no result."""
+    monkeypatch.setattr(product, "rows_cost_more", lambda *_: True)
+    config = small_config()
+    for M in (1, config.block_m + 1, config.block_m):
+        a, b, workspace = random(M, 64, DTYPE), random(64, 51, DTYPE), Workspace(device=device())
+        out = stream_k.gemm(a, b, config=config, workspace=workspace)
+        check_product(out, a, b)
+        made = make_product(a, b, config, False)
+        whole = -(-M // config.block_m) * config.block_m
+        copied = made.readable(a, b)[0]
+        assert made.a_template.shape == [whole, 64]
+        assert (copied is a) if whole == M else (copied.shape == (whole, 64) and same_bits(copied[:M], a))
 
 
 def test_copies_are_of_the_call() -> None:

@@ -1,0 +1,135 @@
+"""Rows that lie behind those of A in its storage: read where they are, needed by nobody, and never read where they are
+not."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import stream_k
+from pyrocshmem import Heap, target
+from stream_k.config import PLACEMENTS_OF
+from stream_k.copies import rows_cost_more
+from stream_k.gemm import GemmPlan
+from stream_k.operands import rows_held
+from stream_k.workspace import Workspace
+from tests.fused.cases import HEAP_BYTES
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import Frame, check_product, device, random, same_bits, small_config
+
+TIER = 1
+DTYPE = torch.float16
+# Tiles of `small_config` end below both.
+N, K = 72, 64
+
+
+def top_of(a: torch.Tensor, rows: int) -> torch.Tensor:
+    """The values of `a` as the top of a tensor of so many rows, the others NaN."""
+    return a.new_full((rows, a.shape[1]), math.nan)[: len(a)].copy_(a)
+
+
+@pytest.mark.parametrize(
+    ("rows", "held", "found"),
+    [(1, 1, 1), (1, 15, 1), (1, 16, 16), (1, 255, 128), (1, 256, 256), (16, 16, 16), (16, 40, 32), (17, 63, 32),
+     (17, 300, 256), (40, 48, 48), (129, 200, 192), (256, 300, 256), (300, 511, 384)],
+)  # fmt: skip
+def test_rows_held(rows: int, held: int, found: int) -> None:
+    assert rows_held(torch.empty(held, 24)[:rows]) == found
+    # The last row may be a part of a line; what lies before the first doesn't count.
+    whole = torch.empty(held + 3, 40)[3:, 16:]
+    assert rows_held(whole[:rows, :24]) == found
+    assert rows_held(torch.empty(24, held).t()[:rows]) == rows
+    assert rows_held(torch.empty(1, 24).expand(rows, 24)) == rows
+
+
+def plans_of(workspace: Workspace) -> list[GemmPlan]:
+    return [plan for plan in workspace.plans.values() if isinstance(plan, GemmPlan)]
+
+
+def rows_read(plan: GemmPlan) -> int:
+    """Rows of the tensor that the descriptor of A is of."""
+    return int(plan.product.a_template.shape[0])
+
+
+@pytest.mark.num_ranks(1)
+@pytest.mark.parametrize("split", ["none", "stream_k", "split_k"])
+def test_read_and_not_needed(split: str) -> None:
+    """The same bits as without them, though they are NaN; all of the last tile's are read where they are held."""
+    config = small_config(split=split, num_programs=4)
+    for M in (1, 33, config.block_m + 1):
+        a, b = random(M, K, DTYPE), random(K, N, DTYPE)
+        whole = -(-M // config.block_m) * config.block_m
+        workspace, frame = Workspace(device=device()), Frame(M, N, DTYPE)
+        stream_k.gemm(top_of(a, whole), b, out=frame.out, config=config, workspace=workspace)
+        check_product(frame.out, a, b)
+        frame.check()
+        assert [rows_read(plan) for plan in plans_of(workspace)] == [whole]
+        assert same_bits(frame.out, stream_k.gemm(a, b, config=config))
+
+
+@pytest.mark.num_ranks(1)
+def test_a_plan_that_reads_them_is_not_for_operands_without() -> None:
+    workspace, config = Workspace(device=device()), small_config()
+    a, b = random(5, K, DTYPE), random(K, N, DTYPE)
+    for each in (top_of(a, config.block_m), a, top_of(a, config.block_m - 1)):
+        check_product(stream_k.gemm(each, b, config=config, workspace=workspace), a, b)
+    # The third may have rows for smaller tiles, and a plan of its own.
+    assert [rows_read(plan) for plan in plans_of(workspace)] in ([config.block_m, 5], [config.block_m, 5, 5])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "tiles_n", "better"),
+    [  # us as it is, and by a copy, or with rows there and 1 us for a copy
+        ((1, 4096, 3584), 16, 128, True),  # 10.3, 9.4
+        ((8, 28672, 8192), 16, 112, False),  # 119.2, 119.4
+        ((17, 4096, 1024), 64, 128, True),  # 5.8, 4.9
+        ((48, 14336, 8192), 64, 112, False),  # 62.7, 63.9
+        ((65, 8192, 3584), 128, 128, True),  # 33.0, 20.2
+        ((112, 1024, 1024), 128, 32, False),  # 3.6, 4.6
+        ((132, 8192, 8192), 256, 64, True),  # 96.4, 51.5
+        ((4100, 4096, 4096), 4224, 16, False),  # a copy of 34 MB
+    ],
+)
+def test_when_a_copy_is_better(
+    shape: tuple[int, int, int], rows: int, tiles_n: int, better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What readings on H200 say of products far from where both ways take as long."""
+    (M, N, K), made = shape, {"dtype": DTYPE, "device": "meta"}
+    a, b = torch.empty(M, K, **made), torch.empty(K, N, **made)
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    for backend, expected in (("cuda", better), ("hip", False)):
+        monkeypatch.setattr(target, "backend", lambda backend=backend: backend)
+        assert rows_cost_more(a, b, rows, tiles_n) == expected
+
+
+def fused_ways(rank: int, world_size: int) -> list[str]:
+    """What rows of NaN behind A change."""
+    wrong = []
+    with Heap(HEAP_BYTES) as heap:
+        where: dict[str, Any] = {"group": heap, "workspace": Workspace(heap)}
+        for M in (40, 41):
+            a, b = random(M, K, DTYPE, 1 + rank), random(K, N, DTYPE, 5 + rank)
+            for op, placements in PLACEMENTS_OF.items():
+                if op == "gemm" or (op == "all_gather_gemm" and M % 2):
+                    continue
+                for placement in placements:
+                    config = small_config(placement=placement, num_programs=4, num_comm_programs=1)
+                    found = [
+                        getattr(stream_k, op)(each, b, config=config, **where)
+                        for each in (a, top_of(a, 256), top_of(a, 64), a)
+                    ]
+                    if not all(same_bits(each, found[0]) for each in found) or found[0].isnan().any():
+                        wrong.append(f"{op} {M} {placement}")
+        heap.synchronize()
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_fused_ops_need_none_of_them() -> None:
+    assert values(run_ranks(fused_ways, 2, timeout=150.0)) == [[]] * 2
+
+
+@pytest.mark.num_gpus(2)
+def test_fused_ops_on_two_gpus() -> None:
+    assert values(run_ranks(fused_ways, 2, timeout=150.0)) == [[]] * 2
