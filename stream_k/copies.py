@@ -80,14 +80,14 @@ def copy_kernel(
 
 class _Copied:
     """How an operand is copied: as its rows, or, where its columns are contiguous and not `by_rows`, as these.
-    rows: for how many a copy of rows has memory, which nothing writes behind the last."""
+    room: for how many rows, or columns, a copy as such has memory, which nothing writes behind the last."""
 
-    def __init__(self, x: torch.Tensor, by_rows: bool, rows: int = 0) -> None:
+    def __init__(self, x: torch.Tensor, by_rows: bool, room: tuple[int, int]) -> None:
         self.by_columns = x.stride(1) != 1 and x.stride(0) == 1 and not by_rows
         lines = x.t() if self.by_columns else x
         pitch = -(-lines.shape[1] // _LINE) * _LINE
         self.lines, self.length = lines.shape
-        self.shape = (self.lines if self.by_columns else max(self.lines, rows), pitch)
+        self.shape = (max(self.lines, room[self.by_columns]), pitch)
         self.sizes = (*lines.shape, *lines.stride(), pitch)
 
     def blocks(self, lines: int, elements: int) -> int:
@@ -120,15 +120,19 @@ def rows_cost_more(a: torch.Tensor, b: torch.Tensor, rows: int, tiles_n: int) ->
 class Copies:
     """The copies of the operands of one kind of call: of `a`, `b` or both; None is read where it is.
 
-    a_by_rows: A's copy has contiguous rows, whatever A has. a_rows: it has memory for so many, where it is of rows.
-    Compiled when it is made; nothing runs before `run`.
+    a_by_rows: A's copy has contiguous rows, whatever A has. room: a copy of A as rows, of B as columns, has memory for
+    so many. Compiled when it is made; nothing runs before `run`.
     """
 
     def __init__(
-        self, a: torch.Tensor | None, b: torch.Tensor | None, a_by_rows: bool = False, a_rows: int = 0
+        self,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        a_by_rows: bool = False,
+        room: tuple[int, int] = (0, 0),
     ) -> None:
-        self._a = None if a is None else _Copied(a, a_by_rows, a_rows)
-        self._b = None if b is None else _Copied(b, by_rows=False)
+        self._a = None if a is None else _Copied(a, a_by_rows, (room[0], 0))
+        self._b = None if b is None else _Copied(b, False, (0, room[1]))
         self._copied = [x for x in (self._a, self._b) if x is not None]
         given = [x for x in (a, b) if x is not None]
         few = sum(x.numel() for x in given) < _FEW

@@ -162,24 +162,8 @@ def make_product(
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
     tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
-    a_how, b_how = how_to_read(a), how_to_read(b)
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
-    if a_how == COLUMN and by_rows:
-        a_how = POINTER
-    copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
-    # Of one matrix: blocks of rows end where the next ones begin.
-    tile_rows = 0 if row_blocks or keeps_a else schedule.tiles_m * config.block_m
-    if a_how == ROW and tile_rows > M:
-        if rows_held(a) >= tile_rows:
-            a = a.as_strided((tile_rows, K), a.stride())
-        else:
-            copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
-    copies = None
-    if copies_a or copies_b:
-        copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, tile_rows)
-    if copies is not None:
-        a, b = copies.examples(a, b)
-        a_how, b_how = how_to_read(a) if copies_a else a_how, how_to_read(b)
+    a, b, a_how, b_how, copies = _as_read(a, b, config, schedule, by_rows, bool(row_blocks), keeps_a)
     strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),
@@ -200,6 +184,36 @@ def make_product(
         subtiles,
         copies,
     )
+
+
+def _as_read(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    schedule: Schedule,
+    by_rows: bool,
+    in_blocks: bool,
+    keeps_a: bool,
+) -> tuple[torch.Tensor, torch.Tensor, int, int, Copies | None]:
+    """(a, b, how each is read, copies): the operands, or what is read in their place. by_rows: no descriptor reads
+    columns of A. in_blocks: rows are; keeps_a: A is not copied, whatever its layout."""
+    a_how, b_how = how_to_read(a), how_to_read(b)
+    if a_how == COLUMN and by_rows:
+        a_how = POINTER
+    copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
+    # Blocks of rows end where the next ones begin.
+    tile_rows = 0 if in_blocks or keeps_a else schedule.tiles_m * config.block_m
+    if a_how == ROW and tile_rows > a.shape[0]:
+        if rows_held(a) >= tile_rows:
+            a = a.as_strided((tile_rows, a.shape[1]), a.stride())
+        else:
+            copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
+    if not (copies_a or copies_b):
+        return a, b, a_how, b_how, None
+    room = (tile_rows, schedule.tiles_n * config.block_n)
+    copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, room)
+    a, b = copies.examples(a, b)
+    return a, b, how_to_read(a) if copies_a else a_how, how_to_read(b), copies
 
 
 def _blocks_are_aligned(num_rows: int, row_blocks: int, element_size: int) -> bool:

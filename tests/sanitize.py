@@ -24,15 +24,19 @@ from pathlib import Path
 from typing import Annotated
 from unittest import mock
 
+# Every tensor is an allocation of its own, so that a read past its end is one of nobody's memory.
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
 from pyrocshmem import Heap, target  # isort: skip  # before Triton
 import torch
 import torch.distributed as dist
 import typer
 
 import stream_k
-from stream_k import fused
+from stream_k import fused, product
 from stream_k.config import BY_ROWS, PLACEMENTS_OF
 from stream_k.nn import pointwise
+from stream_k.workspace import Workspace
 from tests import sharing
 from tests.stress.ops import OPS, Facts
 
@@ -86,9 +90,22 @@ def alone() -> int:
                     out = getattr(stream_k, name)(a, b, group=heap, config=config)
                 heap.synchronize()
                 report(f"{name} {M} {N} {K} copy_engine", close(out, expected))
-    for name, ok in _pointwise(device):
+    for name, ok in (*_edges(device), *_pointwise(device)):
         report(name, ok)
     return wrong
+
+
+def _edges(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """Products whose last tile has rows behind those of A: none's, those of a larger tensor, those of a copy."""
+    for M, N, K in ((17, 4096, 1024), (200, 512, 1024)):
+        whole = torch.randn(256, K, dtype=torch.float16, device=device)
+        b = torch.randn(N, K, dtype=torch.float16, device=device).t()
+        expected = whole[:M].double() @ b.double()
+        for name, a in (("as it is", whole[:M].clone()), ("rows behind", whole[:M])):
+            for always in (False, True):
+                with mock.patch.object(product, "rows_cost_more", return_value=always):
+                    out = stream_k.gemm(a, b, workspace=Workspace(device=device))
+                yield f"gemm {M} {N} {K} {name}{', copied' if always else ''}", close(out, expected)
 
 
 def _pointwise(device: torch.device) -> Iterator[tuple[str, bool]]:

@@ -143,6 +143,17 @@ def test_copied_to_where_rows_lie_behind(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (copied is a) if whole == M else (copied.shape == (whole, 64) and same_bits(copied[:M], a))
 
 
+def test_copied_columns_have_room_too() -> None:
+    """Of a transposed B as well, which TMA would find columns outside of."""
+    config = small_config()
+    a, b = random(33, 45, DTYPE), laid_out(random(45, config.block_n + 3, DTYPE), "transposed")
+    planned = make_product(a, b, config, False)
+    copied = planned.readable(a, b)
+    assert [x.shape[0] for x in copied] == [-(-33 // config.block_m) * config.block_m, 2 * config.block_n]
+    assert copied[1].isnan().any()  # where nothing was copied to, all the same
+    check_product(stream_k.gemm(a, b, config=config), a, b)
+
+
 def test_copies_are_of_the_call() -> None:
     """Calls in a row on the same plan, other data: each result is its own call's."""
     workspace, config = Workspace(device=device()), small_config()
