@@ -62,24 +62,22 @@ def _add_partials(
 ):  # fmt: skip
     """`parts` plus the workspace tiles of programs [first, last), in that order."""
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
-    one = tl.arange(0, 1)
-    for program in range(first, last):
-        trace.mark(events, trace.WAIT, tile)
-        flag = fix_up_flags + program + one
-        signal.wait(flag, one == 0, epoch, tile, program, context, _FIX_UP, WORLD, "gpu")
-        trace.mark(events, trace.FIX_UP, tile)
-        row = program * BLOCK_M
-        if SUBTILES == 1:
-            parts = (parts[0] + workspace.load([row, 0]),)
-        elif SUBTILES == 2:
-            parts = (parts[0] + workspace.load([row, 0]), parts[1] + workspace.load([row, PART_N]))
-        else:
-            parts = (
-                parts[0] + workspace.load([row, 0]),
-                parts[1] + workspace.load([row, PART_N]),
-                parts[2] + workspace.load([row, 2 * PART_N]),
-                parts[3] + workspace.load([row, 3 * PART_N]),
-            )
+    lanes = tl.arange(0, 32)
+    trace.mark(events, trace.WAIT, tile)
+    for begin in tl.range(first, last, 32, num_stages=1):
+        programs = begin + lanes
+        signal.wait(
+            fix_up_flags + programs, programs < last, epoch, tile, programs, context, _FIX_UP, WORLD, "gpu"
+        )
+    trace.mark(events, trace.FIX_UP, tile)
+    sums = ()
+    for part in tl.static_range(SUBTILES):
+        total = parts[part]
+        # Several loads on their way: there is room for them where the stages of the main loop were.
+        for program in tl.range(first, last, num_stages=3):
+            total += workspace.load([program * BLOCK_M, part * PART_N])
+        sums = sums + (total,)
+    parts = sums
     return parts
 
 
