@@ -36,8 +36,8 @@ from dataclasses import dataclass
 # A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
 MIN_SPLIT_ITERS = 8
 # What each part of a tile adds to the time of its finisher, in iterations: 4.3 us of 0.62 for a tile of 128 x 256 x 64,
-# 2.4 of 0.37 for 128 x 128 x 64, 1.0 of 0.36 for 64 x 64 x 128 (H200, as `stream_k.tiles` has them). That was before the
-# finisher's loads overlapped; 2 and 3 choose no better since, over 98 products.
+# 2.4 of 0.37 for 128 x 128 x 64, 1.0 of 0.36 for 64 x 64 x 128 (H200, as `stream_k.tiles` has them). Since a finisher's
+# loads overlap it is less, but 2 and 3 chose no better for 98 products.
 FIX_UP_ITERS = 6
 # Whole tiles take an eleventh longer behind parts: their programs are out of step and share less of what they read.
 OUT_OF_STEP = 11
