@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
-#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode collectives layers corpus; default: all
+#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode batches collectives layers corpus; default: all
 # COMMIT=... where git can't tell it. ITERS: samples a provider, default 8. Then: python -m benchmarks report FOLDER/*.jsonl
 set -uo pipefail
 unset CDPATH
@@ -11,11 +11,12 @@ declare -A commands=(
   [llama3]="all --shapes llama3 --providers $ops"
   [sweep]="all --shapes sweep --providers $ops"
   [decode]="all --shapes decode --providers $ops,blas_ours,blas_torch_two_shot"
+  [batches]="all --shapes batches --providers $ops,blas_ours,blas_torch_two_shot"
   [collectives]="collectives"
   [layers]="layers"
   [corpus]="gemm --shapes stream-k-corpus -n 1"
 )
-sets=(llama3 sweep decode collectives layers corpus)
+sets=(llama3 sweep decode batches collectives layers corpus)
 # What outlives this hangs.
 limit_s=1800
 

@@ -25,7 +25,8 @@ LLAMA = ((1792, 4096), (3584, 8192), (6656, 16384))
 LLAMA_ROWS = (4096, 8192, 16384)
 # Row-parallel (N, K) of one rank.
 DECODE = ((4096, 1024), (4096, 3584), (8192, 2048), (8192, 7168))
-DECODE_ROWS = (1, 16, 64, 128, 256)
+# Sizes of a batch: powers of two, or others, where the last tile is never full.
+DECODE_ROWS = {"decode": (1, 16, 64, 128, 256), "batches": (3, 24, 40, 100, 200)}
 SWEEP = (3584, 8192)
 SWEEP_ROWS = tuple(256 << i for i in range(8))
 NO_TILE = (4091, 1801, 4104)
@@ -101,12 +102,12 @@ class Op:
 OPS = {
     op.name: op
     for op in (
-        Op("gemm", "gemm", ("llama3", "decode", "sweep", "stream-k-corpus")),
+        Op("gemm", "gemm", ("llama3", "decode", "batches", "sweep", "stream-k-corpus")),
         Op("all_gather_gemm", "column", ("llama3", "sweep")),
         Op("gemm_reduce_scatter", "row", ("llama3", "sweep")),
-        Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode")),
+        Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode", "batches")),
         Op("gemm_all_scatter", "column", ("llama3", "sweep")),
-        Op("gemm_all_reduce_rms_norm", "row", ("decode",)),
+        Op("gemm_all_reduce_rms_norm", "row", ("decode", "batches")),
         Op("all_reduce", "collective", ("sizes",)),
         Op("all_reduce_rms_norm", "collective", ("norm-rows",)),
         Op("all_gather", "collective", ("sizes",)),
@@ -120,7 +121,7 @@ NORMS = ("gemm_all_reduce_rms_norm", "all_reduce_rms_norm")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS
-SETS = ("llama3", "decode", "sweep", "stream-k-corpus", "sizes", "norm-rows", "tiny")
+SETS = ("llama3", *DECODE_ROWS, "sweep", "stream-k-corpus", "sizes", "norm-rows", "tiny")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
     made = []
     for M, N, K in local:
         small = kind == "collective" or 2 * M * N * K < _GRAPH_SECONDS * _ROUGH_FLOPS
-        timing = "graph" if on_gpu and (small or name == "decode") else "eager"
+        timing = "graph" if on_gpu and (small or name in DECODE_ROWS) else "eager"
         made.append(Case(op, name, M, N, K, dtype, ranks if kind != "gemm" else 1, timing))
     return made
 
@@ -192,8 +193,10 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
         return list(TINY_NORM if op.endswith("rms_norm") else TINY)
     if name == "stream-k-corpus":
         return corpus()
-    if name == "decode":
-        return [(m, *(pair if kind != "column" else pair[::-1])) for pair in DECODE for m in DECODE_ROWS]
+    if name in DECODE_ROWS:
+        return [
+            (m, *(pair if kind != "column" else pair[::-1])) for pair in DECODE for m in DECODE_ROWS[name]
+        ]
     if name == "sweep":
         column = [*((m, *SWEEP) for m in SWEEP_ROWS), NO_TILE]
     else:

@@ -76,9 +76,8 @@ def _add_partials(
         # Several loads on their way: there is room for them where the stages of the main loop were.
         for program in tl.range(first, last, num_stages=3):
             total += workspace.load([program * BLOCK_M, part * PART_N])
-        sums = sums + (total,)
-    parts = sums
-    return parts
+        sums = sums + (total,)  # type: ignore[assignment]
+    return sums
 
 
 @triton.jit

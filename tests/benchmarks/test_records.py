@@ -152,6 +152,10 @@ def test_sets_of_shapes() -> None:
     decode = cases_of("gemm_all_reduce", "decode", 4, "bfloat16", True)
     assert {case.timing for case in decode} == {"graph"}
     assert (16, 8192, 7168) in {(c.M, c.N, c.K) for c in decode}
+    batches = cases_of("gemm_all_reduce", "batches", 4, "bfloat16", True)
+    assert {(c.N, c.K) for c in batches} == {(c.N, c.K) for c in decode}
+    assert len(batches) == 20
+    assert all(c.timing == "graph" and c.M % 16 for c in batches)
     assert (4091, 1801, 4104) in {
         (c.M, c.N, c.K) for c in cases_of("all_gather_gemm", "sweep", 4, "bfloat16", True)
     }
