@@ -45,11 +45,11 @@ def gemm(
     a: [M, K], b: [K, N], any strides, float16, bfloat16 or float32, one dtype for both. Transposed and sliced
     views are read as they lie; on NVIDIA 16-bit operands whose rows or columns don't start at multiples of 16
     bytes are copied first, into memory of PyTorch's allocator (`stream_k.copies`). So may be an A of few rows,
-    unless it is the top of a larger tensor: up to 255 rows behind its last are then read, and not used. bias: [N],
-    of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any strides without overlap,
-    of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32 matrix units, where
-    there are any (NVIDIA). config: None chooses one. workspace: of the same device; None: the device's own, on
-    which calls run one after another where tiles are split.
+    unless it is the top of a larger tensor: up to 255 rows behind its last are then read, and not used.
+    bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any
+    strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32
+    matrix units, where there are any (NVIDIA). config: None chooses one. workspace: of the same device; None: the
+    device's own, on which calls run one after another where tiles are split.
 
     Has a gradient (`stream_k.autograd`) and is traced by torch.compile, then without out and config: ValueError.
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)

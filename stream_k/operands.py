@@ -240,7 +240,7 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
 def strides_by_pointer(x: torch.Tensor, how: int) -> tuple[int, int]:
     """Strides of `x` for a kernel that goes there in the way `how`. For a descriptor, which has its own, none: Triton
     would compile the kernel anew for others."""
-    return (x.stride(0), x.stride(1)) if how == POINTER else (0, 0)
+    return (0, 0) if how in (ROW, COLUMN) else (x.stride(0), x.stride(1))
 
 
 def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:

@@ -14,7 +14,7 @@ from stream_k.copies import Copies, rows_cost_more, worth_a_copy
 from stream_k.gemm_kernel import gemm_kernel
 from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.mainloop import COLUMN, POINTER, ROW
+from stream_k.mainloop import COLUMN, MASKED, POINTER, ROW
 from stream_k.operands import as_argument, filled, how_to_read, rows_held, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
@@ -206,6 +206,8 @@ def _as_read(
     if a_how == ROW and tile_rows > a.shape[0]:
         if rows_held(a) >= tile_rows:
             a = a.as_strided((tile_rows, a.shape[1]), a.stride())
+        elif _better_masked(a, config, schedule):
+            a_how = MASKED
         else:
             copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
     if not (copies_a or copies_b):
@@ -214,6 +216,18 @@ def _as_read(
     copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, room)
     a, b = copies.examples(a, b)
     return a, b, how_to_read(a) if copies_a else a_how, how_to_read(b), copies
+
+
+def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:
+    """Whether `a`, whose rows fill no tile, is read faster as MASKED: beside blocks of B that take longer to come, on
+    H200 (docs/log.md), if it is read 16 bytes at a time."""
+    fits = config.block_m == 16 and config.block_n >= 64 and target.backend() == "cuda"
+    return (
+        fits
+        and a.element_size() == 2
+        and a.stride(0) % 16 == 0
+        and schedule.iters_per_tile * config.block_k == a.shape[1]
+    )
 
 
 def _blocks_are_aligned(num_rows: int, row_blocks: int, element_size: int) -> bool:
