@@ -110,7 +110,7 @@ _FETCH_BYTES = 128
 def rows_cost_more(a: torch.Tensor, b: torch.Tensor, rows: int, tiles_n: int) -> bool:
     """Whether the rows outside of `a` that its tiles read, as `rows` in `tiles_n` columns, cost more than a copy of `a`
     that has memory for them."""
-    if target.interpreted() or target.backend() != "cuda":
+    if target.backend() != "cuda":
         return False
     fetched = (rows - a.shape[0]) * tiles_n * -(-a.shape[1] * a.element_size() // _FETCH_BYTES)
     beside = b.numel() * b.element_size() / _READ / 4
