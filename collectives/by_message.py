@@ -132,8 +132,12 @@ def broadcast(
 def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
     """What is enqueued after it on this rank's stream runs after all that was enqueued before it on any rank's.
 
-    The host does not wait; `Heap.barrier` is the one that does.
+    The host does not wait; `Heap.barrier` is the one that does. torch.compile keeps it where it is among the other
+    calls.
     """
+    if dispatched():
+        torch.ops.collectives.barrier(name_of(group, workspace))
+        return
     heap, workspace = find_workspace(group, workspace)
     token = workspace.buffer("barrier", 2, torch.float32, local=True)
     if heap.world_size > 1:
