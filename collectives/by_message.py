@@ -132,12 +132,13 @@ def broadcast(
 def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
     """What is enqueued after it on this rank's stream runs after all that was enqueued before it on any rank's.
 
-    The host does not wait; `Heap.barrier` is the one that does. torch.compile keeps it where it is among the other
-    calls.
+    The host does not wait; `Heap.barrier` is the one that does. NotImplementedError where torch.compile traces it: a
+    graph makes the writes of its inputs at its end, past a barrier. Call it between compiled functions.
     """
     if dispatched():
-        torch.ops.collectives.barrier(name_of(group, workspace))
-        return
+        raise NotImplementedError(
+            "barrier is no part of a graph, which would move writes past it; call it between compiled functions"
+        )
     heap, workspace = find_workspace(group, workspace)
     token = workspace.buffer("barrier", 2, torch.float32, local=True)
     if heap.world_size > 1:

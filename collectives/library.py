@@ -11,8 +11,6 @@ launches its kernel without the dispatcher otherwise. With g the gradient of the
     broadcast        g on the root, zeros elsewhere
     reduce_scatter   g of all ranks, by rows
 
-`barrier` has neither operands nor a result.
-
 A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only the last one
 communicates; it can be differentiated once. Graphs keep each call, and their order, as with the fused ops.
 """
@@ -51,11 +49,6 @@ def _run(name: str) -> Any:
             return function(x, group=group, workspace=workspace, **chosen)
 
     return run
-
-
-def _barrier(label: str) -> None:
-    group, workspace = find(label)
-    by_message.barrier(group=group, workspace=workspace)
 
 
 def _num_rows(rows: int, rank: int, world_size: int) -> int:
@@ -128,17 +121,12 @@ def _register() -> None:
     }
     for name, schema in _SCHEMAS.items():
         op = f"collectives::{name}"
-        _define(op, schema, _run(name), _shape(name))
+        torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(op, "default", _run(name))
+        torch.library.register_fake(op, _shape(name))
         torch.library.register_autograd(op, backward[name], setup_context=_keep)
-    _define("collectives::barrier", "(str group) -> ()", _barrier, lambda group: None)
-
-
-def _define(op: str, schema: str, run: Any, fake: Any) -> None:
-    torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(op, "default", run)
-    torch.library.register_fake(op, fake)
-    # Ranks whose graphs differ would wait for one another's.
-    torch.library._register_effectful_op(op, EffectType.ORDERED)
+        # Ranks whose graphs differ would wait for one another's.
+        torch.library._register_effectful_op(op, EffectType.ORDERED)
 
 
 _register()

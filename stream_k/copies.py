@@ -11,11 +11,14 @@ one place, some 20 a nanosecond. A product of few rows takes up to twice as long
 tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`stream_k.operands.rows_held`).
 
 Copies live from their launch to the GEMM's, in memory of PyTorch's allocator: calls on several streams don't share
-them, and a captured graph keeps its own.
+them, and a captured graph keeps its own. One that is made for the rows behind it alone, on a workspace whose calls
+follow one another, has memory there, so that graphs of the plan's own may use it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,7 +124,8 @@ class Copies:
     """The copies of the operands of one kind of call: of `a`, `b` or both; None is read where it is.
 
     a_by_rows: A's copy has contiguous rows, whatever A has. room: a copy of A as rows, of B as columns, has memory for
-    so many. Compiled when it is made; nothing runs before `run`.
+    so many. keep: gives so many elements for A's copy, of all calls. Compiled when it is made; nothing runs before
+    `run`.
     """
 
     def __init__(
@@ -130,10 +134,15 @@ class Copies:
         b: torch.Tensor | None,
         a_by_rows: bool = False,
         room: tuple[int, int] = (0, 0),
+        keep: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._a = None if a is None else _Copied(a, a_by_rows, (room[0], 0))
         self._b = None if b is None else _Copied(b, False, (0, room[1]))
         self._copied = [x for x in (self._a, self._b) if x is not None]
+        self._kept: torch.Tensor | None = None
+        if keep is not None and self._a is not None:
+            size = math.prod(self._a.shape)
+            self._kept = keep(size)[:size].view(self._a.shape)
         given = [x for x in (a, b) if x is not None]
         few = sum(x.numel() for x in given) < _FEW
         lines, elements, warps = _INTERPRETED if target.interpreted() else _SMALL if few else _LARGE
@@ -144,6 +153,11 @@ class Copies:
         self._launch.compile(
             self._arguments(given, [x.new_empty(c.shape) for x, c in zip(given, self._copied, strict=True)])
         )
+
+    @property
+    def kept(self) -> bool:
+        """Whether all copies lie where those of the call before did."""
+        return self._kept is not None and self._b is None
 
     def _arguments(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[Any, ...]:
         each = [(x, y, *c.sizes) for x, y, c in zip(given, made, self._copied, strict=True)]
@@ -165,7 +179,7 @@ class Copies:
         given, made = [], []
         if self._a is not None:
             given.append(a)
-            a = a.new_empty(self._a.shape)
+            a = a.new_empty(self._a.shape) if self._kept is None else self._kept
             made.append(a)
         if self._b is not None:
             given.append(b)

@@ -104,6 +104,7 @@ class Call:
             row_blocks=row_blocks,
             num_blocks=num_blocks,
             keeps_a=keeps_a,
+            workspace=self.workspace,
         )
 
     def epilogue_options(self, c_how: int) -> tuple[int, int, int]:

@@ -152,8 +152,9 @@ class GemmPlan:
         sent: Sent | None = None,
     ) -> None:
         self.product = product = make_product(
-            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32
-        )
+            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
+            workspace=workspace if workspace.heap is not None else None,
+        )  # fmt: skip
         how = how_to_write(out) if sent is None else POINTER
         sent = sent or Sent(store_output, (), strides_by_pointer(out, how))
         self.c_template = template(out, how, config.block_m, product.part_n)

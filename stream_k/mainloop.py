@@ -1,7 +1,7 @@
 """What a tile is made of: blocks of A and B, read and multiplied.
 
-A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides; MASKED, by
-pointers, too, of contiguous rows of whole blocks: those outside, for which TMA would fetch zeros, cost nothing.
+A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides; of A
+also MASKED, by pointers, contiguous rows of whole blocks: rows outside, for which TMA would fetch zeros, cost nothing.
 """
 
 import triton
@@ -21,7 +21,7 @@ _MASKED = tl.constexpr(MASKED)
 def _load_block(
     x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside."""
+    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside; MASKED, no columns may be."""
     if HOW == _POINTER or HOW == _MASKED:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)

@@ -175,7 +175,7 @@ def aligned(x: torch.Tensor | None) -> bool:
 
 
 def kind(x: Any) -> Any:
-    """All of a tensor that a plan depends on."""
+    """All of a tensor that a plan depends on, but for `rows_held`."""
     if not isinstance(x, torch.Tensor):
         return None if x is None else type(x)
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg())
@@ -187,10 +187,12 @@ _HEIGHTS = (256, 128, 64, 32, 16)
 
 def rows_held(x: torch.Tensor) -> int:
     """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
-    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold."""
+    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
+    many rows that the last tile's hardly count, its own.
+    """
     rows, cols = x.shape
     pitch, step = x.stride()
-    if rows % _HEIGHTS[0] == 0 or step != 1 or pitch < max(cols, 1):
+    if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
         return rows
     size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     held = (size - cols) // pitch + 1
@@ -254,8 +256,8 @@ def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
 
 
 def filled(made: Any, x: torch.Tensor) -> Any:
-    """The kernel's argument for `x`, of the same shape, strides and alignment as the one that `made` is the
-    template of: nothing is checked again."""
+    """The kernel's argument for `x`, of the same kind (`left_kind`) as the one that `made` is the template of: nothing
+    is checked again."""
     if made is None:
         return x
     descriptor = object.__new__(TensorDescriptor)

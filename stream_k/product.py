@@ -3,7 +3,9 @@ kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
     a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
-    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that TMA can't address; None:
+    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
     both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
@@ -140,6 +142,7 @@ def make_product(
     row_blocks: int = 0,
     num_blocks: int | None = None,
     keeps_a: bool = False,
+    workspace: Workspace | None = None,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
@@ -148,7 +151,8 @@ def make_product(
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
     into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
-    keeps_a: A is not copied, whatever its layout. Raises ValueError when no program is left for the GEMM.
+    keeps_a: A is not copied, whatever its layout. workspace: of the calls; None: they may overlap. Raises ValueError
+    when no program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
     rows = M
@@ -163,7 +167,9 @@ def make_product(
     tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
-    a, b, a_how, b_how, copies = _as_read(a, b, config, schedule, by_rows, bool(row_blocks), keeps_a)
+    a, b, a_how, b_how, copies = _as_read(
+        a, b, config, schedule, by_rows, bool(row_blocks), keeps_a, workspace
+    )
     strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),
@@ -194,15 +200,17 @@ def _as_read(
     by_rows: bool,
     in_blocks: bool,
     keeps_a: bool,
+    workspace: Workspace | None,
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, Copies | None]:
     """(a, b, how each is read, copies): the operands, or what is read in their place. by_rows: no descriptor reads
-    columns of A. in_blocks: rows are; keeps_a: A is not copied, whatever its layout."""
+    columns of A. in_blocks: rows are; the others are `make_product`'s."""
     a_how, b_how = how_to_read(a), how_to_read(b)
     if a_how == COLUMN and by_rows:
         a_how = POINTER
     copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
     # Blocks of rows end where the next ones begin.
     tile_rows = 0 if in_blocks or keeps_a else schedule.tiles_m * config.block_m
+    keep: Callable[[int], torch.Tensor] | None = None
     if a_how == ROW and tile_rows > a.shape[0]:
         if rows_held(a) >= tile_rows:
             a = a.as_strided((tile_rows, a.shape[1]), a.stride())
@@ -210,12 +218,21 @@ def _as_read(
             a_how = MASKED
         else:
             copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
+            if workspace is not None and not copies_b:
+                # A workspace of a fixed size has none to spare, and none grows under capture.
+                captured = a.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                copies_a &= workspace.nbytes is None and not captured
+                keep = partial(_rows_in, workspace, a.dtype)
     if not (copies_a or copies_b):
         return a, b, a_how, b_how, None
     room = (tile_rows, schedule.tiles_n * config.block_n)
-    copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, room)
+    copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, room, keep)
     a, b = copies.examples(a, b)
     return a, b, how_to_read(a) if copies_a else a_how, how_to_read(b), copies
+
+
+def _rows_in(workspace: Workspace, dtype: torch.dtype, size: int) -> torch.Tensor:
+    return workspace.buffer(f"{size} elements of A", size, dtype, local=True)
 
 
 def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:

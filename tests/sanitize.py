@@ -101,11 +101,19 @@ def _edges(device: torch.device) -> Iterator[tuple[str, bool]]:
         whole = torch.randn(256, K, dtype=torch.float16, device=device)
         b = torch.randn(N, K, dtype=torch.float16, device=device).t()
         expected = whole[:M].double() @ b.double()
-        for name, a in (("as it is", whole[:M].clone()), ("rows behind", whole[:M])):
-            for always in (False, True):
-                with mock.patch.object(product, "rows_cost_more", return_value=always):
-                    out = stream_k.gemm(a, b, workspace=Workspace(device=device))
-                yield f"gemm {M} {N} {K} {name}{', copied' if always else ''}", close(out, expected)
+        plain = whole[:M].clone()
+        for name, a, masked, copied in (
+            ("as it is", plain, False, False),
+            ("masked", plain, True, False),
+            ("copied", plain, False, True),
+            ("rows behind", whole[:M], False, False),
+        ):
+            with (
+                mock.patch.object(product, "_better_masked", return_value=masked),
+                mock.patch.object(product, "rows_cost_more", return_value=copied),
+            ):
+                out = stream_k.gemm(a, b, workspace=Workspace(device=device))
+            yield f"gemm {M} {N} {K} {name}", close(out, expected)
 
 
 def _pointwise(device: torch.device) -> Iterator[tuple[str, bool]]:

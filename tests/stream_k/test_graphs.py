@@ -184,8 +184,10 @@ def test_where_graphs_are_not_wanted(device: Device, monkeypatch: pytest.MonkeyP
 
 
 def test_calls_that_copy_operands(device: Device) -> None:
-    """Have no graph, which would keep the copies' memory; those of a product that doesn't have."""
-    for copies, found in ((object(), ["e", "e", "e"]), (None, ["e", "c", "r"])):
+    """Have no graph, which would keep the copies' memory, but where that is the same for all; those of a product that
+    doesn't have."""
+    anew, kept = SimpleNamespace(kept=False), SimpleNamespace(kept=True)
+    for copies, found in ((anew, ["e", "e", "e"]), (kept, ["e", "c", "r"]), (None, ["e", "c", "r"])):
         call, (out,) = Call(device), places(1)
         product: Any = SimpleNamespace(copies=copies)
         call.graphs = Graphs(call.graphs.workspace, product, KEPT)

@@ -36,7 +36,8 @@ def top_of(a: torch.Tensor, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("rows", "held", "found"),
     [(1, 1, 1), (1, 15, 1), (1, 16, 16), (1, 255, 128), (1, 256, 256), (16, 16, 16), (16, 40, 32), (17, 63, 32),
-     (17, 300, 256), (40, 48, 48), (129, 200, 192), (256, 300, 256), (300, 511, 384)],
+     (17, 300, 256), (40, 48, 48), (129, 200, 192), (255, 300, 256), (256, 512, 256),
+     (300, 511, 300)],
 )  # fmt: skip
 def test_rows_held(rows: int, held: int, found: int) -> None:
     assert rows_held(torch.empty(held, 24)[:rows]) == found
@@ -130,23 +131,64 @@ def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fused_ways(rank: int, world_size: int) -> list[str]:
-    """What rows of NaN behind A change."""
+    """What rows of NaN behind A change, and where a plan was used for an A without them."""
     wrong = []
+    ops = [(op, each) for op, placements in PLACEMENTS_OF.items() for each in placements if op != "gemm"]
     with Heap(HEAP_BYTES) as heap:
-        where: dict[str, Any] = {"group": heap, "workspace": Workspace(heap)}
-        for op, placements in PLACEMENTS_OF.items():
+        for op, placement in (*ops, ("gemm_all_reduce_rms_norm", "messages")):
             M = 40 if op == "all_gather_gemm" else 41
+            workspace = Workspace(heap)
             a, b = random(M, K, DTYPE, 1 + rank), random(K, N, DTYPE, 5 + rank)
-            for placement in placements if op != "gemm" else ():
-                config = small_config(placement=placement, num_programs=4, num_comm_programs=1)
-                first, *others = (
-                    getattr(stream_k, op)(each, b, config=config, **where)
-                    for each in (a, top_of(a, 256), top_of(a, 64))
-                )
-                if first.isnan().any() or not all(same_bits(each, first) for each in others):
-                    wrong.append(f"{op} {placement}")
-        heap.synchronize()
+            config = small_config(placement=placement, num_programs=4, num_comm_programs=1)
+            more = (None, torch.ones_like(b[0]), 1e-5) if op.endswith("norm") else ()
+
+            def made(
+                a: torch.Tensor, op: str = op, b: Any = b, more: Any = more, **options: Any
+            ) -> torch.Tensor:
+                out = getattr(stream_k, op)(a, b, *more, group=heap, **options)
+                return out if isinstance(out, torch.Tensor) else out[0]
+
+            # The plan that reads most first: the others may not have it.
+            found = [
+                made(each, config=config, workspace=workspace) for each in (top_of(a, 256), top_of(a, 64), a)
+            ]
+            if found[0].isnan().any() or not all(same_bits(each, found[0]) for each in found):
+                wrong.append(f"{op} {placement}")
+            whole = -(-M // config.block_m) * config.block_m
+            plans: list[Any] = [*workspace.plans.values()]
+            products = [plan.sent.gemm.product for plan in plans if hasattr(plan, "sent")]
+            read = {each.a_template.shape[0] for each in products}
+            if placement == "messages" and op != "all_gather_gemm" and read != {whole, M}:
+                wrong.append(f"{op}: plans that read {read} rows")
+            heap.synchronize()
     return wrong
+
+
+def copied_on_a_heap(rank: int, world_size: int) -> list[bool]:
+    """Whether copies lie in the workspace, unless it has a fixed size, and are made anew in each call."""
+    config, said = small_config(placement="messages", algorithm="one_shot"), []
+    with Heap(HEAP_BYTES) as heap, mock.patch.object(product, "rows_cost_more", return_value=True):
+        workspaces = [Workspace(heap), Workspace(heap, nbytes=8 << 20)]
+        for workspace, copied in zip(workspaces, (True, False), strict=True):
+            for turn in range(3):
+                a, b = (
+                    [random(*shape, DTYPE, 10 * turn + r) for r in range(2)] for shape in ((41, K), (K, N))
+                )
+                out = stream_k.gemm_all_reduce(
+                    a[rank], b[rank], group=heap, config=config, workspace=workspace
+                )
+                exact = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))
+                said.append(bool((out.double() - exact).abs().max() < 0.1))
+            plans: list[Any] = [*workspace.plans.values()]
+            copies = [plan.sent.gemm.product.copies for plan in plans]
+            said.append([each.kept for each in copies] == [True] if copied else copies == [None])
+        heap.synchronize()
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_copies_on_a_heap() -> None:
+    assert values(run_ranks(copied_on_a_heap, 2)) == [[True] * 8] * 2
 
 
 @pytest.mark.num_ranks(2)
@@ -155,5 +197,6 @@ def test_fused_ops_need_none_of_them() -> None:
 
 
 @pytest.mark.num_gpus(2)
-def test_fused_ops_on_two_gpus() -> None:
+def test_on_two_gpus() -> None:
+    assert values(run_ranks(copied_on_a_heap, 2)) == [[True] * 8] * 2
     assert values(run_ranks(fused_ways, 2, timeout=150.0)) == [[]] * 2
