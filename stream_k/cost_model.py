@@ -37,11 +37,13 @@ def cost_model(
     if op == "gemm":
         config = replace(config, placement="after")  # nothing consumes beside it
         return _alone(config, M, N, K, dtype, processors) if on_sm_90 else config
+    # Few rows: messages are short, whatever the number of tiles.
+    small = tiles < processors or (on_sm_90 and dtype != torch.float32 and M <= _FEW_ROWS)
     if placement is None:
         gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
         pulled = world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0
-        placement = _placement(op, tiles, processors, on_sm_90, gathered_bytes, tall, pulled)
+        placement = _placement(op, small, on_sm_90, gathered_bytes, tall, pulled)
     if placement in BY_ROWS:
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
@@ -50,7 +52,7 @@ def cost_model(
         # Little to overlap with: the fewest hops, or the fewest bytes.
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
         config = replace(config, algorithm=cheaper_algorithm(partial_bytes, world_size))
-    if on_sm_90 and tiles >= processors:
+    if on_sm_90 and not small:
         return _for_sm_90(config, op, placement, tiles, processors, world_size)
     return replace(config, placement=placement)
 
@@ -68,15 +70,15 @@ def cheaper_algorithm(nbytes: int, world_size: int) -> str:
 
 
 def _placement(
-    op: str, tiles: int, processors: int, on_sm_90: bool, gathered_bytes: int | None, tall: bool, pulled: bool
+    op: str, small: bool, on_sm_90: bool, gathered_bytes: int | None, tall: bool, pulled: bool
 ) -> str:
-    """The fastest one known. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
+    """The fastest one known. small: the product is over before much could travel beside it. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
     decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows has
     `_PULLED_TILES` tile rows. pulled: whether programs pull columns faster than copy engines."""
     if op == "all_gather_gemm":
-        small = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
-        return "messages" if small else "copy_engine"
-    if tiles < processors:
+        little = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
+        return "messages" if little else "copy_engine"
+    if small:
         return "messages"
     if op == "gemm_all_scatter" and on_sm_90:
         return "pull" if pulled else "copy_engine"
@@ -149,32 +151,46 @@ def _for_amd(dtype: torch.dtype) -> Config:
 def _for_nvidia(M: int, N: int, dtype: torch.dtype, processors: int) -> Config:
     if dtype == torch.float32:
         return Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
-    if M > 16 and N <= 64:
+    if M <= _FEW_ROWS:
+        return _of_few_rows(M, N, processors)
+    if N <= 64:
         return Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
-    for block_m, block_n in _tiles_of(M):
+    for block_m, block_n in _TILES_128 if M <= 128 else _TILES:
         if -(-M // block_m) * -(-N // block_n) <= processors:
             return small_tile(block_m, block_n)
     return Config()
 
 
-# Of products of less than a wave, the smallest tile that is still one wave: they are as fast as memory is read, by as
-# many multiprocessors as there are. In the order in which they are tried, from readings on H200 at M = 16 to 256.
-_TILES_TO = {
-    16: ((16, 32), (16, 64), (16, 128), (16, 256)),
-    32: ((32, 32), (32, 64), (32, 128), (64, 256)),
-    64: ((64, 32), (64, 64), (64, 128), (64, 256)),
-    128: ((64, 64), (128, 64), (128, 128)),
-}
+# Products of so many rows are as fast as B is read.
+_FEW_ROWS = 64
+
+
+def _of_few_rows(M: int, N: int, processors: int) -> Config:
+    """From readings on H200 (docs/log.md): narrow tiles, with as much of B on its way as memory takes to answer."""
+    block_m, block_n = (16 if M <= 16 else 32 if M <= 32 else 64), 64
+    tiles = -(-N // block_n)
+    if block_m == 64 and -(-N // 32) <= processors:
+        block_n, block_k, stages = 32, 256, 4
+    elif block_m == 64 and tiles > 2 * processors:
+        block_n, block_k, stages = 128, 128, 4
+    elif block_m == 64 or (block_m == 16 and 2 * tiles > processors):
+        block_k, stages = 128, 5
+    else:
+        block_k, stages = 256, 5 if block_m == 16 else 4
+    # Parts of tiles cost more than they save but where most multiprocessors have nothing to do, at all or at the end.
+    cut = 4 * tiles <= processors
+    if block_m > 16 and block_n == 64 and 2 * tiles > processors:
+        cut = 0 < tiles % processors < 2 * processors // 3
+    return Config(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages, subtiles=1,
+        split="stream_k" if cut else "none",
+    )  # fmt: skip
+
+
+# Of other products of less than a wave, the smallest tile that is still one wave, since programs on all
+# multiprocessors read memory faster. In the order in which they are tried, from readings on H200 at M = 128 and 256.
+_TILES_128 = ((64, 64), (128, 64), (128, 128))
 _TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
-
-
-def _tiles_of(M: int) -> tuple[tuple[int, int], ...]:
-    """The tiles to try for M rows."""
-    for rows, tiles in _TILES_TO.items():
-        if rows >= M:
-            return tiles
-    return _TILES
-
 
 # What a program has of shared memory on sm_90, but for a few words of its own.
 _SHARED_BYTES = 229_000
@@ -210,12 +226,12 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     """A GEMM alone; `config`: its choice beside communication, which must not depend on K."""
     M, N, K = max(M, 1), max(N, 1), max(K, 1)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if M <= 128 and processors < 2 * tiles <= 2 * processors:
+    if dtype == torch.float32 or M <= _FEW_ROWS:
+        blocks = (config.block_m, config.block_n, config.block_k)
+        schedule, programs = make_schedule(M, N, K, *blocks, processors, split=config.split), processors
+    elif M <= 128 and processors < 2 * tiles <= 2 * processors:
         # As fast as memory is read; the model is of products of more rows.
         return config
-    if dtype == torch.float32:
-        blocks = (config.block_m, config.block_n, config.block_k)
-        schedule, programs = make_schedule(M, N, K, *blocks, processors), processors
     else:
         tile, schedule = fastest_tile(M, N, K, processors)
         programs = tile.resident * processors

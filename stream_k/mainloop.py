@@ -68,9 +68,19 @@ def multiply(
     BLOCK_N]."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # wgmma, which reads both operands where they arrive, has 64 rows or more: of few rows, the columns are its rows.
+    TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
+    if TRANSPOSED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(k_begin, k_end):
         x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
         y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        if TRANSPOSED:
+            acc = tl.dot(y.T, x.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    if TRANSPOSED:
+        acc = acc.T
     return acc

@@ -81,7 +81,7 @@ class Product:
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
         `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates."""
-        config = self.config
+        config, schedule = self.config, self.schedule
         constants = {
             "EPILOGUE": epilogue,
             "ANNOUNCE": announce,
@@ -98,16 +98,27 @@ class Product:
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
             "PRECISION": self.precision,
-            "FLATTEN": config.flatten,
+            # Of one tile a program there is nothing to overlap, and loops are shorter without.
+            "FLATTEN": config.flatten and schedule.num_tiles > schedule.num_programs,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "SUBTILES": self.subtiles,
         }
-        grid = self.schedule.num_programs + self.comm_programs
+        grid = schedule.num_programs + self.comm_programs
         kernel = gemm_kernel if alone else stream_k_kernel
-        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=alone or sums)
+        chained = sums or (alone and not self._wants_neighbours)
+        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=chained)
+
+    @property
+    def _wants_neighbours(self) -> bool:
+        """Whether programs that follow one another should run side by side: they read the same columns of B, which
+        neighbours fetch from L2 once. In an early launch each takes the place of whichever program ends. Where tiles
+        are small and K is long that costs up to a third of the time, elsewhere less than the launch (H200)."""
+        config = self.config
+        small = config.block_m * config.block_n < 128 * 128
+        return small and self.schedule.tiles_m > 1 and self.K >= 2048
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""

@@ -47,21 +47,22 @@ class Tile:
 
 TILES = (
     Tile(128, 256, 64, 8, 4, 2, 0.62),
-    Tile(128, 128, 64, 8, 5, 1, 0.37),
-    Tile(128, 128, 64, 4, 3, 2, 0.32, 2, 0.74),
-    Tile(128, 64, 128, 4, 4, 1, 0.43),
-    Tile(128, 64, 64, 4, 4, 1, 0.21, 2, 0.52),
-    Tile(64, 128, 128, 4, 4, 1, 0.42),
-    Tile(64, 128, 64, 4, 4, 1, 0.21, 2, 0.56),
-    Tile(64, 64, 128, 4, 6, 1, 0.36),
-    Tile(64, 64, 128, 4, 3, 1, 0.40, 2, 0.62),
-    Tile(64, 32, 256, 4, 4, 1, 0.52),
+    Tile(64, 256, 64, 4, 5, 2, 0.40),
+    Tile(128, 128, 64, 8, 5, 1, 0.32),
+    Tile(128, 128, 64, 4, 3, 2, 0.32, 2, 0.92),
+    Tile(128, 64, 128, 4, 4, 1, 0.50),
+    Tile(128, 64, 64, 4, 4, 1, 0.21, 2, 0.54),
+    Tile(64, 128, 128, 4, 4, 1, 0.39),
+    Tile(64, 128, 64, 4, 4, 1, 0.21, 2, 0.52),
+    Tile(64, 64, 128, 4, 6, 1, 0.32),
+    Tile(64, 64, 128, 4, 3, 1, 0.40, 2, 0.68),
+    Tile(64, 32, 256, 4, 4, 1, 0.53),
 )
 # Microseconds: until the first iteration; the end of a tile of 128 x 256, from the registers to memory; of a tile in
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
-_START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 2.55, 4.3, 3.67, 0.52, 3.75
+_START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.1, 4.7, 3.6, 0.5, 3.7
 # Of memory: microseconds, and megabytes a microsecond from memory and from caches.
-_MEMORY_START, _MEMORY, _CACHES = 1.93, 6.75, 20.6
+_MEMORY_START, _MEMORY, _CACHES = 1.9, 7.7, 33.0
 
 
 def fastest_tile(M: int, N: int, K: int, processors: int) -> tuple[Tile, Schedule]:

@@ -19,25 +19,28 @@ pytestmark = pytest.mark.cpu
 PROCESSORS = 132
 # (M, N, K): microseconds of tiles, by their places in TILES, as the model would cut them; one H200, fp16.
 READINGS = {
-    (165, 200, 457): {3: 5.0, 4: 5.2, 5: 4.9, 6: 5.2, 7: 4.3, 8: 4.3, 9: 3.9},
-    (1995, 220, 621): {3: 6.0, 4: 6.3, 5: 5.8, 6: 6.5, 7: 5.0, 8: 5.4},
-    (5077, 288, 341): {0: 8.6, 1: 6.5, 2: 6.7, 3: 6.3, 4: 6.3, 6: 7.6},
-    (2423, 2531, 6216): {0: 127.2, 1: 158.9, 2: 161.5},
-    (209, 4021, 1149): {3: 8.9, 4: 9.6, 5: 8.2, 6: 9.5, 8: 9.5},
-    (7762, 400, 422): {0: 9.6, 1: 10.5, 2: 10.3, 4: 11.6, 6: 13.5},
-    (4713, 245, 2789): {0: 28.9, 1: 19.6, 2: 27.5},
-    (1419, 446, 197): {1: 6.0, 3: 4.8, 4: 4.8, 5: 4.9, 6: 4.9, 8: 4.6},
-    (3133, 1998, 129): {0: 15.6, 1: 15.4, 2: 15.2, 6: 12.5},
+    (147, 1589, 415): {4: 6.7, 5: 7.0, 6: 6.5, 7: 7.0, 8: 5.7, 9: 6.0, 10: 6.0},
+    (264, 1953, 2461): {1: 23.4, 2: 21.4, 4: 16.8, 6: 16.6, 8: 18.9, 9: 18.4, 10: 21.1},
+    (335, 2651, 6957): {0: 59.8, 2: 51.8, 3: 59.0, 4: 51.5, 6: 49.3, 8: 55.9, 9: 57.4},
+    (426, 331, 848): {4: 6.1, 5: 6.0, 6: 6.1, 7: 6.0, 8: 5.0, 9: 4.5, 10: 4.7},
+    (611, 955, 646): {4: 8.3, 5: 9.7, 6: 8.3, 7: 9.8, 8: 9.1, 9: 8.4, 10: 9.6},
+    (815, 3540, 6046): {0: 91.0, 1: 110.0, 2: 98.8, 3: 92.6, 4: 114.5, 6: 94.1, 9: 120.1},
+    (1198, 3524, 1332): {0: 41.9, 1: 38.5, 2: 34.8, 3: 38.1, 5: 36.8, 6: 40.0, 7: 36.4},
+    (2387, 610, 827): {1: 12.9, 2: 12.5, 4: 14.2, 5: 12.5, 6: 13.0, 7: 12.2, 8: 13.6},
+    (3219, 1106, 2102): {0: 37.1, 1: 40.4, 2: 37.6, 3: 36.6, 5: 44.4, 6: 47.8, 7: 40.6},
+    (4041, 6828, 2239): {0: 219.9, 1: 305.8, 2: 230.8, 3: 262.3},
+    (5389, 2147, 3506): {0: 153.7, 1: 208.6, 2: 161.7, 3: 172.4, 5: 205.8, 6: 213.9, 7: 191.2},
+    (7103, 368, 642): {0: 16.8, 1: 17.2, 2: 17.6, 3: 16.2, 5: 18.1, 6: 18.1, 7: 16.9},
 }
 
 
 def lost() -> float:
-    """The largest ratio of the reading of a chosen tile to the shortest of its product."""
+    """The mean ratio of the reading of a chosen tile to the shortest of its product."""
     found = []
     for shape, readings in READINGS.items():
         tile, _ = fastest_tile(*shape, PROCESSORS)
         found.append(readings.get(TILES.index(tile), math.inf) / min(readings.values()))
-    return max(found)
+    return statistics.geometric_mean(found)
 
 
 def errors() -> list[float]:
@@ -49,16 +52,16 @@ def errors() -> list[float]:
 
 
 def test_choices_are_nearly_the_fastest() -> None:
-    assert lost() < 1.1
-    assert statistics.fmean(errors()) < 0.1
+    assert lost() < 1.04
+    assert statistics.fmean(errors()) < 0.2
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_END", 0.0), ("_MEMORY", 1.0), ("_PARTIAL_AREA", 40.0), ("_START", 9.0)]
+    ("name", "value"), [("_END", 0.0), ("_MEMORY", 0.5), ("_PARTIAL_AREA", 40.0), ("_START", 9.0)]
 )
 def test_a_wrong_constant_shows(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
     monkeypatch.setattr(tiles, name, value)
-    assert lost() >= 1.1 or statistics.fmean(errors()) >= 0.1
+    assert lost() >= 1.04 or statistics.fmean(errors()) >= 0.2
 
 
 @pytest.fixture
@@ -76,13 +79,12 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 def test_choose(h200: torch.device) -> None:
-    """The configuration of a product alone has the model's tile and schedule, that of few rows one wave of small
-    tiles."""
+    """The configuration of a product alone has the model's tile and schedule, that of few rows narrow tiles."""
 
     def chosen(M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16) -> stream_k.Config:
         return stream_k.choose("gemm", M, N, K, dtype, 1, h200)
 
-    for shape in (*READINGS, (1, 1, 1), (64, 100_000, 256), (8192, 1792, 4096)):
+    for shape in (*READINGS, (65, 1, 1), (65, 100_000, 256), (8192, 1792, 4096)):
         found = chosen(*shape)
         tile, schedule = fastest_tile(*shape, PROCESSORS)
         assert (found.block_m, found.block_n, found.block_k) == (tile.block_m, tile.block_n, tile.block_k)
@@ -94,9 +96,13 @@ def test_choose(h200: torch.device) -> None:
         # Fewer programs, as many waves.
         assert made.waves == schedule.waves
     blocks = [(c.block_m, c.block_n) for c in (chosen(M, 4096, 3584) for M in (1, 16, 64, 128))]
-    assert blocks == [(16, 32), (16, 32), (64, 32), (64, 64)]
-    whole, parts = chosen(4096, 1792, 4096), chosen(8192, 1792, 4096)
-    assert (whole.num_programs, parts.num_programs) == (112, PROCESSORS)
+    assert blocks == [(16, 64), (16, 64), (64, 32), (64, 64)]
+    # Cut where most multiprocessors would idle: 16 tiles of 32 K-iterations in four parts, 64 tiles never.
+    for N, K, parts in ((1024, 8192, 4), (4096, 14336, 1)):
+        made = schedule_of(chosen(1, N, K), 1, N, K, h200)
+        assert made.num_programs == N // 64 * parts
+    few, more = chosen(4096, 1792, 4096), chosen(8192, 1792, 4096)
+    assert (few.num_programs, more.num_programs) == (112, 128)
     assert chosen(4096, 4096, 4096, torch.float32).block_k == 32
     # Beside communication all ranks must choose alike, whatever their K.
     for op in ("gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter"):
