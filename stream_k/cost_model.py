@@ -72,9 +72,10 @@ def cheaper_algorithm(nbytes: int, world_size: int) -> str:
 def _placement(
     op: str, small: bool, on_sm_90: bool, gathered_bytes: int | None, tall: bool, pulled: bool
 ) -> str:
-    """The fastest one known. small: the product is over before much could travel beside it. gathered_bytes: of all ranks' rows, where each has as many; for the all-gather it alone
-    decides, since all ranks must decide alike, whatever columns they have. tall: whether a rank's block of rows has
-    `_PULLED_TILES` tile rows. pulled: whether programs pull columns faster than copy engines."""
+    """The fastest one known. small: the product is over before much could travel beside it. gathered_bytes: of all
+    ranks' rows, where each has as many; for the all-gather it alone decides, since all ranks must decide alike,
+    whatever columns they have. tall: whether a rank's block of rows has `_PULLED_TILES` tile rows. pulled: whether programs pull
+    columns faster than copy engines."""
     if op == "all_gather_gemm":
         little = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if little else "copy_engine"
@@ -169,7 +170,7 @@ def _of_few_rows(M: int, N: int, processors: int) -> Config:
     """From readings on H200 (docs/log.md): narrow tiles, with as much of B on its way as memory takes to answer."""
     block_m, block_n = (16 if M <= 16 else 32 if M <= 32 else 64), 64
     tiles = -(-N // block_n)
-    if block_m == 64 and -(-N // 32) <= processors:
+    if block_m == 64 and 32 * processors >= N:
         block_n, block_k, stages = 32, 256, 4
     elif block_m == 64 and tiles > 2 * processors:
         block_n, block_k, stages = 128, 128, 4
@@ -212,7 +213,7 @@ def with_tile(config: Config, tile: Tile | Config) -> Config:
     """`config` with another's tile, and how that is run."""
     return replace(
         config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, subtiles=tile.subtiles,
+        num_stages=tile.num_stages, subtiles=tile.subtiles, split=tile.split,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tests.compile.target_names import TARGETS
 
 # On every target, with and without programs for communication, the last wave is partly full: tiles can be split.
-LARGE = (4736, 4096, 4096)
+LARGE = (3968, 4096, 4096)
 # One wave or less: other blocks, and the fewest hops.
 SMALL = (16, 4096, 4096)
 # As much, in more bytes.

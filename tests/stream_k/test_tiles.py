@@ -57,7 +57,7 @@ def test_choices_are_nearly_the_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_END", 0.0), ("_MEMORY", 0.5), ("_PARTIAL_AREA", 40.0), ("_START", 9.0)]
+    ("name", "value"), [("_END", 0.0), ("_MEMORY", 0.5), ("_FIX_UP", 0.0), ("_START", 9.0)]
 )
 def test_a_wrong_constant_shows(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
     monkeypatch.setattr(tiles, name, value)
