@@ -74,8 +74,8 @@ def _placement(
 ) -> str:
     """The fastest one known. small: the product is over before much could travel beside it. gathered_bytes: of all
     ranks' rows, where each has as many; for the all-gather it alone decides, since all ranks must decide alike,
-    whatever columns they have. tall: whether a rank's block of rows has `_PULLED_TILES` tile rows. pulled: whether programs pull
-    columns faster than copy engines."""
+    whatever columns they have. tall: whether a rank's block of rows has `_PULLED_TILES` tile rows. pulled: whether
+    programs pull columns faster than copy engines."""
     if op == "all_gather_gemm":
         little = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if little else "copy_engine"

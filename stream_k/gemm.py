@@ -155,6 +155,8 @@ class GemmPlan:
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
             workspace=workspace if workspace.heap is not None else None,
         )  # fmt: skip
+        # Of one tile a program nothing overlaps, and a loop that only stores it is shorter without.
+        flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
         how = how_to_write(out) if sent is None else POINTER
         sent = sent or Sent(store_output, (), strides_by_pointer(out, how))
         self.c_template = template(out, how, config.block_m, product.part_n)
@@ -175,6 +177,7 @@ class GemmPlan:
             lag=-1,
             ends=product.split,
             alone=True,
+            flatten=flatten,
         )
         self.launch.compile(self.arguments(a, b, bias, out))
 

@@ -1,7 +1,6 @@
 """What a tile is made of: blocks of A and B, read and multiplied.
 
-A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides; of A
-also MASKED, by pointers, contiguous rows of whole blocks: rows outside, for which TMA would fetch zeros, cost nothing.
+A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides.
 """
 
 import triton
@@ -10,26 +9,21 @@ import triton.language as tl
 ROW = 0
 COLUMN = 1
 POINTER = 2
-MASKED = 3
 
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
-_MASKED = tl.constexpr(MASKED)
 
 
 @triton.jit
 def _load_block(
     x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside; MASKED, no columns may be."""
-    if HOW == _POINTER or HOW == _MASKED:
+    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside."""
+    if HOW == _POINTER:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
         offsets = i.to(tl.int64)[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_col
-        inside = (i < rows)[:, None]
-        if HOW == _POINTER:
-            inside = inside & (j < cols)[None, :]
-        block = tl.load(x + offsets, mask=inside, other=0.0)
+        block = tl.load(x + offsets, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0.0)
     elif HOW == _COLUMN:
         block = x.load([col, row]).T
     else:
@@ -68,7 +62,7 @@ def multiply(
     BLOCK_N]."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
-    # wgmma, which reads both operands where they arrive, has 64 rows or more: of few rows, the columns are its rows.
+    # wgmma, which reads both operands where they arrive, has 64 rows or more: for fewer, columns are its rows.
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
     if TRANSPOSED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

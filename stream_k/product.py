@@ -16,7 +16,7 @@ from stream_k.copies import Copies, rows_cost_more, worth_a_copy
 from stream_k.gemm_kernel import gemm_kernel
 from stream_k.kernel import nothing, stream_k_kernel
 from stream_k.launch import Launch
-from stream_k.mainloop import COLUMN, MASKED, POINTER, ROW
+from stream_k.mainloop import COLUMN, POINTER, ROW
 from stream_k.operands import as_argument, filled, how_to_read, rows_held, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
@@ -78,10 +78,12 @@ class Product:
         gathers: bool = False,
         sums: bool = False,
         alone: bool = False,
+        flatten: bool = True,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
-        `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates."""
-        config, schedule = self.config, self.schedule
+        `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates. flatten:
+        whether tiles overlap, where the configuration says so."""
+        config = self.config
         constants = {
             "EPILOGUE": epilogue,
             "ANNOUNCE": announce,
@@ -98,15 +100,14 @@ class Product:
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
             "PRECISION": self.precision,
-            # Of one tile a program there is nothing to overlap, and loops are shorter without.
-            "FLATTEN": config.flatten and schedule.num_tiles > schedule.num_programs,
+            "FLATTEN": config.flatten and flatten,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "SUBTILES": self.subtiles,
         }
-        grid = schedule.num_programs + self.comm_programs
+        grid = self.schedule.num_programs + self.comm_programs
         kernel = gemm_kernel if alone else stream_k_kernel
         chained = sums or (alone and not self._wants_neighbours)
         return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=chained)
@@ -114,11 +115,12 @@ class Product:
     @property
     def _wants_neighbours(self) -> bool:
         """Whether programs that follow one another should run side by side: they read the same columns of B, which
-        neighbours fetch from L2 once. In an early launch each takes the place of whichever program ends. Where tiles
-        are small and K is long that costs up to a third of the time, elsewhere less than the launch (H200)."""
+        neighbours get from L2 at once. In an early launch each takes the place of whichever program ends. Where tiles
+        are small and K is long that costs up to a third of the time, elsewhere less than a late launch (H200); behind a
+        copy places are free."""
         config = self.config
         small = config.block_m * config.block_n < 128 * 128
-        return small and self.schedule.tiles_m > 1 and self.K >= 2048
+        return small and self.schedule.tiles_m > 1 and self.K >= 2048 and self.copies is None
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
         """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
@@ -225,8 +227,6 @@ def _as_read(
     if a_how == ROW and tile_rows > a.shape[0]:
         if rows_held(a) >= tile_rows:
             a = a.as_strided((tile_rows, a.shape[1]), a.stride())
-        elif _better_masked(a, config, schedule):
-            a_how = MASKED
         else:
             copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
             if workspace is not None and not copies_b:
@@ -244,18 +244,6 @@ def _as_read(
 
 def _rows_in(workspace: Workspace, dtype: torch.dtype, size: int) -> torch.Tensor:
     return workspace.buffer(f"{size} elements of A", size, dtype, local=True)
-
-
-def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:
-    """Whether `a`, whose rows fill no tile, is read faster as MASKED: beside blocks of B that take longer to come, on
-    H200 (docs/log.md), if it is read 16 bytes at a time."""
-    fits = config.block_m == 16 and config.block_n >= 64 and target.backend() == "cuda"
-    return (
-        fits
-        and a.element_size() == 2
-        and a.stride(0) % 16 == 0
-        and schedule.iters_per_tile * config.block_k == a.shape[1]
-    )
 
 
 def _blocks_are_aligned(num_rows: int, row_blocks: int, element_size: int) -> bool:

@@ -1,7 +1,6 @@
 """Every kernel configuration that ships compiles for every target, and its assembly is what it should be."""
 
 import itertools
-import re
 
 import pytest
 import triton

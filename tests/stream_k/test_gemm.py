@@ -72,6 +72,26 @@ def test_layouts(layout: str) -> None:
         frame.check()
 
 
+@pytest.mark.parametrize("layout", ["row", "column", "misaligned"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_of_few_rows(dtype: torch.dtype, layout: str) -> None:
+    """Those that are multiplied transposed, whole, in parts and in several rows, and narrower ones, which are not."""
+    K, N = 200, 150
+    b = laid_out(random(K, N, dtype), layout)
+    for block_m, block_n, M, split in (
+        (16, 64, 5, "none"),
+        (16, 64, 16, "stream_k"),
+        (32, 128, 37, "split_k"),
+        (32, 64, 29, "none"),
+        (16, 32, 3, "stream_k"),
+    ):
+        tile = {"block_m": block_m, "block_n": block_n, "subtiles": 1, "split": split}
+        a, frame = laid_out(random(M, K, dtype), layout), Frame(M, N, dtype)
+        stream_k.gemm(a, b, out=frame.out, config=small_config(**tile, block_k=16, num_programs=5))
+        check_product(frame.out, a, b)
+        frame.check()
+
+
 @pytest.mark.parametrize("layout", OUT_LAYOUTS)
 def test_outputs(layout: str) -> None:
     """Whole and cut tiles at every edge; nothing around the output is written, split or not."""
