@@ -222,6 +222,7 @@ def exchange_kernel(
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
     if not TILES:
+        chain.allow_next()
         # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
         units.send(peers, rank * a_quads + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
@@ -244,6 +245,8 @@ def exchange_kernel(
         # of theirs meanwhile would slow it, by a tenth where it takes long (2 x H200).
         at = first + tl.arange(0, 1)
         message.poll(slot + (rank * a_quads + at) * 4, at * UNIT < in_own, deadline, context)
+        # Not before: programs of the next GEMM would begin where this one's are not, in worse places than they leave.
+        chain.allow_next()
     place_a = ranks * a_quads + units_of
     words, late = message.poll(slot + place_a * 4, heard, deadline, context, part_units * 4, QUADS)
     if SUMS:

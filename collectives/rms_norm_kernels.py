@@ -28,7 +28,7 @@ import triton.language as tl
 from collectives import row_sums
 from collectives.row_sums import Blocks
 from collectives.tensors import agree, run
-from pyrocshmem import message, signal, status, trace
+from pyrocshmem import chain, message, signal, status, trace
 from pyrocshmem.device import others
 from reference.ops import shard_range
 from stream_k.epilogue import rounded
@@ -76,6 +76,7 @@ def rms_norm_kernel(
     blocks = tl.cdiv(M, ROWS)
     lanes = tl.arange(0, signal.MAX_WORLD)
     count, slot = message.begin(messages, slot_quads)
+    chain.allow_next()
     deadline = message.deadline_ns(context)
     epoch = count
     places = (out + column,)
@@ -160,6 +161,7 @@ def rms_norm_backward_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
     count, slot = message.begin(messages, slot_quads)
+    chain.allow_next()
     deadline = message.deadline_ns(context)
     absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import chain, signal, target
+from pyrocshmem import signal, target
 from pyrocshmem.trace import now_ns
 
 _EMPTY = "0xFFF3FFF3"
@@ -55,7 +55,6 @@ def begin(messages, slot_quads):
     """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each)."""
     # Not from a cache: a dependent kernel may ask before it has waited for anything.
     count = signal.load_now(messages + _COUNT)
-    chain.allow_next()
     return count, slot_of(messages, slot_quads, count)
 
 

@@ -57,7 +57,7 @@ def test_candidates(
 
 @pytest.mark.parametrize(
     ("shape", "programs"),
-    [((1995, 220, 621), 128), ((3133, 1998, 129), 264), ((5480, 7156, 264), 264)],
+    [((1995, 220, 621), 128), ((3133, 1998, 129), 264), ((5928, 1928, 368), 264)],
     ids=str,
 )
 def test_candidates_around_small_tiles(
