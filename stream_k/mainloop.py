@@ -1,6 +1,7 @@
 """What a tile is made of: blocks of A and B, read and multiplied.
 
-A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides.
+A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides; of A
+also MASKED, by pointers, contiguous rows of whole blocks: rows outside, for which TMA would fetch zeros, cost nothing.
 """
 
 import triton
@@ -9,21 +10,26 @@ import triton.language as tl
 ROW = 0
 COLUMN = 1
 POINTER = 2
+MASKED = 3
 
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
+_MASKED = tl.constexpr(MASKED)
 
 
 @triton.jit
 def _load_block(
     x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside."""
-    if HOW == _POINTER:
+    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside; MASKED, no columns may be."""
+    if HOW == _POINTER or HOW == _MASKED:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
         offsets = i.to(tl.int64)[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_col
-        block = tl.load(x + offsets, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0.0)
+        inside = (i < rows)[:, None]
+        if HOW == _POINTER:
+            inside = inside & (j < cols)[None, :]
+        block = tl.load(x + offsets, mask=inside, other=0.0)
     elif HOW == _COLUMN:
         block = x.load([col, row]).T
     else:

@@ -102,12 +102,16 @@ def _edges(device: torch.device) -> Iterator[tuple[str, bool]]:
         b = torch.randn(N, K, dtype=torch.float16, device=device).t()
         expected = whole[:M].double() @ b.double()
         plain = whole[:M].clone()
-        for name, a, copied in (
-            ("as it is", plain, False),
-            ("copied", plain, True),
-            ("rows behind", whole[:M], False),
+        for name, a, masked, copied in (
+            ("as it is", plain, False, False),
+            ("masked", plain, True, False),
+            ("copied", plain, False, True),
+            ("rows behind", whole[:M], False, False),
         ):
-            with mock.patch.object(product, "rows_cost_more", return_value=copied):
+            with (
+                mock.patch.object(product, "_better_masked", return_value=masked),
+                mock.patch.object(product, "rows_cost_more", return_value=copied),
+            ):
                 out = stream_k.gemm(a, b, workspace=Workspace(device=device))
             yield f"gemm {M} {N} {K} {name}", close(out, expected)
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(400)
 
 TARGET = "sm_90"
 OWN_STREAM = (("placement", "own_stream"), ("algorithm", "two_shot"))
-GEMM = Case("gemm", changes=(("split", "none"),), hot=True)
+GEMM = Case("gemm", changes=(("split", "none"), ("num_programs", 0)), hot=True)
 # Of those that are compiled anyway, without a recorder.
 MARKED = [
     GEMM,

@@ -2,6 +2,7 @@
 not."""
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from stream_k import product
 from stream_k.config import PLACEMENTS_OF
 from stream_k.copies import rows_cost_more
 from stream_k.gemm import GemmPlan
+from stream_k.mainloop import MASKED
 from stream_k.operands import rows_held
 from stream_k.workspace import Workspace
 from tests.fused.cases import HEAP_BYTES
@@ -103,6 +105,36 @@ def test_when_a_copy_is_better(
     for backend, expected in (("cuda", better), ("hip", False)):
         monkeypatch.setattr(target, "backend", lambda backend=backend: backend)
         assert rows_cost_more(a, b, rows, tiles_n) == expected
+
+
+@pytest.mark.num_ranks(1)
+def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits by pointers, with NaN behind the last row, wherever K is whole blocks; else not by these."""
+    found = []
+    real = product._better_masked
+
+    def asked(a: torch.Tensor, config: Any, schedule: Any) -> bool:
+        with mock.patch.object(target, "backend", return_value="cuda"):
+            found.append(real(a, replace(config, block_m=16, block_n=64), schedule))
+        return found[-1]
+
+    monkeypatch.setattr(product, "_better_masked", asked)
+    config = small_config(split="stream_k", num_programs=3)
+    monkeypatch.setattr(product, "_MASKED_LINES", 1)
+    for M, columns, masked in ((1, 96, True), (40, 96, True), (5, 80, False), (5, 72, False)):
+        a, b, workspace = random(M, columns, DTYPE), random(columns, N, DTYPE), Workspace(device=device())
+        whole = -(-M // config.block_m) * config.block_m
+        out = stream_k.gemm(top_of(a, whole - 1), b, config=config, workspace=workspace)
+        check_product(out, a, b)
+        (plan,) = plans_of(workspace)
+        assert found.pop() == masked == (plan.product.a_how == MASKED)
+        assert same_bits(out, stream_k.gemm(top_of(a, 256), b, config=config))
+    # Of few tiles, or short rows, zeros cost less.
+    monkeypatch.setattr(product, "_MASKED_LINES", 1 << 19)
+    stream_k.gemm(
+        random(1, 96, DTYPE), random(96, N, DTYPE), config=config, workspace=Workspace(device=device())
+    )
+    assert not found.pop()
 
 
 def fused_ways(rank: int, world_size: int) -> list[str]:
