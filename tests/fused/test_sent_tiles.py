@@ -58,6 +58,8 @@ def _configs() -> Iterator[Config]:
         for partial in (None, torch.float16):
             yield small_config(placement="messages", algorithm=algorithm, partial_dtype=partial)
     yield small_config(placement="messages", split="stream_k")
+    # Multiplied transposed.
+    yield small_config(placement="messages", block_m=16, block_n=64, subtiles=1)
 
 
 def _calls(heap: Heap, workspace: Workspace, dtype: torch.dtype) -> dict[str, torch.Tensor]:
