@@ -201,6 +201,8 @@ class _Player:
         self.calls = self._make_calls()
         for number, (kind, data) in enumerate(each.order):
             if each.cancelled is not None and number == each.cancelled[0]:
+                # Once more: what other kinds have grown since, this one plans anew, with a vote, whose limit is longer.
+                self._call(0, kind, data)
                 self.heap.synchronize()
                 self._cancelled(kind, data)
                 break
