@@ -116,7 +116,8 @@ def read(path: Path) -> File | None:
 
 
 def read_all(paths: Iterable[Path]) -> list[File]:
-    """The files that can be read, in the order given; says on stderr which ones are in an older format."""
+    """The files that can be read, the oldest records first, which give way to newer ones of the same cases; says on
+    stderr which ones are in an older format."""
     files = []
     for path in paths:
         file = read(path)
@@ -124,7 +125,7 @@ def read_all(paths: Iterable[Path]) -> list[File]:
             print(f"{path.name}: not in format {FORMAT}, left out", file=sys.stderr)
         else:
             files.append(file)
-    return files
+    return sorted(files, key=lambda file: str(file.environment["started"]))
 
 
 def median(record: dict[str, Any], provider: str) -> float | None:
