@@ -120,7 +120,7 @@ def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(product, "_better_masked", asked)
     config = small_config(split="stream_k", num_programs=3)
-    monkeypatch.setattr(product, "_MASKED_LINES", 1)
+    monkeypatch.setattr(product, "_MASKED_FROM", 1)
     for M, columns, masked in ((1, 96, True), (40, 96, True), (5, 80, False), (5, 72, False)):
         a, b, workspace = random(M, columns, DTYPE), random(columns, N, DTYPE), Workspace(device=device())
         whole = -(-M // config.block_m) * config.block_m
@@ -130,7 +130,7 @@ def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.pop() == masked == (plan.product.a_how == MASKED)
         assert same_bits(out, stream_k.gemm(top_of(a, 256), b, config=config))
     # Of few tiles, or short rows, zeros cost less.
-    monkeypatch.setattr(product, "_MASKED_LINES", 1 << 19)
+    monkeypatch.setattr(product, "_MASKED_FROM", 1 << 19)
     stream_k.gemm(
         random(1, 96, DTYPE), random(96, N, DTYPE), config=config, workspace=Workspace(device=device())
     )
