@@ -202,6 +202,7 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         "pull": f"{config.num_comm_programs} programs pull beside it",
         "own_stream": "a kernel on a stream of its own, beside the GEMM",
         "messages": "by messages, before or after the GEMM",
+        "unfused": "by messages, before or after a product of the BLAS where it can",
     }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"

@@ -55,7 +55,9 @@ def _variants(
         yield from _for_gemm(model(), processors, several)
         if target.backend() == "cuda" and dtype != torch.float32:
             yield from _narrow_tiles(model(), several)
-    elif "after" not in PLACEMENTS_OF[op]:
+        return
+    yield Variant(model(placement="unfused"))
+    if "after" not in PLACEMENTS_OF[op]:
         yield from _by_copy_engine(op, shape, ranks, processors, model(placement="copy_engine"))
     elif several:
         yield from _beside(op, shape, ranks, processors, model)

@@ -16,14 +16,16 @@ import torch
 
 from stream_k.schedule import SPLITS
 
-PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages")
+PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused")
 # Those whose results move in blocks of rows, beside a GEMM that leaves multiprocessors free.
 BY_ROWS = ("copy_engine", "pull")
+# Those that overlap nothing: a product, and an exchange of it by messages.
+BY_MESSAGE = ("messages", "unfused")
 # Those that each op has; a GEMM alone has no consumer to place.
 PLACEMENTS_OF = {
     "gemm": PLACEMENTS,
-    "all_gather_gemm": ("copy_engine", "messages"),
-    "gemm_reduce_scatter": ("copy_engine", "messages"),
+    "all_gather_gemm": ("copy_engine", *BY_MESSAGE),
+    "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
     "gemm_all_reduce": tuple(name for name in PLACEMENTS if name != "pull"),
     "gemm_all_scatter": PLACEMENTS,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from pyrocshmem import target
-from stream_k.config import BY_ROWS, SPARE, Config, num_multiprocessors
+from stream_k.config import BY_MESSAGE, BY_ROWS, SPARE, Config, num_multiprocessors
 from stream_k.schedule import make_schedule
 from stream_k.tiles import Tile, fastest_tile
 
@@ -48,11 +48,11 @@ def cost_model(
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
         config = _by_rows(config, op, placement, -(-rows // config.block_m), -(-N // config.block_n))
-    if op == "gemm_all_reduce" and placement in ("after", "messages"):
+    if op == "gemm_all_reduce" and placement in ("after", *BY_MESSAGE):
         # Little to overlap with: the fewest hops, or the fewest bytes.
         partial_bytes = M * N * (partial_dtype or torch.float32).itemsize
         config = replace(config, algorithm=cheaper_algorithm(partial_bytes, world_size))
-    if on_sm_90 and not small:
+    if on_sm_90 and not small and placement not in BY_MESSAGE:
         return _for_sm_90(config, op, placement, tiles, processors, world_size)
     return replace(config, placement=placement)
 

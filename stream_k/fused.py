@@ -15,7 +15,14 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from stream_k.config import BY_ROWS, PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
+from stream_k.config import (
+    BY_MESSAGE,
+    BY_ROWS,
+    PLACEMENTS_OF,
+    Config,
+    num_multiprocessors,
+    with_a_free_multiprocessor,
+)
 from stream_k.consumer import consumer_kernel, gate_launch
 from stream_k.cost_model import cost_model
 from stream_k.epilogue import ACTIVATIONS
@@ -30,7 +37,7 @@ from stream_k.workspace import Workspace, find_workspace
 
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
-_WITHOUT_SQUARES = (*BY_ROWS, "messages")
+_WITHOUT_SQUARES = (*BY_ROWS, *BY_MESSAGE)
 
 
 class Request(NamedTuple):
@@ -227,7 +234,7 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
         # They have fewer placements than the table was made with.
         if config.placement not in _WITHOUT_SQUARES:
             return config
-        return cost_model(*facts, placement="after" if config.placement == "messages" else "own_stream")
+        return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
     if op.shares_k:
         return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
     found = choose(*facts)
@@ -300,7 +307,7 @@ def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
     """Whether ranks must agree on the longest of their inner sizes: where tiles may be split, it says which program
     finishes which tile, and who waits for whom. Whole tiles have one order, and what consumes row blocks and whole
     products waits for the own rank's tiles alone: there a share of K is its rank's own affair."""
-    if config.placement in (*BY_ROWS, "messages"):
+    if config.placement in (*BY_ROWS, *BY_MESSAGE):
         return False
     return schedule_of(config, M, N, _ENDLESS_K, device, _comm_programs(config)).has_shared_tiles
 

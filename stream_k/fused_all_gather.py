@@ -14,7 +14,7 @@ import torch
 from pyrocshmem import signal, status, trace
 from pyrocshmem.heap import Heap
 from reference.ops import shard_range
-from stream_k.config import Config
+from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, Request, fused_gemm
@@ -182,7 +182,7 @@ class _Plan(FusedPlan):
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    return GatherPlan(call) if call.config.placement == "messages" else _Plan(call)
+    return GatherPlan(call) if call.config.placement in BY_MESSAGE else _Plan(call)
 
 
 _OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)

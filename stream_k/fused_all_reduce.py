@@ -9,7 +9,7 @@ import torch
 
 from collectives import reduce_tiles as tiles
 from pyrocshmem import status
-from stream_k.config import Config
+from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.fused import Call, FusedOp, Request, consumer_launches, fused_gemm
 from stream_k.message_plan import MessagePlan
@@ -38,8 +38,8 @@ def gemm_all_reduce(
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
     same on all ranks, shares of K may differ. Where `config` is given, and has split="none" or one of the placements
-    "copy_engine" and "messages", a share may change from call to call on some ranks alone; otherwise in the same calls
-    on all: a call that is new is compared by all ranks, and one that comes alone ends in `PeerTimeout`.
+    "copy_engine", "messages" and "unfused", a share may change from call to call on some ranks alone; otherwise in the
+    same calls on all: a call that is new is compared by all ranks, and one that comes alone ends in `PeerTimeout`.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
@@ -71,7 +71,7 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    if call.config.placement == "messages":
+    if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, "gemm_all_reduce")
     return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
 

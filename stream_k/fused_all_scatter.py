@@ -10,7 +10,7 @@ import torch
 from collectives import scatter_tiles as tiles
 from pyrocshmem import status
 from stream_k.column_plan import ColumnsPlan
-from stream_k.config import BY_ROWS, Config
+from stream_k.config import BY_MESSAGE, BY_ROWS, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.fused import Call, FusedOp, Request, consumer_launches, fused_gemm
 from stream_k.mainloop import POINTER
@@ -140,7 +140,7 @@ class _Plan(FusedPlan):
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    if call.config.placement == "messages":
+    if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, "gemm_all_scatter")
     return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
 

@@ -9,7 +9,7 @@ import torch
 
 from pyrocshmem.heap import Heap
 from reference.ops import shard_range
-from stream_k.config import Config
+from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.fused import Call, FusedOp, Request, fused_gemm
 from stream_k.message_plan import MessagePlan
@@ -63,7 +63,7 @@ def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    if call.config.placement == "messages":
+    if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, "gemm_reduce_scatter")
     return RowsPlan(call, everywhere=False)
 

@@ -16,7 +16,7 @@ import torch
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
 from collectives.rms_norm import rms_norm
 from pyrocshmem import status, target, trace
-from stream_k.config import Config
+from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import dispatched, name_of
 from stream_k.fused import chosen_together
 from stream_k.fused_all_reduce import gemm_all_reduce
@@ -47,9 +47,9 @@ def gemm_all_reduce_rms_norm(
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
     on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
     more. bias: [N], added once, to the sum.
-    group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is not
-    "messages" makes the all-reduce that way, and normalizes afterwards; its sum is then rounded before the residual is
-    added, too.
+    group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
+    "messages" nor "unfused" makes the all-reduce that way, and normalizes afterwards; its sum is then rounded before
+    the residual is added, too.
 
     Where a gradient is needed or torch.compile traces it, and on one rank, it is `gemm_all_reduce` and PyTorch's own
     sum and norm.
@@ -76,7 +76,7 @@ def gemm_all_reduce_rms_norm(
             facts = (max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
             config = chosen_together("gemm_all_reduce", *facts)
         exact = target.interpreted() and a.dtype == torch.bfloat16
-        if config.placement == "messages" and heap.world_size > 1 and min(M, N) > 0 and not exact:
+        if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
             call = (
                 f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, "
                 f"weight={weight.dtype}, eps={eps}, bias={bias is not None}, tf32={allow_tf32}, "

@@ -16,7 +16,7 @@ from pyrocshmem.heap import Heap
 from reference.accuracy import Accuracy, check, make_operand
 from reference.problems import Problem, Shape, find_problem
 from reference.timing import time_in_turn
-from stream_k.config import PLACEMENTS_OF, Config
+from stream_k.config import BY_MESSAGE, PLACEMENTS_OF, Config
 from stream_k.product import schedule_of
 from stream_k.schedule import Schedule
 from stream_k.timeline import Timeline, record_call
@@ -78,9 +78,9 @@ def _padded(problem: Problem, shape: Shape, num_ranks: int) -> Shape:
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     """The configuration that the run uses. ValueError where these ranks can't run the job with it."""
     problem = find_problem(job.collective)
-    if job.placement == "messages" and problem.a_cut == "M" and job.shape[0] % num_ranks != 0:
+    if job.placement in BY_MESSAGE and problem.a_cut == "M" and job.shape[0] % num_ranks != 0:
         raise ValueError(
-            f"placement is 'messages', for as many rows on each rank: M is {job.shape[0]} on {num_ranks} ranks"
+            f"placement is {job.placement!r}, for as many rows on each rank: M is {job.shape[0]} on {num_ranks} ranks"
         )
     local = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement

@@ -1,4 +1,5 @@
-"""The placement "messages": a whole GEMM, and a collective on its operand or result that costs microseconds.
+"""The placements "messages" and "unfused": a whole GEMM, and a collective on its operand or result that costs
+microseconds.
 
 For products of a wave or less, decode steps above all, what counts is the latency of the collective, and of messages
 (`collectives.exchange_kernel`) it is one trip of the links, or two.
@@ -8,8 +9,9 @@ For products of a wave or less, decode steps above all, what counts is the laten
     gemm_all_reduce        the same, everything to everyone, or parts to their owners and sums to everyone
     gemm_all_scatter       the rank's columns, to everyone
 
-Products leave the GEMM as messages, tile by tile (`collectives.message_tiles`). Partial products travel in
-`Config.wire_dtype`; bias and activation follow their sum.
+Products leave the GEMM as messages, tile by tile (`collectives.message_tiles`); unfused, they go to memory, and the
+BLAS multiplies where it can (`stream_k.blas`). Partial products travel in `Config.wire_dtype`; bias and activation
+follow their sum.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from collectives.exchange import Exchange, Finish, sent_by_tiles
 from collectives.message_tiles import send_tile
 from pyrocshmem import message, status
+from stream_k.blas import BlasPlan
 from stream_k.config import Config
 from stream_k.fused import Call
 from stream_k.gemm import GemmPlan, Sent
@@ -36,7 +39,7 @@ _OPS = {
 
 class SentProduct:
     """A product a @ b whose elements go to all ranks by an exchange of that kind, into results like `out`, with
-    `finish`. Its tiles send them where they can; elsewhere it waits in a buffer for the exchange.
+    `finish`. Its tiles send them where they can; unfused, and elsewhere, it waits in a buffer for the exchange.
 
     dtype: what travels. bias, activation: of the product, before it is sent.
     """
@@ -58,7 +61,8 @@ class SentProduct:
     ) -> None:
         shape, world = (a.shape[0], b.shape[1]), workspace.world_size
         self.x = torch.empty(1, dtype=dtype, device=a.device).expand(shape)
-        tiles = sent_by_tiles(kind, self.x, out.dtype, world, finish.by_rows)
+        unfused = config.placement == "unfused"
+        tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, finish.by_rows)
         if not tiles:
             size = shape[0] * shape[1]
             self.x = workspace.buffer("product", size, dtype, local=True)[:size].view(shape)
@@ -68,7 +72,11 @@ class SentProduct:
             self.place = self.exchange.messages.view(dtype)
             unit = message.QUAD_BYTES // out.element_size()
             sent = Sent(send_tile, (world, unit), self.exchange.part_of_tiles())
-        self.gemm = GemmPlan(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
+        self.gemm: GemmPlan | BlasPlan
+        if unfused and BlasPlan.can_run(a, dtype, bias, activation):
+            self.gemm = BlasPlan(a, b, self.place)
+        else:
+            self.gemm = GemmPlan(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, finish: Finish
@@ -110,7 +118,8 @@ class MessagePlan(FusedPlan):
             bias,
             activation,
         )
-        self.product = self.sent.gemm.product
+        if self.sent.gemm.product is not None:
+            self.product = self.sent.gemm.product
 
     def _finish(self, bias: torch.Tensor | None) -> Finish:
         return replace(self.finish, bias=bias) if self.sums and bias is not None else self.finish
@@ -133,17 +142,23 @@ class GatherPlan(FusedPlan):
         M, N = call.num_rows, call.b.shape[1]
         if M % call.heap.world_size != 0:
             raise ValueError(
-                f"Config.placement is 'messages', for as many rows on each rank; a has {M} on {call.heap.world_size}"
+                f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
+                f"{call.heap.world_size}"
             )
         # With rows behind them, where the last tiles end.
         rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
         held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
         self.gathered = held[: M * K].view(M, K)
         # A rank without columns only sends its rows.
-        self.gemm: GemmPlan | None = None
-        if N > 0:
-            options = (request.allow_tf32, request.bias, request.activation)
-            self.gemm = GemmPlan(self.gathered, call.b, config, *options, call.out, workspace)
+        self.gemm: GemmPlan | BlasPlan | None = None
+        options = (request.bias, request.activation)
+        unfused = config.placement == "unfused" and call.out.is_contiguous()
+        if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
+            self.gemm = BlasPlan(self.gathered, call.b, call.out)
+        elif N > 0:
+            self.gemm = GemmPlan(
+                self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
+            )
             self.product = self.gemm.product
         self.exchange = Exchange(workspace, status.Op.ALL_GATHER_GEMM, "all_gather", call.a, self.gathered)
 

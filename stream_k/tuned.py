@@ -187,7 +187,7 @@ def check(op: str, config: Config, device: torch.device) -> None:
         raise ValueError(f"{op} has no placement {config.placement!r}")
     if op == "gemm":
         return
-    if op == "all_gather_gemm" and config.placement != "messages" and config.split != "none":
+    if op == "all_gather_gemm" and config.placement == "copy_engine" and config.split != "none":
         raise ValueError(
             f"Config.split is {config.split!r}; {op} keeps tiles whole, since their rows come in turn"
         )

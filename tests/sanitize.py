@@ -34,7 +34,7 @@ import typer
 
 import stream_k
 from stream_k import fused, product
-from stream_k.config import BY_ROWS, PLACEMENTS_OF
+from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
 from stream_k.nn import pointwise
 from stream_k.workspace import Workspace
 from tests import sharing
@@ -146,7 +146,7 @@ def _calls() -> Iterator[tuple[str, Facts]]:
     for name in OPS:
         if name in PLACEMENTS_OF and name != "gemm":
             for placement in PLACEMENTS_OF[name]:
-                both = name == "gemm_all_reduce" and placement not in (*BY_ROWS, "messages")
+                both = name == "gemm_all_reduce" and placement not in (*BY_ROWS, *BY_MESSAGE)
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
         elif name in ("all_reduce", "all_reduce_rms_norm"):

@@ -17,6 +17,7 @@ from pyrocshmem import CallMismatch, Heap, message
 from reference import rms_norm as reference
 from reference.accuracy import bound, compare, make_operand
 from reference.ops import shard_range
+from stream_k.config import BY_MESSAGE
 from stream_k.workspace import Workspace
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU, check_product, device, small_config
@@ -68,7 +69,7 @@ class Whole:
         """Whether the sum meets the residual before it is rounded."""
         placement = self.case.options().get("config", small_config(placement="messages")).placement
         exact = ON_CPU and self.case.dtype == BF16
-        return placement == "messages" and self.heap.world_size > 1 and not exact
+        return placement in BY_MESSAGE and self.heap.world_size > 1 and not exact
 
     def all_reduce(self, eps: float = EPS, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # What the allocator gives next is then NaN where the op doesn't write it.

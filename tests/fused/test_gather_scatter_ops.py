@@ -14,7 +14,7 @@ import stream_k
 from pyrocshmem import Heap
 from pyrocshmem.errors import ShmemError
 from reference.problems import PROBLEMS
-from stream_k.config import BY_ROWS, PLACEMENTS, PLACEMENTS_OF
+from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS, PLACEMENTS_OF
 from stream_k.workspace import Workspace
 from tests.fused import bodies
 from tests.fused.cases import (
@@ -52,7 +52,7 @@ def fitting(cases: list[Case], num_ranks: int) -> list[Case]:
     """Rows are gathered by messages where each rank has as many: there M is the next such number."""
     return [
         replace(case, M=-(-case.M // num_ranks) * num_ranks)
-        if case.op == "all_gather" and dict(case.config)["placement"] == "messages"
+        if case.op == "all_gather" and dict(case.config)["placement"] in BY_MESSAGE
         else case
         for case in cases
     ]
@@ -146,7 +146,7 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
             outcome(lambda p=placement: run_case(case.with_config(placement=p), heap, 1))  # type: ignore[misc]
             for placement in PLACEMENTS
             if placement not in PLACEMENTS_OF[PROBLEMS[op].op]
-            or (op, placement) == ("all_gather", "messages")
+            or (op == "all_gather" and placement in BY_MESSAGE)
         ]
         assert_right([[run_case(case, heap, 2)]])
         return found
@@ -156,7 +156,7 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_placements_that_it_does_not_have(op: str) -> None:
     for found in values(run_ranks(other_placements, 2, op, timeout=TIMEOUT_S)):
-        uneven = op == "all_gather"
+        uneven = len(BY_MESSAGE) if op == "all_gather" else 0
         assert len(found) == len(PLACEMENTS) - len(PLACEMENTS_OF[PROBLEMS[op].op]) + uneven > 0
         assert sum("for as many rows on each rank; a has 41 on 2" in text for text in found) == uneven
         assert all(text.startswith("ValueError: Config.placement is ") for text in found), found

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from stream_k.config import BY_ROWS, PLACEMENTS
+from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS
 from tests.fused.cases import Case, assert_right, assert_same_bits, repeat, run_cases
 from tests.ranks import run_ranks, values
 
@@ -30,6 +30,8 @@ WAYS = [
     ("all_reduce", "copy_engine", "two_shot"),
     ("all_reduce", "messages", "one_shot"),
     ("all_reduce", "messages", "two_shot"),
+    ("all_reduce", "unfused", "one_shot"),
+    ("all_reduce", "unfused", "two_shot"),
     ("all_scatter", "after", "two_shot"),
     ("all_scatter", "beside", "two_shot"),
     ("all_scatter", "own_stream", "two_shot"),
@@ -37,6 +39,7 @@ WAYS = [
     ("all_scatter", "copy_engine", "two_shot"),
     ("all_scatter", "pull", "two_shot"),
     ("all_scatter", "messages", "two_shot"),
+    ("all_scatter", "unfused", "two_shot"),
 ]
 
 
@@ -73,7 +76,7 @@ def cases_of(op: str, placement: str, algorithm: str) -> list[Case]:
 
 def placed(case: Case, placement: str, algorithm: str) -> Case:
     """Row blocks and messages come without squares."""
-    squares = case.squares and placement not in (*BY_ROWS, "messages")
+    squares = case.squares and placement not in (*BY_ROWS, *BY_MESSAGE)
     return dataclasses.replace(case, squares=squares).with_config(
         placement=placement, algorithm=algorithm, chunk=1
     )

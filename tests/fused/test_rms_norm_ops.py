@@ -40,6 +40,8 @@ def cases(few: bool) -> list[Case]:
                 Case(3, 24, 0, F16, F32, bias=F16),
                 Case(6, 33, 25, BF16, BF16, bias=F32, config=TWO),
                 Case(6, 33, 25, F16, F32, config=(("placement", "after"), *TWO)),
+                Case(7, 37, 25, F16, F32, wire=F16, config=(("placement", "unfused"), *TWO)),
+                Case(6, 33, 25, F32, F32, bias=F32, config=(("placement", "unfused"), *ONE)),
                 Case(9, 40, 24, F16, F32, residual=False, config=None),
                 Case(3, 2100, 8, F16, F16, config=TWO),
             ]

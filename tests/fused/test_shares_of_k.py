@@ -31,6 +31,7 @@ WAYS = [
     ("gemm_all_reduce", "inside", "two_shot"),
     ("gemm_all_reduce", "copy_engine", "two_shot"),
     ("gemm_all_reduce", "messages", "one_shot"),
+    ("gemm_all_reduce", "unfused", "two_shot"),
     ("gemm_reduce_scatter", "copy_engine", "two_shot"),
     ("gemm_reduce_scatter", "messages", "two_shot"),
 ]

@@ -27,7 +27,7 @@ WRONG = [
     (
         {"placement": "before"},
         r"placement is 'before', allowed are \('after', 'beside', 'own_stream', 'inside', 'copy_engine', 'pull', "
-        r"'messages'\)",
+        r"'messages', 'unfused'\)",
     ),
     ({"comm_warps": 3}, "comm_warps must be a power of two, got 3"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),

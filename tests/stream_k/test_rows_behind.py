@@ -164,7 +164,7 @@ def fused_ways(rank: int, world_size: int) -> list[str]:
             whole = -(-M // config.block_m) * config.block_m
             plans: list[Any] = [*workspace.plans.values()]
             products = [plan.sent.gemm.product for plan in plans if hasattr(plan, "sent")]
-            read = {each.a_template.shape[0] for each in products}
+            read = {each.a_template.shape[0] for each in products if each is not None}
             if placement == "messages" and op != "all_gather_gemm" and read != {whole, M}:
                 wrong.append(f"{op}: plans that read {read} rows")
             heap.synchronize()

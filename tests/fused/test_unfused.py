@@ -1,0 +1,88 @@
+"""The placement "unfused": the BLAS multiplies where it does what `gemm` would, and `gemm` elsewhere."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import stream_k
+from pyrocshmem import Heap, target
+from stream_k.blas import BlasPlan
+from tests.fused.cases import HEAP_BYTES
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import integers, small_config
+
+TIER = 3
+TIMEOUT_S = 60.0
+F16, F32 = torch.float16, torch.float32
+M, N, K = 34, 40, 24
+
+# (op, dtype, arguments, whether the BLAS may: what it rounds is a sum, or the result of the op).
+CASES: list[tuple[str, torch.dtype, dict[str, Any], bool]] = [
+    ("gemm_all_reduce", F16, {}, True),
+    ("gemm_all_reduce", F16, {"bias": True, "activation": "relu"}, True),
+    ("gemm_reduce_scatter", F16, {"bias": True}, True),
+    ("gemm_all_scatter", F16, {}, True),
+    ("gemm_all_scatter", F16, {"bias": True}, False),
+    ("gemm_all_scatter", F16, {"activation": "relu"}, False),
+    ("all_gather_gemm", F16, {}, True),
+    ("all_gather_gemm", F16, {"bias": True}, False),
+    ("gemm_all_reduce", F32, {}, target.interpreted()),
+]
+
+
+def who_multiplies(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """(calls that the BLAS made, whether the result is exact) of each case."""
+    found = []
+    with Heap(HEAP_BYTES) as heap:
+        for number, (op, dtype, more, _) in enumerate(CASES):
+            gathers, scatters = op == "all_gather_gemm", op == "gemm_all_scatter"
+            every = [
+                (
+                    integers(
+                        M // world_size if gathers else M, K, dtype, 50 if scatters else 10 * number + r
+                    ),
+                    integers(K, N, dtype, 100 + 10 * number + r),
+                    integers(1, N, dtype, 200 + (r if scatters or gathers else 0))[0],
+                )
+                for r in range(world_size)
+            ]
+            a, b, bias = every[rank]
+            options = {**more, "bias": bias if more.get("bias") else None}
+            if gathers:
+                options["num_rows"] = M
+            config = small_config(placement="unfused", algorithm="one_shot")
+            calls = 0
+            run = BlasPlan.run
+
+            def counted(self: BlasPlan, *given: Any, run: Any = run) -> None:
+                nonlocal calls
+                calls += 1
+                run(self, *given)
+
+            with mock.patch.object(BlasPlan, "run", counted):
+                out = getattr(stream_k, op)(a, b, group=heap, config=config, **options)
+            heap.synchronize()
+            if gathers:
+                exact = torch.cat([each[0] for each in every]).double() @ b.double()
+            elif scatters:
+                exact = torch.cat([a.double() @ each[1].double() for each in every], 1)
+            else:
+                exact = sum(each[0].double() @ each[1].double() for each in every)  # type: ignore[assignment]
+            if more.get("bias"):
+                exact = exact + (torch.cat([each[2] for each in every]) if scatters else bias).double()
+            if "activation" in more:
+                exact = exact.relu()
+            if op == "gemm_reduce_scatter":
+                exact = exact.tensor_split(world_size)[rank]
+            found.append((calls, torch.equal(out.double(), exact)))
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_the_blas_multiplies_where_it_may() -> None:
+    for found in values(run_ranks(who_multiplies, 2, timeout=TIMEOUT_S)):
+        for (calls, right), case in zip(found, CASES, strict=True):
+            # Once to load it, once for the call.
+            assert (calls, right) == (2 if case[3] else 0, True), case
