@@ -40,10 +40,13 @@ def cost_model(
     # Few rows: messages are short, whatever the number of tiles.
     small = tiles < processors or (on_sm_90 and dtype != torch.float32 and M <= _FEW_ROWS)
     if placement is None:
-        gathered_bytes = M * K * dtype.itemsize if M % world_size == 0 else None
+        little = M * K * dtype.itemsize <= _GATHERED_BYTES * (2 if M <= _FEW_GATHERED else 1)
+        little &= M % world_size == 0
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
         pulled = world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0
-        placement = _placement(op, small, on_sm_90, gathered_bytes, tall, pulled)
+        placement = _placement(op, small, on_sm_90, little, tall, pulled)
+        if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, K, tiles, processors):
+            placement = "unfused"
     if placement in BY_ROWS:
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
@@ -60,8 +63,9 @@ def cost_model(
 # Below this, over the number of peers, the bytes that a second hop saves cost less than it does: 1.05 us on 2 x H200,
 # where an all-reduce by messages takes 3.9 us a MiB in one shot, 3.0 in two.
 _ONE_SHOT_BYTES = 1 << 20
-# Gathered rows up to here come faster by messages, in about 15 us, than by copy engines.
-_GATHERED_BYTES = 4 << 20
+# Gathered rows up to here come faster by messages, in 15 us, than by copy engines; of up to _FEW_GATHERED rows, whose
+# product is short, twice as many bytes do.
+_GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1024
 
 
 def cheaper_algorithm(nbytes: int, world_size: int) -> str:
@@ -69,15 +73,12 @@ def cheaper_algorithm(nbytes: int, world_size: int) -> str:
     return "one_shot" if nbytes * (world_size - 1) < _ONE_SHOT_BYTES else "two_shot"
 
 
-def _placement(
-    op: str, small: bool, on_sm_90: bool, gathered_bytes: int | None, tall: bool, pulled: bool
-) -> str:
-    """The fastest one known. small: the product is over before much could travel beside it. gathered_bytes: of all
-    ranks' rows, where each has as many; for the all-gather it alone decides, since all ranks must decide alike,
-    whatever columns they have. tall: whether a rank's block of rows has `_PULLED_TILES` tile rows. pulled: whether
-    programs pull columns faster than copy engines."""
+def _placement(op: str, small: bool, on_sm_90: bool, little: bool, tall: bool, pulled: bool) -> str:
+    """The fastest one but for the unfused pair. small: the product is over before much could travel beside it. little:
+    all ranks' rows, of which each has as many, are soon gathered; for the all-gather it alone decides, since all ranks
+    must decide alike, whatever columns they have. tall: whether a rank's block of rows has `_PULLED_TILES` tile rows.
+    pulled: whether programs pull columns faster than copy engines."""
     if op == "all_gather_gemm":
-        little = gathered_bytes is not None and gathered_bytes <= _GATHERED_BYTES
         return "messages" if little else "copy_engine"
     if small:
         return "messages"
@@ -86,6 +87,25 @@ def _placement(
     if op == "gemm_reduce_scatter" or (on_sm_90 and tall):
         return "copy_engine"
     return "own_stream" if on_sm_90 else "beside"
+
+
+# Rows up to here leave the tiles of a product as messages faster than from memory, and cuBLAS gains little.
+_SENT_ROWS = 128
+# Inner size up to which a reduce-scatter of two waves of tiles is over before its copies have begun.
+_PAIR_K = 2048
+
+
+def _faster_unfused(op: str, placement: str, M: int, K: int, tiles: int, processors: int) -> bool:
+    """Whether the BLAS and an exchange take less time than `placement`: readings of 2 x H200, 16-bit operands
+    (docs/log.md). For the all-gather the number of tiles must not matter."""
+    if M <= _SENT_ROWS:
+        return False
+    if placement == "messages":
+        # The partial sums of whole tiles leave as fast as they are made.
+        return op != "gemm_reduce_scatter" or M % (2 * _SENT_ROWS) != 0
+    if op == "gemm_reduce_scatter" and K > _PAIR_K:
+        return False
+    return op in ("gemm_all_reduce", "gemm_reduce_scatter") and tiles <= 2 * processors
 
 
 # What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.

@@ -1,0 +1,101 @@
+"""When the cost model gives an op of an H200 to the BLAS and an exchange, against readings there."""
+
+import statistics
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pyrocshmem import target
+from stream_k import config, cost_model
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+BF16 = torch.bfloat16
+RANKS = 2
+# (op, M, N, K of a rank's product, what partial sums travel in): microseconds of placements, what was chosen before
+# there was the pair first; 2 x H200, bf16, graphs of 10 calls.
+READINGS: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] = {
+    ("gemm_all_reduce", 64, 8192, 2048, None): {"messages": 18.8, "unfused": 23.1},
+    ("gemm_all_reduce", 128, 4096, 3584, None): {"messages": 22.5, "unfused": 24.6},
+    ("gemm_all_reduce", 160, 8192, 7168, None): {"messages": 66.4, "unfused": 54.2},
+    ("gemm_all_reduce", 200, 4096, 3584, BF16): {"messages": 25.9, "unfused": 22.9},
+    ("gemm_all_reduce", 200, 8192, 2048, None): {"messages": 40.3, "unfused": 36.8},
+    ("gemm_all_reduce", 384, 8192, 7168, BF16): {"messages": 96.5, "unfused": 85.5},
+    ("gemm_all_reduce", 512, 4096, 3584, BF16): {"messages": 41.0, "unfused": 39.0},
+    ("gemm_all_reduce", 1024, 8192, 2048, None): {"own_stream": 133.5, "unfused": 128.2},
+    ("gemm_all_reduce", 2048, 4096, 1024, BF16): {"copy_engine": 109.3, "unfused": 80.2},
+    ("gemm_all_reduce", 2048, 4096, 1792, None): {"copy_engine": 139.9, "unfused": 119.9, "messages": 130.8},
+    ("gemm_all_reduce", 2048, 8192, 3584, None): {"copy_engine": 241.5, "unfused": 312.6, "messages": 317.7},
+    ("gemm_all_reduce", 4096, 4096, 1792, BF16): {"copy_engine": 167.3, "unfused": 183.5, "messages": 196.2},
+    ("gemm_reduce_scatter", 64, 4096, 1024, None): {"messages": 11.8, "unfused": 14.5},
+    ("gemm_reduce_scatter", 128, 8192, 2048, None): {"messages": 22.0, "unfused": 25.5},
+    ("gemm_reduce_scatter", 160, 8192, 7168, BF16): {"messages": 56.2, "unfused": 44.2},
+    ("gemm_reduce_scatter", 200, 8192, 2048, BF16): {"messages": 29.2, "unfused": 25.4},
+    ("gemm_reduce_scatter", 256, 4096, 1024, None): {"messages": 16.1, "unfused": 17.1},
+    ("gemm_reduce_scatter", 384, 4096, 3584, BF16): {"messages": 29.7, "unfused": 27.3},
+    ("gemm_reduce_scatter", 512, 4096, 1792, None): {"messages": 32.5, "unfused": 35.4},
+    ("gemm_reduce_scatter", 1024, 8192, 7168, None): {"copy_engine": 202.4, "unfused": 231.9},
+    ("gemm_reduce_scatter", 2048, 4096, 1024, None): {"copy_engine": 100.9, "unfused": 87.5},
+    ("gemm_reduce_scatter", 2048, 4096, 3584, BF16): {"copy_engine": 98.3, "unfused": 111.5},
+    ("gemm_reduce_scatter", 2048, 8192, 3584, None): {
+        "copy_engine": 202.1,
+        "unfused": 264.1,
+        "messages": 302.0,
+    },
+    ("all_gather_gemm", 64, 8192, 2048, None): {"messages": 15.3, "unfused": 17.3},
+    ("all_gather_gemm", 200, 8192, 7168, None): {"messages": 55.3, "unfused": 46.8},
+    ("all_gather_gemm", 256, 4096, 3584, None): {"messages": 25.5, "unfused": 24.2},
+    ("all_gather_gemm", 512, 8192, 7168, None): {"copy_engine": 116.2, "unfused": 97.5, "messages": 99.0},
+    ("all_gather_gemm", 1024, 1792, 4096, None): {"copy_engine": 56.7, "unfused": 41.4, "messages": 42.3},
+    ("all_gather_gemm", 1024, 4096, 3584, None): {"copy_engine": 68.7, "unfused": 58.2, "messages": 57.1},
+    ("all_gather_gemm", 2048, 3584, 8192, None): {"copy_engine": 175.4, "unfused": 234.6, "messages": 239.8},
+    ("all_gather_gemm", 4096, 4096, 1024, None): {"copy_engine": 58.3, "unfused": 71.3, "messages": 70.9},
+    ("gemm_all_scatter", 64, 4096, 3584, None): {"messages": 14.0, "unfused": 16.0},
+    ("gemm_all_scatter", 200, 8192, 7168, None): {"messages": 70.4, "unfused": 55.9},
+    ("gemm_all_scatter", 256, 4096, 3584, None): {"messages": 29.9, "unfused": 26.4},
+    ("gemm_all_scatter", 512, 8192, 2048, None): {"messages": 74.7, "unfused": 62.2},
+    ("gemm_all_scatter", 1024, 4096, 1024, None): {"messages": 69.3, "unfused": 54.8},
+    ("gemm_all_scatter", 1024, 8192, 2048, None): {"copy_engine": 97.5, "unfused": 116.3, "messages": 141.5},
+    ("gemm_all_scatter", 2048, 1792, 4096, None): {"messages": 84.9, "unfused": 71.6},
+    ("gemm_all_scatter", 4096, 4096, 3584, None): {"copy_engine": 210.9, "unfused": 260.1, "messages": 282.7},
+}
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(target, "backend", lambda: "cuda")
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    monkeypatch.setattr(config, "CPU_PROGRAMS", 132)
+    config.num_multiprocessors.cache_clear()
+    yield
+    config.num_multiprocessors.cache_clear()
+
+
+def placement(
+    op: str, M: int, N: int, K: int, wire: torch.dtype | None, dtype: torch.dtype = BF16, ranks: int = RANKS
+) -> str:
+    return cost_model.cost_model(op, M, N, K, dtype, ranks, torch.device("cpu"), wire).placement
+
+
+def lost() -> float:
+    """The mean ratio of the reading of what is chosen to the shortest."""
+    return statistics.geometric_mean(
+        readings[placement(*case)] / min(readings.values()) for case, readings in READINGS.items()
+    )
+
+
+def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lost() < 1.02
+    # Nor would it do to choose the pair never.
+    monkeypatch.setattr(cost_model, "_faster_unfused", lambda *_: False)
+    assert lost() > 1.05
+
+
+def test_what_ranks_may_have_of_their_own_does_not_matter() -> None:
+    """Columns of an all-gather; and float32, which the BLAS would round to tf32, is never its."""
+    for M, K in ((200, 7168), (1024, 4096), (2048, 3584)):
+        assert len({placement("all_gather_gemm", M, N, K, None) for N in (1, 64, 4096, 100_000)}) == 1
+    for case in READINGS:
+        assert placement(*case, dtype=torch.float32) != "unfused"
