@@ -70,7 +70,7 @@ def all_reduce_rms_norm(
                 agree(space, call)
                 return x.new_empty(x.shape), x.new_empty(x.shape)
             plan = space.planned_together(call, lambda: _Plan(x, residual, weight, eps, algorithm, space))
-            space.plans[key] = plan
+            plan.called, space.plans[key] = call, plan
             return plan.run(x, residual, weight, eps)
         group, workspace = heap, space
     total = all_reduce(x, group=group, algorithm=algorithm, workspace=workspace)
@@ -79,6 +79,8 @@ def all_reduce_rms_norm(
 
 class _Plan:
     """The exchange of tensors of one kind."""
+
+    called: str  # as the ranks compared it
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         out, finish = results(x, residual, weight, eps)
-        with self.workspace:
+        with self.workspace.begin(self.called):
             self.exchange.run(x.resolve_neg().contiguous(), out, finish)
         assert finish.total is not None
         return out, finish.total

@@ -150,13 +150,14 @@ def exchange(
     key: Hashable = (
         "exchange", op, kind, x.shape, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, recorded
     )  # fmt: skip
-    plan: Exchange | None = workspace.plans.get(key)
-    if plan is None:
+    found: tuple[str, Exchange] | None = workspace.plans.get(key)
+    if found is None:
         how = f"{kind} by messages, root {root}, recorded={recorded}"
         call = f"{status.Op(op).name.lower()} of {tuple(x.shape)} {x.dtype}: {how}"
         plan = workspace.planned_together(call, lambda: Exchange(workspace, op, kind, x, out, root))
-        workspace.plans[key] = plan
-    with workspace:
+        workspace.plans[key] = found = call, plan
+    call, plan = found
+    with workspace.begin(call):
         plan.run(x, out)
 
 

@@ -43,7 +43,7 @@ def run(
         )
         workspace.planned_together(call, lambda: launch.compile(args))
         workspace.plans[key] = launch
-    with workspace:
+    with workspace.begin(call):
         launch(args)
         if copied is not None:
             copied[0].copy_(copied[1])
@@ -51,7 +51,6 @@ def run(
 
 def agree(workspace: Workspace, call: str) -> None:
     """Compare a call that launches nothing between ranks, the first time it is made."""
-    assert workspace.heap is not None
     if call not in workspace.agreed:
-        workspace.heap.vote(call)
+        workspace.compare(call)
         workspace.agreed[call] = 0

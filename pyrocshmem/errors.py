@@ -101,15 +101,22 @@ class PeerAborted(ShmemError):
 
 
 class CallMismatch(ShmemError):
-    """Ranks made different calls; `calls[r]` is the call of rank r. Nothing was done on any rank."""
+    """Ranks made different calls; `calls[r]` is the call of rank r.
 
-    def __init__(self, calls: Sequence[str]) -> None:
-        self.calls = list(calls)
+    number: None: they were about to plan it, and nothing was done on any rank. Otherwise it is the number of a call
+    whose plans are there: some ranks may have launched it, what it gave is not valid, and the heap must recover.
+    """
+
+    def __init__(self, calls: Sequence[str], number: int | None = None) -> None:
+        self.calls, self.number = list(calls), number
         listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
-        super().__init__(
-            "ranks made different calls, nothing was done; all must make the same ones in the same order:"
-            f"{listing}"
+        what = (
+            "ranks made different calls, nothing was done"
+            if number is None
+            else f"ranks made different calls as number {number} of a workspace, what it gave on any rank is not valid "
+            "(heap.recover() on all ranks makes the heap work again)"
         )
+        super().__init__(f"{what}; all must make the same ones in the same order:{listing}")
 
 
 class InitTimeout(ShmemError):

@@ -37,7 +37,7 @@ from pyrocshmem.forming import (
     tensor_on,
 )
 from pyrocshmem.labels import label
-from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle, abort_all, close_all, release_all
+from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle
 from pyrocshmem.tensors import Plan, TensorFactories
 
 __all__ = [
@@ -45,10 +45,7 @@ __all__ = [
     "SYSTEM_WORDS",
     "Heap",
     "Usage",
-    "abort_all",
-    "close_all",
     "heap_for",
-    "release_all",
 ]
 
 _DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one

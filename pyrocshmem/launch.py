@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import bootstrap, heap, target
+from pyrocshmem import bootstrap, endings, target
 from pyrocshmem.bootstrap import ThreadGroup
 from pyrocshmem.errors import PeerAborted
 from pyrocshmem.rank_process import Job, init_process_group, rank_main
@@ -138,7 +138,7 @@ def spawn_threads(
         except BaseException as error:
             results[group.rank] = RankResult(group.rank, None, error, traceback.format_exc())
             message = f"{type(error).__name__}: {error}"
-            heap.abort_all(message, group)
+            endings.abort_all(message, group)
             group.abort(message)
 
     threads = [threading.Thread(target=body, args=(group,), daemon=True) for group in groups]

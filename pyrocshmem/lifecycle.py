@@ -14,7 +14,6 @@ what another still holds, a kernel may still wait. Protocol, by all ranks:
 Who has called `recover` less often than its peers hears at once that they gave up, so that ranks find together again.
 """
 
-import atexit
 import copy
 import os
 import sys
@@ -29,7 +28,7 @@ import torch
 
 from pyrocshmem import bootstrap, status, target
 from pyrocshmem.boards import store_may_be_gone
-from pyrocshmem.bootstrap import Group, as_group
+from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
@@ -37,7 +36,6 @@ from pyrocshmem.forming import (
     SharedMemory,
     default_bytes,
     form,
-    live_memories,
     own_device,
     refuse_capture,
     storage_at,
@@ -83,6 +81,7 @@ class Lifecycle:
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self._restarts: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._comparisons: list[weakref.WeakMethod[Callable[[], CallMismatch | None]]] = []
         self.bases = memory.bases
         self.base = memory.bases[self.rank]
         # Padded, so that a kernel can read the table as one block of 8 lanes.
@@ -161,8 +160,14 @@ class Lifecycle:
         return self._system
 
     def check(self) -> None:
-        """Raise the fault that kernels of this rank have recorded, if any. Doesn't wait for the device."""
+        """Raise the fault that kernels of this rank have recorded, if any, or `CallMismatch` where ranks have begun
+        different calls. Doesn't wait for the device."""
         self._require_usable()
+        for reference in self._comparisons:
+            if (compare := reference()) is not None and (mismatch := compare()) is not None:
+                self._fail(mismatch)
+                self._set_abort_words()  # kernels that wait for another call's data end
+                raise mismatch
         if self._record[status.Word.CODE]:
             fault = status.to_error(self.status.tolist(), self.rank, self._message_of, self._process_of)
             assert fault is not None
@@ -188,9 +193,13 @@ class Lifecycle:
 
     def on_recovery(self, restart: Callable[[], None]) -> None:
         """Have `recover` call a method of an object that holds call numbers, while no rank writes anything."""
-        self._restarts = [each for each in self._restarts if each() is not None] + [
-            weakref.WeakMethod(restart)
-        ]
+        self._restarts = [each for each in self._restarts if each() is not None]
+        self._restarts.append(weakref.WeakMethod(restart))
+
+    def on_check(self, compare: Callable[[], CallMismatch | None]) -> None:
+        """Have `check` ask a method of an object that knows the ranks' calls whether they are the same."""
+        self._comparisons = [each for each in self._comparisons if each() is not None]
+        self._comparisons.append(weakref.WeakMethod(compare))
 
     def _recover(self, holdings: bytes, keep: Callable[[list[bytes]], None]) -> None:
         """See `Heap.recover`. keep: is given every rank's `holdings`, at that time."""
@@ -317,34 +326,3 @@ class Lifecycle:
             for place in self._abort_places:
                 place.copy_(self._abort_word, non_blocking=True)
         self._abort_stream.synchronize()
-
-
-def close_all() -> None:
-    """Close every heap of this process."""
-    for heap in list(live_heaps):
-        heap.close()
-
-
-def release_all() -> None:
-    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
-    close_all()
-    for memory in list(live_memories):
-        memory.release()
-
-
-def abort_all(message: str, group: Group | None = None) -> None:
-    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an exception."""
-    for heap in list(live_heaps):
-        if group is None or heap.group is group:
-            heap.abort(message)
-
-
-def _at_exit() -> None:
-    # Set when an exception ended the program, and at a prompt after any exception.
-    uncaught = getattr(sys, "last_value", None)
-    if uncaught is not None and not hasattr(sys, "ps1"):
-        abort_all(f"{type(uncaught).__name__}: {uncaught}")
-    release_all()
-
-
-atexit.register(_at_exit)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import bootstrap, heap, target
+from pyrocshmem import bootstrap, endings, target
 from pyrocshmem.boards import StoreBoard
 from pyrocshmem.bootstrap import Group
 
@@ -104,7 +104,7 @@ def _tell_peers(message: str) -> None:
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be what failed
         if dist.is_initialized():
             bootstrap.as_group(None).abort(message)  # for peers that wait where this rank hasn't been yet
-    heap.abort_all(message)
+    endings.abort_all(message)
     bootstrap.abort_all(message)
 
 
@@ -142,7 +142,7 @@ def _leave(pipe: Connection) -> None:
     except (EOFError, OSError):
         all_ok = False
     with contextlib.suppress(Exception):
-        heap.release_all()
+        endings.release_all()
         if all_ok and dist.is_initialized():
             dist.destroy_process_group()
     sys.stdout.flush()

@@ -145,7 +145,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
     # What the call leaves in the workspace is read before another stream may write there.
-    with workspace:
+    with workspace.begin(plan.called):
         plan.call(a, b, bias, out)
         if plan.result is not None:
             out.copy_(plan.result)
@@ -283,13 +283,13 @@ def _make_plan(
     agreement = (text, share)
     new = agreement not in workspace.agreed
     if new:
-        workspace.agreed[agreement] = max(int(size) for size in heap.vote(text, str(share).encode()))
+        workspace.agreed[agreement] = max(int(size) for size in workspace.compare(text, str(share).encode()))
     a, b = with_inner_size(request.a, request.b)
     example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
     longest_k = max(1, workspace.agreed[agreement])
     call = Call(request, a, b, example, offset is not None, config, workspace, heap, num_rows, longest_k)
     plan = op.plan(call)
-    plan.shape, plan.graphs = shape, Graphs(workspace, getattr(plan, "product", None))
+    plan.called, plan.shape, plan.graphs = text, shape, Graphs(workspace, getattr(plan, "product", None))
     plan.compile(a, b, bias, example)
     if new:
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.

@@ -86,7 +86,7 @@ def gemm_all_reduce_rms_norm(
             plan = space.planned_together(
                 call, lambda: _Plan(a, b, residual, weight, eps, bias, allow_tf32, chosen, space)
             )
-            space.plans[key] = plan
+            plan.called, space.plans[key] = call, plan
             return plan.run(a, b, residual, weight, eps, bias)
         group, workspace, partial_dtype = heap, space, None
     total = gemm_all_reduce(
@@ -144,6 +144,8 @@ class _Replicated(torch.autograd.Function):
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
 
+    called: str  # as the ranks compared it
+
     def __init__(
         self,
         a: torch.Tensor,
@@ -185,7 +187,7 @@ class _Plan:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = with_inner_size(a, b)
         out, finish = results(self.like, residual, weight, eps, bias)
-        with self.workspace:
+        with self.workspace.begin(self.called):
             tensors = (a, b, out, *finish.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
         assert finish.total is not None

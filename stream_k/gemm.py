@@ -99,7 +99,7 @@ def run(
     else:
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
-    with workspace:  # type: ignore[union-attr]
+    with workspace.begin(None):  # type: ignore[union-attr]
         plan.run(a, b, bias, out)
     return out
 

@@ -27,13 +27,15 @@ class FusedPlan:
 
     product: but of a rank without columns. launches: in stream order. result: a buffer of the workspace, to be copied
     out; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. shape: of the result. graphs: of calls that are repeated.
+    squares: fp32 [tiles x M], where asked for. called: as the ranks compared it. shape: of the result. graphs: of calls
+    that are repeated.
     """
 
     product: Product
     launches: list[Launch]
     result: torch.Tensor | None
     squares: torch.Tensor
+    called: str
     shape: tuple[int, int]
     workspace: Workspace
     graphs: Graphs

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from pyrocshmem import message, signal, status
-from pyrocshmem.errors import WorkspaceBusy
+from pyrocshmem.errors import CallMismatch, WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
+from pyrocshmem.ledger import Ledger
 from stream_k.streams import Streams
 
 DEFAULT_WAIT_SECONDS = 10.0
@@ -33,6 +34,21 @@ _SLOT_STEP = 4096
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 _FEWEST_MESSAGE_WORDS = 1 << 18
+
+
+class _Turn:
+    """What `Workspace.begin` returns: the call's launches are in a `with` block of it, at whose end it is over."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[bool], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(error is not None)
 
 
 class Workspace(Streams):
@@ -63,6 +79,7 @@ class Workspace(Streams):
             )
         self.plans: dict[Any, Any] = {}
         self.agreed: dict[Any, int] = {}
+        self._calls: dict[str, int] = {}  # those that ranks have compared, counted alike on all of them
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[Any] = []
         self._outgrown: list[tuple[str, torch.Tensor]] = []
@@ -84,8 +101,12 @@ class Workspace(Streams):
         self.control[int(signal.BUDGET_US.value)] = int(wait_seconds * 1e6)
         self.context = (self.control, abort, self.status, bases)
         self._agree("workspace")
+        self._ledger: Ledger | None = None
         if heap is not None:
             heap.on_recovery(self._start_anew)
+            if heap.world_size > 1:
+                self._ledger = Ledger(heap.group, heap.timeout)
+                heap.on_check(self._mismatch)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self.heap is not None:
@@ -117,6 +138,9 @@ class Workspace(Streams):
         assert self.heap is not None
         self._drop_plans()
         self.agreed.clear()
+        self._calls.clear()
+        if self._ledger is not None:
+            self._ledger.restart()
         there = range(self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes)
         held = [*self._buffers.items()], self._outgrown
         for buffers in held:
@@ -135,6 +159,13 @@ class Workspace(Streams):
         self.control.zero_()
         self.control[kept] = values
 
+    def compare(self, call: str, payload: bytes = b"") -> list[bytes]:
+        """Vote on a call that is new, as `Heap.vote` does: from now on `begin` knows it."""
+        assert self.heap is not None
+        replies = self.heap.vote(call, payload)
+        self._calls.setdefault(call, len(self._calls))
+        return replies
+
     def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
         """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
         all are ready: one that compiles longer than the others must not eat into their kernels' wait budget."""
@@ -142,7 +173,7 @@ class Workspace(Streams):
         # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
         new = call not in self.agreed
         if new:
-            self.heap.vote(call)
+            self.compare(call)
         plan = make()
         if new:
             self.heap.vote(f"{call}: ready")
@@ -226,13 +257,17 @@ class Workspace(Streams):
         elif self._stream is not None:
             buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
 
-    def __enter__(self) -> Workspace:
-        """Before the launches of a call: orders it after the one before, and raises what is in the record."""
+    def begin(self, call: str | None) -> _Turn:
+        """`with workspace.begin(call):` around the launches of a call orders it after the one before, and raises what
+        is in the record. call: as the ranks compared it; where one of them makes another, all raise `CallMismatch`.
+        None: a call of this rank alone."""
         if not self._lock.acquire(blocking=False):
             raise WorkspaceBusy(
                 "the workspace is in use by a call of another thread; give each thread a workspace of its own"
             )
         try:
+            if call is not None and self._ledger is not None:
+                self._ledger.begin(self._calls[call])
             self.check()
             if self._lost:
                 raise ValueError("a fault came before all ranks had this workspace; make another one")
@@ -241,11 +276,11 @@ class Workspace(Streams):
         except BaseException:
             self._lock.release()
             raise
-        return self
+        return _Turn(self._end)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def _end(self, failed: bool) -> None:
         self._lock.release()
-        if self.device.type == "cpu" and error is None:
+        if self.device.type == "cpu" and not failed:
             self.check()
 
     def check(self) -> None:
@@ -254,6 +289,15 @@ class Workspace(Streams):
             self.heap.check()
         elif self.status[0]:
             raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
+
+    def _mismatch(self) -> CallMismatch | None:
+        assert self._ledger is not None
+        found = self._ledger.compare()
+        if found is None:
+            return None
+        names = dict(enumerate(self._calls))
+        each = ["none yet" if which is None else names.get(which, "?") for which in found.which]
+        return CallMismatch(each, found.number)
 
     def free(self) -> None:
         """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 FAULTS = "tests/faults/"
 ALLOC, FORMING = f"{FAULTS}test_alloc_faults.py", f"{FAULTS}test_forming_faults.py"
 HEAP, OP, SIGNAL = (f"{FAULTS}test_{name}_faults.py" for name in ("heap", "op", "signal"))
-_OTHERS = ("faults_in_turn", "guards", "many_calls", "late_ranks", "recovery")
-IN_TURN, GUARDS, MANY, LATE, RECOVERY = (f"{FAULTS}test_{name}.py" for name in _OTHERS)
+_OTHERS = ("faults_in_turn", "guards", "many_calls", "late_ranks", "recovery", "call_order")
+IN_TURN, GUARDS, MANY, LATE, RECOVERY, ORDER = (f"{FAULTS}test_{name}.py" for name in _OTHERS)
 PROTOCOL, BLOCKS, RESULTS = (
     f"tests/fused/test_{name}.py" for name in ("protocol", "gather_scatter_ops", "results")
 )
@@ -89,7 +89,8 @@ CASES = (
         "calls in a different order, or with a different configuration",
         "CallMismatch on all, listing each rank's call; outputs untouched",
         tests_in(HEAP, "cases_5_and_6_different_calls_are_listed_on_all_ranks")
-        + tests_in(OP, "ranks_that_disagree"),
+        + tests_in(OP, "ranks_that_disagree")
+        + tests_in(ORDER, "case_6_planned_calls_in_another_order"),
     ),
     Fault(
         7,

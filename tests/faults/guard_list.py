@@ -11,6 +11,7 @@ from tests.faults.cases import (
     LATE,
     LITMUS,
     OP,
+    ORDER,
     PROTOCOL,
     RECOVERY,
     SIGNAL,
@@ -97,6 +98,12 @@ GUARD_LIST = (
         "ranks' heaps drift apart",
         tests_in(HEAP, "cases_5_and_6_different_calls_are_listed_on_all_ranks"),
         tests_in(GUARDS, "cases_5_and_6_without_the_vote_heaps_drift_apart"),
+    ),
+    Guard(
+        "ledger of calls",
+        "calls that are planned, made in another order, give wrong results",
+        tests_in(ORDER, "case_6_planned_calls_in_another_order"),
+        tests_in(ORDER, "without_the_ledger_nobody_notices"),
     ),
     Guard(
         "fingerprint of a call",

@@ -110,7 +110,7 @@ def test_busy() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with workspace:
+        with workspace.begin(None):
             inside.set()
             go_on.wait(30)
 
@@ -157,7 +157,7 @@ def test_plans_outlive_what_they_were_made_for() -> None:
 
 def test_free_again_after_an_error() -> None:
     workspace = Workspace(device=device())
-    with pytest.raises(RuntimeError, match="planted"), workspace:
+    with pytest.raises(RuntimeError, match="planted"), workspace.begin(None):
         raise RuntimeError("planted")
     product(workspace)
 

@@ -1,0 +1,39 @@
+"""The end of all heaps of a process, at its own end at the latest."""
+
+import atexit
+import sys
+
+from pyrocshmem.bootstrap import Group
+from pyrocshmem.forming import live_memories
+from pyrocshmem.lifecycle import live_heaps
+
+
+def close_all() -> None:
+    """Close every heap of this process."""
+    for heap in list(live_heaps):
+        heap.close()
+
+
+def release_all() -> None:
+    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
+    close_all()
+    for memory in list(live_memories):
+        memory.release()
+
+
+def abort_all(message: str, group: Group | None = None) -> None:
+    """`abort` every heap of this process, or of `group`: for a rank that is about to end with an exception."""
+    for heap in list(live_heaps):
+        if group is None or heap.group is group:
+            heap.abort(message)
+
+
+def _at_exit() -> None:
+    # Set when an exception ended the program, and at a prompt after any exception.
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is not None and not hasattr(sys, "ps1"):
+        abort_all(f"{type(uncaught).__name__}: {uncaught}")
+    release_all()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,81 @@
+"""Which calls the ranks have begun, so that calls made in another order are noticed.
+
+Ranks compare a call when they plan it; from then on it passes without a meeting, and a rank that makes another one of
+the planned calls would mix its data with theirs. So each rank's host writes down what it begins, in memory that the
+hosts of its peers can read, and looks at what they wrote. A word is the number of a call, and which of the planned
+calls it is (each rank counts those alike, having voted on them in the same order):
+
+    rank 0   .. | 7: all_reduce of 4 x 8 | 8: all_gather of 2 x 8
+    rank 1   .. | 7: all_reduce of 4 x 8 | 8: rms_norm of 4 x 8     who comes second sees it, and launches nothing
+
+A rank that is behind is compared later, as long as its peers are not _KEPT calls ahead. Replays of captured graphs are
+no calls: their order is the caller's to keep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from pyrocshmem.bootstrap import Group
+from pyrocshmem.forming import SYSTEM_BYTES, form
+
+_KEPT = 1024
+_WHICH_BITS = 32
+
+
+class Difference(NamedTuple):
+    """Call `number` is, on each rank, the planned call `which[rank]`; None: not begun there."""
+
+    number: int
+    which: list[int | None]
+
+
+class Ledger:
+    """The words of all ranks of a group. Making one is collective, the rest is local."""
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        # In host memory, whatever the device. Its system area, but for the last words, is room enough.
+        self._memory = form(group.channel("ledger"), SYSTEM_BYTES, torch.device("cpu"), "host", timeout)
+        self._words = [
+            memoryview((ctypes.c_int64 * _KEPT).from_address(base)).cast("B").cast("q")
+            for base in self._memory.bases
+        ]
+        self._own = self._words[group.rank]
+        self._peers = [words for rank, words in enumerate(self._words) if rank != group.rank]
+        self._begun = self._compared = 0
+
+    def begin(self, which: int) -> None:
+        """Write down that this rank begins the planned call `which`."""
+        self._begun = number = self._begun + 1
+        self._own[number % _KEPT] = number << _WHICH_BITS | which
+
+    def compare(self) -> Difference | None:
+        """The first call that a peer has begun otherwise than this rank, None if there is none so far."""
+        compared = max(self._compared, self._begun - _KEPT)
+        while compared < self._begun:
+            number = compared + 1
+            place = number % _KEPT
+            mine = self._own[place]
+            for words in self._peers:
+                word = words[place]
+                if word != mine:
+                    if word >> _WHICH_BITS < number:
+                        return None  # later
+                    if word >> _WHICH_BITS == number:
+                        return self._at(number)
+            self._compared = compared = number
+        return None
+
+    def restart(self) -> None:
+        """Count from 0 again: while no rank begins a call."""
+        self._begun = self._compared = 0
+        for place in range(_KEPT):
+            self._own[place] = 0
+
+    def _at(self, number: int) -> Difference:
+        words = [words[number % _KEPT] for words in self._words]
+        mask = (1 << _WHICH_BITS) - 1
+        return Difference(number, [w & mask if w >> _WHICH_BITS == number else None for w in words])

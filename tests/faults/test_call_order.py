@@ -1,0 +1,169 @@
+"""Calls that all ranks have planned, then made in another order on each: noticed before, not after, a wrong result."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import collectives
+import stream_k
+from pyrocshmem import CallMismatch, Heap, ShmemError
+from pyrocshmem.bootstrap import as_group
+from pyrocshmem.ledger import _KEPT, Difference, Ledger
+from stream_k.workspace import workspace_for
+from tests.ranks import run_ranks, values
+from tests.stream_k.products import device, integers, small_config
+
+TIER = 3
+TIMEOUT_S = 90.0
+HEAP_BYTES = 32 << 20
+SOON_S = 5.0  # half of what a wait lasts
+F16, F32 = torch.float16, torch.float32
+
+Call = Callable[[Heap], torch.Tensor]
+
+
+def ones(*shape: int, dtype: torch.dtype = F16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device())
+
+
+def summed(*shape: int, dtype: torch.dtype = F16) -> Call:
+    return lambda heap: collectives.all_reduce(ones(*shape, dtype=dtype), group=heap)
+
+
+def multiplied(**options: Any) -> Call:
+    def call(heap: Heap) -> torch.Tensor:
+        a, b = integers(20, 24, F16, 1), integers(24, 16, F16, 2)
+        return stream_k.gemm_all_reduce(a, b, group=heap, **options)
+
+    return call
+
+
+def normalized(columns: int) -> Call:
+    return lambda heap: collectives.rms_norm(ones(4, columns), ones(columns), 1e-6, group=heap)
+
+
+def gathered(heap: Heap) -> torch.Tensor:
+    return collectives.all_gather(ones(4, 8), group=heap)
+
+
+# Pairs that would mix without an error of their own, and one whose messages are of different numbers.
+PAIRS: dict[str, tuple[Call, Call]] = {
+    "dtypes": (summed(4, 8), summed(2, 8, dtype=F32)),
+    "shapes": (summed(4, 8), summed(8, 4)),
+    "sizes": (summed(4, 8), summed(600, 8)),
+    "collectives": (summed(4, 8), gathered),
+    "columns of a norm": (normalized(8), normalized(16)),
+    "activations": (multiplied(), multiplied(activation="relu")),
+    "flags": (
+        multiplied(config=small_config()),
+        multiplied(config=small_config(), activation="relu"),
+    ),
+}
+
+
+def in_another_order(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[str, bool, bool]]:
+    """(what is raised, whether soon, whether the heap then recovers) where the ranks make the calls of a pair in
+    opposite order."""
+    found = {}
+    with Heap(HEAP_BYTES) as heap:
+        for name in names:
+            calls = PAIRS[name]
+            expected = [call(heap).clone() for call in calls]
+            heap.barrier()
+            raised, began = "nothing", time.monotonic()
+            try:
+                for call in calls if rank == 0 else calls[::-1]:
+                    call(heap)
+                heap.synchronize()
+            except ShmemError as error:
+                raised = f"{type(error).__name__}: {error}"
+            soon = time.monotonic() - began < SOON_S
+            if raised != "nothing":
+                heap.recover()
+            heap.barrier()
+            right = all(torch.equal(call(heap), each) for call, each in zip(calls, expected, strict=True))
+            found[name] = raised, soon, right
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_case_6_planned_calls_in_another_order() -> None:
+    for found in values(run_ranks(in_another_order, 2, [*PAIRS], timeout=TIMEOUT_S)):
+        for name, (raised, soon, right) in found.items():
+            assert raised.startswith(f"{CallMismatch.__name__}: ranks made different calls as number"), (
+                name,
+                raised,
+            )
+            assert "\n  rank 0: " in raised
+            assert "\n  rank 1: " in raised
+            assert (soon, right) == (True, True), name
+
+
+def unguarded(rank: int, world_size: int) -> dict[str, tuple[str, bool, bool]]:
+    with mock.patch.object(Ledger, "compare", return_value=None):
+        return in_another_order(rank, world_size, ["dtypes", "activations"])
+
+
+@pytest.mark.num_ranks(2)
+def test_without_the_ledger_nobody_notices() -> None:
+    for found in values(run_ranks(unguarded, 2, timeout=TIMEOUT_S)):
+        assert [raised for raised, _, _ in found.values()] == ["nothing"] * 2
+
+
+def written_down(rank: int, world_size: int) -> list[Any]:
+    """What `Ledger.compare` says as two ranks begin calls, one of them later, or not at all."""
+    group = as_group(None)
+    ledger, said = Ledger(group, 10.0), []
+
+    def both(mine: list[int]) -> None:
+        """The ranks begin calls at the same time, then look."""
+        for which in mine:
+            ledger.begin(which)
+        group.exchange(b"", "began")
+        said.append(ledger.compare())
+        group.exchange(b"", "compared")
+
+    both([5, 6, 5])
+    both([7] if rank == 0 else [])  # late is not different
+    both([] if rank == 0 else [7])
+    both([8, 9] if rank == 0 else [8])
+    both([1] if rank == 0 else [2, 1])
+    ledger.restart()
+    group.exchange(b"", "restarted")
+    both([3] if rank == 0 else [4])
+    ledger.restart()
+    group.exchange(b"", "restarted")
+    # A rank that is further behind than words are kept: what can be compared still is.
+    both([1] * (_KEPT + 10) if rank == 0 else [])
+    both([] if rank == 0 else [1] * (_KEPT + 9) + [2])
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_who_is_late_is_compared_later() -> None:
+    nothing = [None] * 4
+    expected = [*nothing, Difference(6, [9, 2]), Difference(1, [3, 4]), None, Difference(_KEPT + 10, [1, 2])]
+    for found in values(run_ranks(written_down, 2, timeout=TIMEOUT_S)):
+        assert found == expected
+
+
+def of_one_rank(rank: int, world_size: int) -> bool:
+    """A product on a heap's workspace is no call of the others."""
+    with Heap(HEAP_BYTES) as heap:
+        space = workspace_for(heap)
+        call = summed(4, 8)
+        call(heap)
+        if rank == 0:
+            stream_k.gemm(integers(20, 24, F16, 1), integers(24, 16, F16, 2), workspace=space)
+        right = torch.equal(call(heap), ones(4, 8) * world_size)
+        heap.barrier()
+        return right
+
+
+@pytest.mark.num_ranks(2)
+def test_a_product_of_one_rank_is_not_counted() -> None:
+    assert values(run_ranks(of_one_rank, 2, timeout=TIMEOUT_S)) == [True, True]
