@@ -29,7 +29,7 @@ class Calls:
         workspaces._FEWEST_MESSAGE_WORDS = FEWEST_WORDS
         self.heap, self.space, self.shares, self.seed = heap, workspaces.Workspace(heap), False, 0
         self.right(FEW, False)
-        (self.plan,) = self.space.plans.values()
+        ((_, self.plan),) = self.space.plans.values()
         self.space._captured = True
         (self.old, _), self.shares = self.space.messages(0), shares
 
@@ -41,7 +41,7 @@ class Calls:
         x = parts[self.heap.rank].to(target.device(self.heap.rank))
         out = torch.full_like(x, torch.nan)
         if replayed:
-            with self.space:
+            with self.space.begin(None):
                 self.plan.run(x, out)
         else:
             options = {"group": self.heap, "algorithm": "one_shot", "workspace": self.space}

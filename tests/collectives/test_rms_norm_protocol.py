@@ -124,18 +124,18 @@ def overtaken(group: Any) -> list[bool]:
     with Heap(HEAP_BYTES, group) as heap:
         workspace = Workspace(heap, wait_seconds=30.0)
         both = [Rows.random(heap, 5, 24, (F32, F32, None, F32), seed) for seed in (1, 2)]
-        honest, found = Workspace.__exit__, []
+        honest, found = Workspace._end, []
 
         def free(*arguments: Any) -> None:
             honest(*arguments)
             with pytest.MonkeyPatch.context() as plant:
-                plant.setattr(Workspace, "__exit__", honest)
+                plant.setattr(Workspace, "_end", honest)
                 if not found:
                     found.append(both[1].call(True, workspace=workspace)[0])
 
         both[0].call(True, workspace=workspace)
         with pytest.MonkeyPatch.context() as plant:
-            plant.setattr(Workspace, "__exit__", free)
+            plant.setattr(Workspace, "_end", free)
             found.append(both[0].call(True, workspace=workspace)[0])
         return [not rows.wrong(out, None, True) for rows, out in zip(reversed(both), found, strict=True)]
 
