@@ -25,7 +25,7 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import check_plain, share_memory, tell_autograd
+from stream_k.operands import check_held, check_plain, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -164,6 +164,7 @@ def check_kind(x: torch.Tensor, dimensions: int) -> None:
         raise TypeError(
             f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
         )
+    check_held("x", x)
     if x.ndim < dimensions:
         raise ValueError(f"x has shape {tuple(x.shape)}, {dimensions} dimensions or more are needed")
 

@@ -22,7 +22,7 @@ from collectives.tensors import DTYPES
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of
-from stream_k.operands import share_memory, tell_autograd
+from stream_k.operands import check_held, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -261,6 +261,7 @@ def _check(
             raise TypeError(f"{name} is a {type(tensor).__name__}, a torch.Tensor is needed")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+        check_held(name, tensor)
         if tuple(tensor.shape) != wanted[name] or tensor.device != x.device:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} on {tensor.device}, {wanted[name]} on {x.device} is needed"

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from pyrocshmem.allocator import FreeList
+from pyrocshmem.blocks import Block
 from pyrocshmem.bootstrap import Group, as_group
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
-    SharedMemory,
     refuse_capture,
     storage_at,
     synchronize,
@@ -62,16 +62,6 @@ class Usage:
     free: int
     largest: int
     num_allocations: int
-
-
-@dataclass(eq=False)
-class _Block:
-    """A live allocation; the storages of its tensors refer to it."""
-
-    memory: SharedMemory
-    offset: int
-    nbytes: int
-    live: bool = True
 
 
 class Heap(Lifecycle, TensorFactories):
@@ -109,7 +99,7 @@ class Heap(Lifecycle, TensorFactories):
         super().__init__(nbytes, group, device, timeout, debug)
         self.label = label(self)
         self._free_list = FreeList(self.nbytes, ALIGNMENT)
-        self._live: dict[int, _Block] = {}
+        self._live: dict[int, Block] = {}
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the block of `tensor` back, on all ranks, once all of them have finished what they launched.
@@ -244,7 +234,7 @@ class Heap(Lifecycle, TensorFactories):
             self._settle(call, self._vote(call, facts))
             raise AssertionError("the vote let an allocation pass that has no memory")
         assert self._memory is not None
-        block = _Block(self._memory, offset, nbytes)
+        block = Block(self._memory, offset, nbytes)
         self._live[offset] = block
         try:
             storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, block)
@@ -265,7 +255,7 @@ class Heap(Lifecycle, TensorFactories):
             raise
         return tensor
 
-    def _fill(self, tensor: torch.Tensor, block: _Block, plan: Plan) -> None:
+    def _fill(self, tensor: torch.Tensor, block: Block, plan: Plan) -> None:
         # Before the vote: once any rank has its tensor, no rank's filling overwrites what a peer puts in it.
         if self.debug:
             self._fill_with_nan(block)
@@ -273,14 +263,14 @@ class Heap(Lifecycle, TensorFactories):
             plan.fill(tensor)
             synchronize(self.device)
 
-    def _fill_with_nan(self, block: _Block) -> None:
+    def _fill_with_nan(self, block: Block) -> None:
         size = max(block.nbytes, 1)
         storage = storage_at(self.base + SYSTEM_BYTES + block.offset, size, self.device, block.memory)
         tensor_on(storage, torch.uint8, (size,)).fill_(_DEBUG_BYTE)
         synchronize(self.device)
 
-    def _give_back(self, block: _Block) -> None:
-        block.live = False
+    def _give_back(self, block: Block) -> None:
+        block.retire()
         if self._live.pop(block.offset, None) is block:
             self._free_list.free(block.offset)
 
@@ -302,7 +292,7 @@ class Heap(Lifecycle, TensorFactories):
         if len(set(offsets)) > 1:
             raise CallMismatch([f"{call} at offset {offset}" for offset in offsets])
 
-    def _block_of(self, tensor: torch.Tensor) -> _Block:
+    def _block_of(self, tensor: torch.Tensor) -> Block:
         """The live block that holds all of `tensor`'s storage; `TypeError` or `ValueError` without one."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, got a {type(tensor).__name__}")
@@ -312,7 +302,7 @@ class Heap(Lifecycle, TensorFactories):
             raise ValueError(f"the tensor has the layout {tensor.layout}, allowed is {torch.strided}")
         storage = tensor.untyped_storage()
         owner = getattr(storage, "pyrocshmem_owner", None)
-        if isinstance(owner, _Block) and owner.memory is self._memory:
+        if isinstance(owner, Block) and owner.memory is self._memory:
             if not owner.live:
                 raise ValueError("the tensor was freed")
             return owner

@@ -21,7 +21,7 @@ from stream_k.fused import Call, FusedOp, Request, fused_gemm
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import GatherPlan
-from stream_k.operands import as_argument, filled, how_to_write, template
+from stream_k.operands import as_argument, check_held, filled, how_to_write, template
 from stream_k.plan import FusedPlan, in_passing
 from stream_k.row_plan import step_launch
 from stream_k.workspace import Workspace
@@ -73,6 +73,7 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
     a = request.a
     if isinstance(a, torch.Tensor) and a.ndim == 2 and (a.stride(1) != 1 or a.stride(0) != a.shape[1]):
         # Copies need whole rows, one behind the other.
+        check_held("a", a)
         request = request._replace(a=a.contiguous().as_strided(a.shape, (a.shape[1], 1)))
     return fused_gemm(_OP, request, group, workspace)
 

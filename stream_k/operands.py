@@ -9,6 +9,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pyrocshmem import target
+from pyrocshmem.blocks import is_freed
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.mainloop import COLUMN, POINTER, ROW
 
@@ -86,10 +87,17 @@ def check_output(
 
 
 def check_plain(name: str, x: torch.Tensor) -> None:
-    """ValueError for a view whose memory holds its values with the other sign."""
+    """ValueError for a view whose memory holds its values with the other sign, and as `check_held`."""
+    check_held(name, x)
     # A traced call is checked when it runs.
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(f"{name} has PyTorch's negative bit; give {name}.resolve_neg()")
+
+
+def check_held(name: str, x: torch.Tensor) -> None:
+    """ValueError for a tensor whose place on its heap was freed: it may be another's."""
+    if not torch.compiler.is_compiling() and is_freed(x):
+        raise ValueError(f"{name} was freed: its place on the heap may be another tensor's")
 
 
 def _check_same_device(name: str, x: torch.Tensor | None, a: torch.Tensor) -> None:
@@ -178,7 +186,8 @@ def kind(x: Any) -> Any:
     """All of a tensor that a plan depends on, but for `rows_held`."""
     if not isinstance(x, torch.Tensor):
         return None if x is None else type(x)
-    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg())
+    # One that was freed has no plan: `check_held` has refused it.
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg(), is_freed(x))
 
 
 # Heights of tiles, largest first.

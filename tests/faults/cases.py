@@ -154,7 +154,7 @@ CASES = (
         15,
         "double free, interior or foreign pointer, use after free",
         "ValueError; in debug mode freed memory reads as NaN",
-        tests_in(HEAP, "case_15_bad_frees"),
+        tests_in(HEAP, "case_15_bad_frees", "case_15_use_after_free"),
     ),
     Fault(
         16,

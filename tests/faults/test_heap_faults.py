@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import collectives
 import finegrained_alloc
+import stream_k
 from pyrocshmem import (
     CallMismatch,
     Heap,
@@ -220,6 +222,61 @@ def test_case_15_bad_frees():
             own = who == 0 or rank == 1
             assert kind == ("TypeError" if word == "got a int" and own else "ValueError")
             assert own or "nothing was freed, because rank 1 raised" in text
+
+
+def _use_after_free(rank, world_size):
+    """What calls with freed tensors raised, the first ones and repeated ones, with how the call names the tensor."""
+    found = []
+    with Heap(16 * MIB) as heap:
+        a, b = torch.ones(16, 16, device=heap.device), torch.ones(16, 16 // world_size, device=heap.device)
+        square, weight = a.clone(), a[0].clone()
+        reduce, gather = stream_k.gemm_all_reduce, stream_k.all_gather_gemm
+        everything = {
+            "gemm_all_reduce, out": lambda x: reduce(a, square, group=heap, out=x),
+            "gemm_all_reduce, a": lambda x: reduce(x, square, group=heap),
+            "gemm_reduce_scatter, b": lambda x: stream_k.gemm_reduce_scatter(a, x, group=heap),
+            "gemm_all_scatter, out": lambda x: stream_k.gemm_all_scatter(a, b, group=heap, out=x),
+            "all_gather_gemm, a": lambda x: gather(x.t(), square, group=heap),
+            "gemm, bias": lambda x: stream_k.gemm(a, square, bias=x[1]),
+            "gemm_all_reduce_rms_norm, residual": lambda x: stream_k.gemm_all_reduce_rms_norm(
+                a, square, x, weight, 1e-6, group=heap
+            ),
+            "all_reduce_rms_norm, weight": lambda x: collectives.all_reduce_rms_norm(
+                a, a, x[0], 1e-6, group=heap
+            ),
+            "rms_norm, out": lambda x: collectives.rms_norm(a, weight, 1e-6, group=heap, out=x),
+            "all_reduce, out": lambda x: collectives.all_reduce(a, group=heap, out=x),
+            "all_reduce, x": lambda x: collectives.all_reduce(x, group=heap),
+        }
+        fresh = heap.ones(16, 16)
+        collectives.barrier(group=heap)  # makes the workspace
+        for name, call in everything.items():
+            for calls in (0, 2):
+                gone = heap.ones(16, 16)
+                for _ in range(calls):
+                    call(gone)
+                heap.synchronize()
+                place = heap.offset(gone)
+                heap.free(gone)
+                reused = heap.full((16, 16), 7.0)
+                assert heap.offset(reused) == place
+                with canary(heap):
+                    error, seconds = raised_by(lambda call=call, gone=gone: call(gone))
+                    heap.synchronize()
+                assert seconds < 1
+                assert bool((reused == 7).all()), name
+                found.append((name.rpartition(" ")[2], type(error).__name__, str(error)))
+                call(fresh)
+                heap.synchronize()
+                heap.free(reused)
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_case_15_use_after_free():
+    for found in values(run_ranks(_use_after_free, 2)):
+        for operand, kind, text in found:
+            assert (kind, text.split(":")[0]) == ("ValueError", f"{operand} was freed")
 
 
 # ---- 16: what a peer can't be asked for
