@@ -137,10 +137,11 @@ def check_norm(
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual is a {type(residual).__name__}, a torch.Tensor or None is needed")
     check_plain("residual", residual)
-    if residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device:
+    if residual.dtype != x.dtype:
+        raise TypeError(f"residual has dtype {residual.dtype}, allowed is {x.dtype}, that of the sum")
+    if residual.shape != shape or residual.device != x.device:
         raise ValueError(
-            f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}; {tuple(shape)} {x.dtype} on "
-            f"{x.device} is needed"
+            f"residual is {tuple(residual.shape)} on {residual.device}; {tuple(shape)} on {x.device} is needed"
         )
 
 

@@ -192,14 +192,8 @@ def _exchanged(
     out: torch.Tensor | None,
     root: int = 0,
 ) -> torch.Tensor:
-    if out is not None and (out.shape != shape or out.dtype != x.dtype or out.device != x.device):
-        raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device}, {tuple(shape)} {x.dtype} on {x.device} is needed"
-        )
-    if out is not None and _clash(kind, x, out, heap.rank):
-        raise ValueError("x and out overlap, and are not in place: give another out")
     if out is not None:
-        check_plain("out", out)
+        _check_out(kind, x, shape, out, heap.rank)
         tell_autograd(out)
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     if heap.world_size == 1:
@@ -212,6 +206,17 @@ def _exchanged(
     )
     exchange(workspace, op, kind, x.resolve_neg().contiguous(), written, root)
     return given if written is given else given.copy_(written)
+
+
+def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, rank: int) -> None:
+    """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
+    if out.dtype != x.dtype:
+        raise TypeError(f"out has dtype {out.dtype}, allowed is {x.dtype}, that of x")
+    if out.shape != shape or out.device != x.device:
+        raise ValueError(f"out is {tuple(out.shape)} on {out.device}, {tuple(shape)} on {x.device} is needed")
+    check_plain("out", out)
+    if _clash(kind, x, out, rank):
+        raise ValueError("x and out overlap, and are not in place: give another out")
 
 
 def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, rank: int) -> bool:

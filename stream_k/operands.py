@@ -19,6 +19,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # that.
 _TMA_BYTES = 16
 
+_ALLOWED = ", ".join(map(str, DTYPES))
+
 
 def check_product(
     a: torch.Tensor,
@@ -35,12 +37,12 @@ def check_product(
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {_ALLOWED}")
         if x.ndim != 2:
             raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
         check_plain(name, x)
     if a.dtype != b.dtype:
-        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; both must have the same dtype")
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {_ALLOWED}, one for both")
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ"
@@ -53,7 +55,8 @@ def check_product(
             raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
         check_plain("bias", bias)
         if bias.dtype not in (a.dtype, torch.float32):
-            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {a.dtype} and torch.float32")
+            allowed = ", ".join(map(str, dict.fromkeys((a.dtype, torch.float32))))
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {allowed}")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
@@ -76,7 +79,7 @@ def check_output(
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
     if out.dtype != a.dtype:
-        raise TypeError(f"out is {out.dtype}, it must be {a.dtype} like the operands")
+        raise TypeError(f"out has dtype {out.dtype}, allowed is {a.dtype}, the operands'")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
     check_plain("out", out)

@@ -186,16 +186,19 @@ def outcome(heap: Heap, x: Any, residual: Any, weight: Any, eps: float = EPS, al
 # By name, how each error begins, and what it must say.
 MISTAKES = {
     "no tensor": ("TypeError", "x is list"),
-    "dtype": ("TypeError", "x is torch.int64"),
+    "dtype": (
+        "TypeError",
+        "x is torch.int64, a tensor is needed of torch.float16, torch.bfloat16, torch.float32",
+    ),
     "no dimension": ("ValueError", "1 dimensions or more"),
     "algorithm": ("ValueError", "allowed are auto, one_shot, two_shot"),
     "length": ("ValueError", "weight is (23,)"),
     "strides": ("ValueError", "contiguous (24,)"),
-    "weight's dtype": ("TypeError", "int64"),
+    "weight's dtype": ("TypeError", "int64, allowed are torch.float16, torch.bfloat16, torch.float32"),
     "no weight": ("TypeError", "NoneType"),
     "eps": ("ValueError", "eps is -1.0"),
     "residual": ("ValueError", "residual is (3, 24)"),
-    "residual's dtype": ("ValueError", "float16"),
+    "residual's dtype": ("TypeError", "residual has dtype torch.float16, allowed is torch.float32"),
     "a number as residual": ("TypeError", "residual is a float"),
     "rows differ": ("CallMismatch", "(3, 24)"),
     "none on one": ("CallMismatch", "(0, 24)"),

@@ -137,6 +137,8 @@ def mistakes(rank: int, world_size: int) -> None:
         x = torch.ones(8, 8, device=device())
         with pytest.raises(TypeError, match=r"torch.int64, a tensor is needed of torch.float16"):
             collectives.all_reduce(x.long(), group=heap)
+        with pytest.raises(TypeError, match=r"out has dtype torch.float16, allowed is torch.float32"):
+            collectives.all_reduce(x, group=heap, out=x.half())
         with pytest.raises(ValueError, match="allowed are auto, one_shot, two_shot"):
             collectives.all_reduce(x, group=heap, algorithm="three_shot")
         with pytest.raises(ValueError, match=r"out is \(2, 2\)"):

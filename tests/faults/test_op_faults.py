@@ -80,12 +80,13 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
     return found
 
 
+ALLOWED = "allowed are torch.float16, torch.bfloat16, torch.float32"
 EXPECTED = {
-    "mixed": "TypeError: a is torch.float32 and b is torch.float16",
-    "float64": "TypeError: a has dtype torch.float64, allowed are torch.float16, torch.bfloat16, torch.float32",
+    "mixed": f"TypeError: a is torch.float32 and b is torch.float16; {ALLOWED}, one for both",
+    "float64": f"TypeError: a has dtype torch.float64, {ALLOWED}",
     "inner": "ValueError: a is (20, 16) and b is (15, 24): their inner sizes 16 and 15 differ",
     "shape of out": "ValueError: out has shape (19, ",
-    "dtype of out": "TypeError: out is torch.float16, it must be torch.float32",
+    "dtype of out": "TypeError: out has dtype torch.float16, allowed is torch.float32, ",
     "overlap of out": "ValueError: out has strides",
     "bias": "ValueError: bias has shape (23,)",
     "activation": "ValueError: activation is 'swish', allowed are none, relu, gelu, silu",

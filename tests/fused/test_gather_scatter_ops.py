@@ -283,20 +283,21 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
 
 
 # How each error begins, and what it must say.
+ALLOWED = "allowed are torch.float16, torch.bfloat16, torch.float32"
 MISTAKES = {
-    "mixed": ("TypeError", "float16"),
-    "float64": ("TypeError", "float64"),
-    "whole numbers": ("TypeError", "int32"),
+    "mixed": ("TypeError", f"b is torch.float16; {ALLOWED}"),
+    "float64": ("TypeError", f"torch.float64, {ALLOWED}"),
+    "whole numbers": ("TypeError", f"torch.int32, {ALLOWED}"),
     "no tensor": ("TypeError", "list"),
     "dimensions": ("ValueError", "3"),
     "inner": ("ValueError", "inner"),
     "shape of out": ("ValueError", "out"),
     "rows of out": ("ValueError", "out"),
-    "dtype of out": ("TypeError", "float16"),
+    "dtype of out": ("TypeError", "out has dtype torch.float16, allowed is torch.float32"),
     "overlap of out": ("ValueError", "out"),
     "out is b": ("ValueError", "shares memory with b"),
     "bias": ("ValueError", "(23,)"),
-    "dtype of bias": ("TypeError", "float16"),
+    "dtype of bias": ("TypeError", "bias has dtype torch.float16, allowed are torch.float32"),
     "activation": ("ValueError", "'swish'"),
     "workspace": ("ValueError", "workspace"),
     "group": ("TypeError", "group is a str"),

@@ -82,11 +82,11 @@ def test_four_ranks() -> None:
 MISTAKES = {
     "length": ("ValueError", "weight is (23,)"),
     "strides": ("ValueError", "contiguous (24,)"),
-    "dtype": ("TypeError", "int64"),
+    "dtype": ("TypeError", "int64, allowed are torch.float16, torch.bfloat16, torch.float32"),
     "no weight": ("TypeError", "NoneType"),
     "eps": ("ValueError", "eps is -1.0"),
     "residual": ("ValueError", "residual is (3, 24)"),
-    "residual's dtype": ("ValueError", "float16"),
+    "residual's dtype": ("TypeError", "residual has dtype torch.float16, allowed is torch.float32"),
     "twice": ("ValueError", "beside a config"),
     "rows differ": ("CallMismatch", "3 x 24"),
     "eps differ": ("CallMismatch", "eps="),
