@@ -25,7 +25,7 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import check_held, check_plain, share_memory, tell_autograd
+from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -210,11 +210,14 @@ def _exchanged(
 
 def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, rank: int) -> None:
     """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
     if out.dtype != x.dtype:
         raise TypeError(f"out has dtype {out.dtype}, allowed is {x.dtype}, that of x")
     if out.shape != shape or out.device != x.device:
         raise ValueError(f"out is {tuple(out.shape)} on {out.device}, {tuple(shape)} on {x.device} is needed")
     check_plain("out", out)
+    check_writable("out", out)
     if _clash(kind, x, out, rank):
         raise ValueError("x and out overlap, and are not in place: give another out")
 

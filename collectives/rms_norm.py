@@ -22,7 +22,7 @@ from collectives.tensors import DTYPES
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of
-from stream_k.operands import check_held, share_memory, tell_autograd
+from stream_k.operands import check_held, check_writable, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -274,7 +274,10 @@ def _check(
     assert weight is not None
     if not weight.is_contiguous():
         raise ValueError(f"weight has strides {weight.stride()}; contiguous is needed")
-    if out is not None and as_rows(out).data_ptr() != out.data_ptr():
+    if out is None:
+        return
+    check_writable("out", out)
+    if as_rows(out).data_ptr() != out.data_ptr():
         raise ValueError(
             f"out has shape {tuple(out.shape)} and strides {out.stride()}; contiguous rows are needed"
         )

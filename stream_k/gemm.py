@@ -26,7 +26,7 @@ from stream_k.operands import (
 )
 from stream_k.product import make_product
 from stream_k.tuned import choose
-from stream_k.workspace import Workspace, local_workspace
+from stream_k.workspace import Workspace, check_workspace, local_workspace
 
 
 def gemm(
@@ -55,6 +55,8 @@ def gemm(
     Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
     when the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
+    if workspace is not None:
+        check_workspace(workspace)
     if dispatched(a, b, bias):
         options = Options(activation, allow_tf32)
         return differentiable("gemm", a, b, bias, options, workspace=workspace, out=out, config=config)

@@ -83,8 +83,7 @@ def check_output(
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
     check_plain("out", out)
-    if _overlaps_itself(out):
-        raise ValueError(f"out has strides {out.stride()}: several of its elements share a place")
+    check_writable("out", out)
     _check_same_device("out", out, a)
     claim(out, a, b, bias)
 
@@ -139,6 +138,12 @@ def check_device(a: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"a is on {a.device}, but kernels run elsewhere: {target.describe()}")
     if a.device != device:
         raise ValueError(f"a is on {a.device}, the kernels of this rank run on {device}")
+
+
+def check_writable(name: str, x: torch.Tensor) -> None:
+    """ValueError for a tensor that can't be written, since some of its elements share a place."""
+    if _overlaps_itself(x):
+        raise ValueError(f"{name} has strides {x.stride()}: several of its elements share a place")
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:

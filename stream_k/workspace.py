@@ -332,9 +332,17 @@ def workspace_for(heap: Heap) -> Workspace:
     return heap.workspace
 
 
+def check_workspace(workspace: Any) -> None:
+    """TypeError for what is no workspace."""
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace is a {type(workspace).__name__}, a stream_k.Workspace or None is needed")
+
+
 def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
-    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together."""
+    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together, TypeError for
+    what is no workspace."""
     heap = heap_for(group)
-    if workspace is not None and workspace.heap is not heap:
+    if workspace is not None and getattr(workspace, "heap", None) is not heap:
+        check_workspace(workspace)
         raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
     return heap, workspace if workspace is not None else workspace_for(heap)

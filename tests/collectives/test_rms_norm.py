@@ -193,6 +193,10 @@ def mistakes(group: Any) -> None:
             norm(x, weight, EPS, group=heap, replicated=True, out=torch.empty_like(x))
         with pytest.raises(ValueError, match="contiguous rows"):
             norm(x, weight, EPS, group=heap, out=torch.empty(8, 4, device=heap.device).t())
+        with pytest.raises(ValueError, match="several of its elements share a place"):
+            norm(x, weight, EPS, group=heap, out=torch.empty(1, 8, device=heap.device).expand(4, 8))
+        with pytest.raises(TypeError, match="out is a str"):
+            norm(x, weight, EPS, group=heap, out="x")
         wide = torch.empty(4, 8 * heap.world_size, device=heap.device)
         with pytest.raises(ValueError, match="out shares memory with x"):
             norm(wide[:, :8], weight, EPS, group=heap, replicated=True, out=wide)

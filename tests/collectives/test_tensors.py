@@ -151,6 +151,15 @@ def mistakes(rank: int, world_size: int) -> None:
             collectives.broadcast(x, 2, group=heap)
         with pytest.raises(ValueError, match="overlap"):
             collectives.all_reduce(x[1:], group=heap, out=x[:-1])
+        one = torch.full((1, 8), CANARY, device=device())
+        for shared in (one.expand(8, 8), one.view(-1).as_strided((2, 4), (1, 1))):
+            with pytest.raises(ValueError, match="several of its elements share a place"):
+                collectives.all_reduce(x[:2, :4] if len(shared) == 2 else x, group=heap, out=shared)
+        assert one.eq(CANARY).all()
+        with pytest.raises(TypeError, match=r"out is a str, a torch.Tensor or None is needed"):
+            collectives.all_reduce(x, group=heap, out="x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"workspace is a int, a stream_k.Workspace or None is needed"):
+            collectives.all_gather(x, group=heap, workspace=3)  # type: ignore[arg-type]
         with pytest.raises(CallMismatch, match=r"\(8, 8\)"):
             collectives.all_reduce(x[: 8 - rank], group=heap)
         assert collectives.all_reduce(x, group=heap).eq(world_size).all()

@@ -69,6 +69,7 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
             "bias": ((a, b), {"bias": b[0, 1:]}),
             "activation": ((a, b), {"activation": "swish"}),
             "workspace": ((a, b), {"workspace": foreign}),
+            "no workspace": ((a, b), {"workspace": 3}),
             "group": ((a, b), {"group": "world"}),
             "device": ((a.to("meta"), b.to("meta")), {"out": None}),
         }
@@ -91,6 +92,7 @@ EXPECTED = {
     "bias": "ValueError: bias has shape (23,)",
     "activation": "ValueError: activation is 'swish', allowed are none, relu, gelu, silu",
     "workspace": "ValueError: the workspace belongs to Heap(",
+    "no workspace": "TypeError: workspace is a int, a stream_k.Workspace or None is needed",
     "group": "TypeError: group is a str, allowed: None, ProcessGroup",
     "device": "ValueError: a is on meta, the heap of this rank on",
 }

@@ -283,11 +283,10 @@ def wrong_calls(rank: int, world_size: int, op: str) -> dict[str, str]:
 
 
 # How each error begins, and what it must say.
-ALLOWED = "allowed are torch.float16, torch.bfloat16, torch.float32"
 MISTAKES = {
-    "mixed": ("TypeError", f"b is torch.float16; {ALLOWED}"),
-    "float64": ("TypeError", f"torch.float64, {ALLOWED}"),
-    "whole numbers": ("TypeError", f"torch.int32, {ALLOWED}"),
+    "mixed": ("TypeError", "b is torch.float16; allowed are torch.float16, torch.bfloat16, torch.float32"),
+    "float64": ("TypeError", "torch.float64, allowed are torch.float16, torch.bfloat16, torch.float32"),
+    "whole numbers": ("TypeError", "torch.int32, allowed are torch.float16, torch.bfloat16, torch.float32"),
     "no tensor": ("TypeError", "list"),
     "dimensions": ("ValueError", "3"),
     "inner": ("ValueError", "inner"),

@@ -214,6 +214,8 @@ def test_wrong_dtypes() -> None:
         stream_k.gemm([[1.0]], a)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="b is a NoneType"):
         stream_k.gemm(a, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"workspace is a int, a stream_k.Workspace or None is needed"):
+        stream_k.gemm(a, a, workspace=3)  # type: ignore[arg-type]
     for name in ("bias", "out"):
         with pytest.raises(TypeError, match=f"{name} is a list"):
             stream_k.gemm(a, a, **{name: [0.0] * 8})  # type: ignore[arg-type]
