@@ -78,7 +78,7 @@ def reduce_scatter(
     """This rank's rows of the sum of `x` over the ranks of `group`, added in fp32 and rounded once.
 
     x: [M, ...]; float16, bfloat16 or float32. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
-    one more on the first M % R ranks. out: these rows; None: a new tensor. Returns out.
+    one more on the first M % R ranks. out: these rows, which may be x's own; None: a new tensor. Returns out.
     """
     if dispatched(x):
         return _operator("reduce_scatter", x, 1, out, name_of(group, workspace))
@@ -94,8 +94,8 @@ def all_scatter(
 ) -> torch.Tensor:
     """`x` of every rank of `group`, side by side in rank order, on every rank.
 
-    x: [M, N], the same shape on every rank; float16, bfloat16 or float32. out: [M, R x N]; None: a new tensor.
-    Returns out.
+    x: [M, N], the same shape on every rank; float16, bfloat16 or float32. out: [M, R x N], and x may be its columns of
+    it, which are then copied first; None: a new tensor. Returns out.
     """
     if isinstance(x, torch.Tensor) and x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
@@ -193,7 +193,7 @@ def _exchanged(
     root: int = 0,
 ) -> torch.Tensor:
     if out is not None:
-        _check_out(kind, x, shape, out, heap.rank)
+        _check_out(kind, x, shape, out, heap)
         tell_autograd(out)
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     if heap.world_size == 1:
@@ -208,7 +208,7 @@ def _exchanged(
     return given if written is given else given.copy_(written)
 
 
-def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, rank: int) -> None:
+def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, heap: Heap) -> None:
     """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
@@ -218,15 +218,23 @@ def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Te
         raise ValueError(f"out is {tuple(out.shape)} on {out.device}, {tuple(shape)} on {x.device} is needed")
     check_plain("out", out)
     check_writable("out", out)
-    if _clash(kind, x, out, rank):
+    if _clash(kind, x, out, heap):
         raise ValueError("x and out overlap, and are not in place: give another out")
 
 
-def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
-    """Whether writing `out` would change what of `x` is still to be read."""
+def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, heap: Heap) -> bool:
+    """Whether x and out share memory otherwise than in place.
+
+    In place a program of the exchange writes only elements that it has read itself, and has had back as messages; or
+    what is not contiguous was copied, x before and out after it.
+    """
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not share_memory(x, out):
         return False
-    if kind in ("reduce_scatter", "all_scatter") or not out.is_contiguous():
-        return True
-    own = rank * x.numel() * x.element_size() if kind == "all_gather" else 0
-    return x.data_ptr() != out.data_ptr() + own or not x.is_contiguous()
+    if kind == "all_gather":
+        out = out.narrow(0, heap.rank * x.shape[0], x.shape[0])
+    elif kind == "all_scatter":
+        out = out.narrow(1, heap.rank * x.shape[1], x.shape[1])
+    elif kind == "reduce_scatter":
+        x = x.tensor_split(heap.world_size)[heap.rank]
+    alike = x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())
+    return x.data_ptr() != out.data_ptr() or not alike

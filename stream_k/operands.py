@@ -167,12 +167,11 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x_first + _reach(x) <= y_first or y_first + _reach(y) <= x_first:
         return False
     strides = x.stride()
-    pitch = max(strides)
-    if x.dtype != y.dtype or x.ndim != 2 or strides != y.stride() or min(strides) != 1 or pitch == 1:
+    if x.dtype != y.dtype or x.ndim != 2 or strides != y.stride() or min(strides) != 1 or max(strides) == 1:
         return True
     # Lines of so many elements, `pitch` apart: two such sets are disjoint when the lines are, modulo the
     # pitch.
-    inner = strides.index(1)
+    inner, pitch = strides.index(1), max(strides)
     ahead = (y_first - x_first) // x.element_size() % pitch
     return ahead < x.shape[inner] or ahead + y.shape[inner] > pitch
 

@@ -1,6 +1,7 @@
 """The collectives on whole tensors: exact on integers, between canaries, call after call, wherever the tensors lie."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,13 +93,10 @@ def everything(rank: int, world_size: int, piece_bytes: int) -> list[str]:
                 if not (outside[:16] == CANARY).all() or not (outside[-15:] == CANARY).all():
                     wrong.append(f"{name} {shape} {dtype}: outside")
                 assert (around_x[:16] == CANARY).all()
+        for name, call in calls.items():
+            wrong += in_place(name, call, heap)
         for name in ("one_shot", "two_shot", "broadcast"):
             parts = [integers((35, 51), torch.float32, 7 + r) for r in range(world_size)]
-            x = parts[rank].clone()
-            calls[name](x, group=heap, out=x)
-            heap.synchronize()
-            if not torch.equal(x, expected(name, parts, rank)):
-                wrong.append(f"{name} in place")
             x = parts[rank].t()
             found = calls[name](x, group=heap)
             heap.synchronize()
@@ -106,6 +104,36 @@ def everything(rank: int, world_size: int, piece_bytes: int) -> list[str]:
                 wrong.append(f"{name} of a transposed view")
         collectives.barrier(group=heap)
         heap.synchronize()
+    return wrong
+
+
+def in_place(name: str, call: Callable[..., torch.Tensor], heap: Heap) -> list[str]:
+    """x is out, its part of out, or has out as a part; also where neither is contiguous. What came out wrong."""
+    wrong = []
+    rank, world_size = heap.rank, heap.world_size
+    shapes = ((35, 51), FLOAT), ((64, 24), HALF), ((1, 40), BRAIN), ((), FLOAT)
+    for shape, dtype in shapes if name in ("one_shot", "two_shot", "broadcast") else shapes[:3]:
+        parts = [integers(shape, dtype, 7 + r) for r in range(world_size)]
+        right = expected(name, parts, rank)
+        if name == "reduce_scatter":  # the other ranks' rows stay
+            blocks = list(parts[rank].tensor_split(world_size))
+            blocks[rank] = right
+            right = torch.cat(blocks)
+        for columns_first in (False, True) if len(shape) == 2 else (False,):
+            shown = right.t() if columns_first else right
+            place = torch.full(shown.shape, CANARY, dtype=dtype, device=device())
+            x = out = whole = place.t() if columns_first else place
+            if name == "all_gather":
+                x = out.tensor_split(world_size)[rank]
+            elif name == "all_scatter":
+                x = out.tensor_split(world_size, 1)[rank]
+            elif name == "reduce_scatter":
+                out = x.tensor_split(world_size)[rank]
+            x.copy_(parts[rank])
+            call(x, group=heap, out=out)
+            heap.synchronize()
+            if not torch.equal(whole, right):
+                wrong.append(f"{name} {shape} {dtype} in place, columns first {columns_first}")
     return wrong
 
 
@@ -160,6 +188,10 @@ def mistakes(rank: int, world_size: int) -> None:
             collectives.all_reduce(x, group=heap, out="x")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"workspace is a int, a stream_k.Workspace or None is needed"):
             collectives.all_gather(x, group=heap, workspace=3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="overlap"):
+            collectives.reduce_scatter(x, group=heap, out=x[1:5])
+        with pytest.raises(ValueError, match="overlap"):
+            collectives.all_gather(x[2:6], group=heap, out=x)
         with pytest.raises(CallMismatch, match=r"\(8, 8\)"):
             collectives.all_reduce(x[: 8 - rank], group=heap)
         assert collectives.all_reduce(x, group=heap).eq(world_size).all()
