@@ -64,12 +64,11 @@ def rms_norm(
     else:
         heap, workspace = find_workspace(group, workspace)
         rank, world_size = heap.rank, heap.world_size
-    hidden = world_size * _width(x) if hidden is None else hidden
+    hidden = all_columns(_width(x), hidden, rank, world_size)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else x.dtype
     tensors = {"x": x, "weight": weight, "residual": residual, "out": out}
-    columns = shard_range(hidden, rank, world_size)
-    _check(tensors, eps, hidden, (rank, *columns), out_dtype, replicated)
+    _check(tensors, eps, hidden, out_dtype, replicated)
     if dispatches:
         if out is not None:
             raise ValueError(
@@ -234,23 +233,29 @@ def _width(x: torch.Tensor) -> int:
     return x.shape[-1]
 
 
+def all_columns(columns: int, hidden: int | None, rank: int, world_size: int) -> int:
+    """The columns of all ranks, `hidden` if given. ValueError where this one doesn't hold its own of them."""
+    if hidden is None:
+        return world_size * columns
+    first, end = shard_range(hidden, rank, world_size)
+    if columns != end - first:
+        raise ValueError(
+            f"{columns} columns on rank {rank}, {end - first} of hidden = {hidden} are needed; where ranks hold "
+            "different numbers, give hidden, and the columns that torch.tensor_split gives each"
+        )
+    return hidden
+
+
 def _check(
     tensors: dict[str, torch.Tensor | None],
     eps: float,
     hidden: int,
-    place: tuple[int, int, int],
     out_dtype: torch.dtype,
     replicated: bool,
 ) -> None:
-    """Raise TypeError or ValueError for what does not fit. place: the rank, its first column, the one past its last."""
+    """Raise TypeError or ValueError for what does not fit."""
     x, weight, out = tensors["x"], tensors["weight"], tensors["out"]
     assert x is not None
-    rank, first, end = place
-    if x.shape[-1] != end - first:
-        raise ValueError(
-            f"x has {x.shape[-1]} columns on rank {rank}, {end - first} of hidden = {hidden} are needed; "
-            "where ranks hold different numbers, give hidden, and the columns that torch.tensor_split gives each"
-        )
     wanted = dict.fromkeys(tensors, tuple(x.shape)) | {"weight": (x.shape[-1],)}
     if replicated:
         wanted["out"] = (*x.shape[:-1], hidden)

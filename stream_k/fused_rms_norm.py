@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
-from collectives.rms_norm import rms_norm
+from collectives.rms_norm import all_columns, rms_norm
 from pyrocshmem import status, target, trace
+from stream_k.autograd import ranks
 from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import dispatched, name_of
 from stream_k.fused import chosen_together
@@ -102,17 +103,19 @@ def gemm_rms_norm_all_scatter(
     weight: torch.Tensor,
     eps: float,
     *,
+    hidden: int | None = None,
     group: Any = None,
     bias: torch.Tensor | None = None,
     allow_tf32: bool = False,
     config: Config | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, R x N], on every rank.
+    """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, hidden], on every rank.
 
     a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
-    bias, weight: [N], of these columns, as many on every rank. eps: added to the mean of squares, 0 or more. config: of
-    the GEMM. group, workspace: as in `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their
+    bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
+    R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
+    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their
     columns; then each normalizes its columns and pushes them to all (`collectives.rms_norm`).
 
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Raises as
@@ -121,9 +124,15 @@ def gemm_rms_norm_all_scatter(
     M, N, _ = check_product(a, b, bias, "none")
     check_norm(a, (M, N), None, weight, eps)
     if dispatched(a, b, bias, weight):
-        a = _Replicated.apply(a, name_of(group, workspace))
-    block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config)
-    value = rms_norm(block, weight, eps, group=group, replicated=True, workspace=workspace)
+        name = name_of(group, workspace)
+        hidden = all_columns(N, hidden, *ranks(name))
+        a = _Replicated.apply(a, name)
+    else:
+        # Ranks that are threads share what belongs to a device; its own workspace would be busy with another's call.
+        heap, workspace = find_workspace(group, workspace)
+        hidden = all_columns(N, hidden, heap.rank, heap.world_size)
+    block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config, workspace=workspace)
+    value = rms_norm(block, weight, eps, group=group, replicated=True, hidden=hidden, workspace=workspace)
     assert isinstance(value, torch.Tensor)
     return value
 

@@ -29,8 +29,8 @@ DELAY_S, CALLS = 0.1, 4 if ON_CPU else 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Global sizes; `columns` are one rank's where it holds columns. config: changes to small_config; None: what the
-    op chooses. wire: what partial sums travel in."""
+    """Global sizes; `columns` are one rank's where it holds columns, `hidden` then all ranks', if given. config:
+    changes to small_config; None: what the op chooses. wire: what partial sums travel in."""
 
     M: int
     columns: int
@@ -41,6 +41,7 @@ class Case:
     bias: torch.dtype | None = None
     config: tuple[tuple[str, Any], ...] | None = ()
     wire: torch.dtype | None = None
+    hidden: int | None = None
 
     def options(self) -> dict[str, Any]:
         if self.config is None:
@@ -58,12 +59,14 @@ class Whole:
 
         self.case, self.heap = case, heap
         N = case.columns * (heap.world_size if scattered else 1)
+        if scattered and case.hidden is not None:
+            N = case.hidden
         self.a, self.b = make((case.M, case.K), "a", case.dtype), make((case.K, N), "b", case.dtype)
         self.weight = make((N,), "weight", case.weight)
         self.bias = None if case.bias is None else make((N,), "bias", case.bias)
         self.residual = make((case.M, N), "residual", case.dtype) if case.residual else None
         self.inner = slice(*shard_range(case.K, heap.rank, heap.world_size))
-        self.columns = slice(heap.rank * case.columns, (heap.rank + 1) * case.columns)
+        self.columns = slice(*shard_range(N, heap.rank, heap.world_size))
 
     def by_messages(self) -> bool:
         """Whether the sum meets the residual before it is rounded."""
@@ -84,14 +87,14 @@ class Whole:
         bias = None if self.bias is None else self.bias[self.columns]
         return stream_k.gemm_rms_norm_all_scatter(
             self.a, self.b[:, self.columns], self.weight[self.columns].clone(), eps,
-            group=self.heap, bias=None if bias is None else bias.clone(), **more,
+            hidden=self.case.hidden, group=self.heap, bias=None if bias is None else bias.clone(), **more,
         )  # fmt: skip
 
     def blocks(self, config: stream_k.Config | None = None) -> torch.Tensor:
         """Every rank's columns of the product, with the bits that they have on that rank."""
-        width = max(self.case.columns, 1)
-        biases = itertools.repeat(None) if self.bias is None else self.bias.split(width)
-        pairs = zip(self.b.split(width, dim=1), biases, strict=False)
+        world = self.heap.world_size
+        biases = itertools.repeat(None) if self.bias is None else self.bias.tensor_split(world)
+        pairs = zip(self.b.tensor_split(world, 1), biases, strict=False)
         product = torch.cat([stream_k.gemm(self.a, b, bias=bias, config=config) for b, bias in pairs], dim=1)
         check_product(product, self.a, self.b, self.bias)
         return product
@@ -267,6 +270,8 @@ def mistakes(heap: Heap) -> dict[str, str]:
     found["length of a shard's"] = outcome(op, columns.a, b, weight[1:], EPS, group=heap)
     width = 23 + first
     found["columns differ"] = outcome(op, columns.a, b[:, :width], weight[:width], EPS, group=heap)
+    more = {"group": heap, "hidden": 50}
+    found["columns not of hidden"] = outcome(op, columns.a, b[:, :width], weight[:width], EPS, **more)
     found["rows of columns differ"] = outcome(op, columns.a[: 3 + first], b, weight, EPS, group=heap)
     assert not columns.wrong_norm(columns.all_scatter(), columns.blocks())
     return found

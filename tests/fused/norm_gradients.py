@@ -20,6 +20,7 @@ CASES = (
     Case(7, 24, 17, F32, F32, bias=F32),
     Case(3, 18, 16, F16, F16, bias=F32),
     Case(2, 5, 3, F32, F32, residual=False),
+    Case(5, 9, 6, F32, F32, bias=F32, hidden=9),
 )
 # How far a gradient may be off: roundings of the operands' dtype, relative to its largest element.
 ROUNDINGS = 8
@@ -53,7 +54,7 @@ def found(
         tensors = (whole.a, whole.b, whole.weight, whole.bias)
         mine = leaves(*(None if x is None else x[parts[at]] for at, x in enumerate(tensors)))
         y = stream_k.gemm_rms_norm_all_scatter(
-            mine[0], mine[1], mine[2], EPS, group=whole.heap, bias=mine.get(3)
+            mine[0], mine[1], mine[2], EPS, hidden=whole.case.hidden, group=whole.heap, bias=mine.get(3)
         )
         outs, grads = [y], [y_grad]
     else:

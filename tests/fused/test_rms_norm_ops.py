@@ -31,6 +31,8 @@ def cases(few: bool) -> list[Case]:
         Case(5, 40, 33, F32, F32, wire=F16, config=ONE),
         Case(6, 33, 25, BF16, F32, residual=False),
         Case(34, 40, 130, F16, F32, wire=F16, config=TWO),
+        Case(6, 9, 25, F16, F32, residual=False, bias=F32, hidden=11),
+        Case(4, 5, 8, F32, F32, residual=False, hidden=1),
         *(
             []
             if few
@@ -94,6 +96,7 @@ MISTAKES = {
     "weights differ": ("CallMismatch", "weight=torch.float16"),
     "length of a shard's": ("ValueError", "weight is (23,)"),
     "columns differ": ("CallMismatch", "rms_norm"),
+    "columns not of hidden": ("ValueError", "torch.tensor_split"),
     "rows of columns differ": ("CallMismatch", "rms_norm"),
 }
 

@@ -1,4 +1,4 @@
-"""Fused ops by ranks that are threads of one process, each with a GPU: what they plan and capture at the same time."""
+"""Fused ops by ranks that are threads of one process: what they plan, capture and launch at the same time."""
 
 from typing import Any
 
@@ -53,3 +53,24 @@ def every_op(group: Any) -> list[str]:
 @pytest.mark.num_gpus(2)
 def test_copy_engines_of_threads() -> None:
     assert spawn_threads(every_op, 2, timeout=100.0) == [[], []]
+
+
+def normed(group: Any) -> list[bool]:
+    """Calls of a product with a norm: whether the ranks' columns together were the right rows."""
+    with Heap(8 << 20, group) as heap:
+        a, weight = integers(20, 48, torch.float32, 1).to(heap.device), torch.ones(12, device=heap.device)
+        b = [integers(48, 12, torch.float32, 10 + rank).to(heap.device) for rank in range(heap.world_size)]
+        rows = a.double() @ torch.cat(b, 1).double()
+        wanted = torch.nn.functional.rms_norm(rows, rows.shape[1:], eps=1e-6).float()
+        found = []
+        for _ in range(CALLS):
+            heap.barrier()  # so that their products come at the same time
+            y = stream_k.gemm_rms_norm_all_scatter(a, b[heap.rank], weight, 1e-6, group=heap)
+            heap.synchronize()
+            found.append(torch.allclose(y, wanted, rtol=1e-5, atol=1e-6))
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_a_product_with_a_norm_of_threads() -> None:
+    assert spawn_threads(normed, 2, timeout=60.0) == [[True] * CALLS] * 2
