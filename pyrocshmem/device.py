@@ -102,10 +102,25 @@ def atomic_sub(
 
 @triton.jit
 def atomic_cas(
-    pointer, compare, value, peer, heap_bases, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
-):
+    pointer, compare, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
+):  # fmt: skip
     """Where `pointer` in `peer`'s heap holds `compare`, put `value` there; returns what was there before."""
-    return tl.atomic_cas(remote(pointer, peer, heap_bases), compare, value, sem=sem, scope=scope)
+    place = remote(pointer, peer, heap_bases)
+    if mask is None:
+        before = tl.atomic_cas(place, compare, value, sem=sem, scope=scope)
+    else:
+        # Triton's has no mask. A lane that is left out looks at the word of one that isn't, and puts 0 there if it
+        # holds 0: nobody can tell. Where all are left out, nothing is done.
+        none = tl.zeros(place.shape, place.dtype.element_ty)
+        address = tl.where(mask, place.to(tl.int64), 0)
+        some = tl.max(address) if len(place.shape) > 0 else address
+        before = none
+        if some != 0:
+            place = tl.where(mask, address, some).to(place.dtype)
+            before = tl.atomic_cas(
+                place, tl.where(mask, compare, none), tl.where(mask, value, none), sem=sem, scope=scope
+            )
+    return before
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from pyrocshmem import device as shmem
 from pyrocshmem import signal, status, target, turns
 
 _OP = tl.constexpr(int(status.Op.TEST))
+# Elements: no heap is so large.
+_FAR = tl.constexpr(1 << 43)
 
 
 def run(kernel: Any, num_programs: int, *arguments: Any, **constants: Any) -> None:
@@ -39,42 +41,47 @@ def move_kernel(
 
 
 @triton.jit
-def atomic_kernel(x, values, compare, seen, n, peer, heap_bases, OP: tl.constexpr, BLOCK: tl.constexpr):
-    """One atomic on `peer`'s x [n], every third element left out (not of cas: it has no mask). seen: what was there."""
+def atomic_kernel(
+    x, values, compare, seen, n, peer, heap_bases,
+    OP: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One atomic on `peer`'s x [n], every third element, far from any heap, left out. seen: what was there."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    mask = inside & (offsets % 3 != 1)
-    place = x + offsets
-    value = tl.load(values + offsets, mask=inside)
+    mask = (offsets < n) & (offsets % 3 != 1)
+    place = x + offsets + tl.where(mask, 0, _FAR)
+    value = tl.load(values + offsets, mask=mask)
+    guess = tl.load(compare + offsets, mask=mask)
     if OP == "add":
-        before = shmem.atomic_add(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_add(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "sub":
-        before = shmem.atomic_sub(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_sub(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "xchg":
-        before = shmem.atomic_xchg(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_xchg(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "and":
-        before = shmem.atomic_and(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_and(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "or":
-        before = shmem.atomic_or(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_or(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "xor":
-        before = shmem.atomic_xor(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_xor(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "min":
-        before = shmem.atomic_min(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_min(place, value, peer, heap_bases, mask, SEM, SCOPE)
     elif OP == "max":
-        before = shmem.atomic_max(place, value, peer, heap_bases, mask)
+        before = shmem.atomic_max(place, value, peer, heap_bases, mask, SEM, SCOPE)
     else:
-        mask = inside
-        before = shmem.atomic_cas(place, tl.load(compare + offsets), value, peer, heap_bases)
+        before = shmem.atomic_cas(place, guess, value, peer, heap_bases, mask, SEM, SCOPE)
     tl.store(seen + offsets, before, mask=mask)
 
 
 @triton.jit
 def scalar_kernel(x, out, peer, heap_bases):
-    """On a peer's x: out[0] = x[0]; x[1] = 11; out[1] = x[2], which goes up by 5; x[3] = out[2]."""
+    """On a peer's x: out[0] = x[0]; x[1] = 11; out[1] = x[2], which goes up by 5; x[3] = out[2]; out[3] = x[4], which
+    becomes 12 if it is 104; x[5] would become 13, but is left out."""
     tl.store(out, shmem.load(x, peer, heap_bases))
     shmem.store(x + 1, 11, peer, heap_bases)
     tl.store(out + 1, shmem.atomic_add(x + 2, 5, peer, heap_bases))
     shmem.put(x + 3, out + 2, peer, heap_bases)
+    tl.store(out + 3, shmem.atomic_cas(x + 4, 104, 12, peer, heap_bases, peer >= 0))
+    shmem.atomic_cas(x + 5, tl.load(x + 5), 13, 1 - peer, heap_bases, peer < 0)
 
 
 @triton.jit

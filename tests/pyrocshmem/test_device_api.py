@@ -111,13 +111,20 @@ def atomic_body(rank: int, world: int, ops: dict[torch.dtype, tuple[str, ...]], 
         return [f"{dtype}: {wrong}" for dtype in ops for wrong in wrong_atomics(heap, dtype, ops[dtype], n)]
 
 
-def wrong_atomics(heap: Heap, dtype: torch.dtype, ops: tuple[str, ...], n: int) -> list[str]:
+def wrong_atomics(
+    heap: Heap,
+    dtype: torch.dtype,
+    ops: tuple[str, ...],
+    n: int,
+    sem: str = "acq_rel",
+    scope: str = "sys",
+) -> list[str]:
     wrong = []
     rank, world, device = heap.rank, heap.world_size, heap.device
     x = Guarded(heap.empty, n, dtype)
     value, compare, seen = (Guarded(local_like(device), n, dtype) for _ in range(3))
     for salt, op in enumerate(ops):
-        touched = torch.ones(n, dtype=torch.bool) if op == "cas" else torch.arange(n) % 3 != 1
+        touched = torch.arange(n) % 3 != 1
         for shift in range(world):
             peer, writer = (rank + shift) % world, (rank - shift) % world
             held = [numbers(r, 10 * salt, n, dtype) for r in range(world)]
@@ -133,7 +140,16 @@ def wrong_atomics(heap: Heap, dtype: torch.dtype, ops: tuple[str, ...], n: int) 
             seen.inner.fill_(-3)
             heap.barrier()
             arguments = (x.inner, value.inner, compare.inner, seen.inner, n, peer, heap.heap_bases)
-            kernels.run(kernels.atomic_kernel, -(-n // BLOCK), *arguments, OP=op, BLOCK=BLOCK)
+            # The last program has nothing to do.
+            kernels.run(
+                kernels.atomic_kernel,
+                -(-n // BLOCK) + 1,
+                *arguments,
+                OP=op,
+                SEM=sem,
+                SCOPE=scope,
+                BLOCK=BLOCK,
+            )
             heap.barrier()
             want = torch.where(touched, updated(op, held[rank], given[writer], guesses[writer]), held[rank])
             before = torch.where(touched, held[peer], torch.full_like(held[peer], -3))
@@ -177,17 +193,32 @@ def test_moves(world: int) -> None:
 @every_world
 def test_atomics(world: int) -> None:
     ops = {torch.int32: ATOMICS, torch.int64: ATOMICS, torch.float32: ("add", "sub")}
-    # A multiple of the block: cas takes no mask.
-    assert values(run_ranks(atomic_body, world, ops, 2 * BLOCK)) == [[]] * world
+    assert values(run_ranks(atomic_body, world, ops, 100)) == [[]] * world
+
+
+def ordered_body(rank: int, world: int) -> list[str]:
+    """Every atomic with every ordering and scope."""
+    with Heap(1 << 20) as heap:
+        return [
+            f"{sem}, {scope}: {wrong}"
+            for sem in ("relaxed", "acquire", "release", "acq_rel")
+            for scope in ("cta", "gpu", "sys")
+            for wrong in wrong_atomics(heap, torch.int32, ATOMICS, BLOCK, sem, scope)
+        ]
+
+
+@pytest.mark.num_ranks(2)
+def test_orderings_and_scopes() -> None:
+    assert values(run_ranks(ordered_body, 2)) == [[], []]
 
 
 @pytest.mark.num_ranks(2)
 def test_scalars() -> None:
     (x0, out0), (x1, out1) = values(run_ranks(scalar_body, 2))
     assert x0 == [0, 11, 7, 42, 4, 5, 6, 7]
-    assert x1 == [100, 11, 107, 42, 104, 105, 106, 107]
-    assert out0 == [100, 102, 42, -1]
-    assert out1 == [0, 2, 42, -1]
+    assert x1 == [100, 11, 107, 42, 12, 105, 106, 107]
+    assert out0 == [100, 102, 42, 104]
+    assert out1 == [0, 2, 42, 4]
 
 
 @pytest.mark.num_ranks(2)
