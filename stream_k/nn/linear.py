@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import stream_k
+from reference.ops import shard_range
 from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
 from stream_k.nn.parameters import ParallelLinear, Shard
 
@@ -95,14 +96,14 @@ class ColumnParallelLinear(ParallelLinear):
         self._check_input(x, self.in_features)
         if not self.sequence_parallel:
             rows, sizes = to_rows(x, 0)
-            return from_rows(
-                column_product(rows, self.weight, self.bias, self.group, self.partial_dtype), sizes, 0
-            )
+            product = (rows, self.weight, self.bias, self.group, self.partial_dtype)
+            return from_rows(self._named(column_product, *product), sizes, 0)
         rows, sizes = to_rows(x, self.sequence_dim)
         if num_rows is not None:
             self._check_blocks(num_rows, sizes)
         rows, weight, bias = autocast(rows, self.weight, self.bias)
-        y = stream_k.all_gather_gemm(
+        y = self._named(
+            stream_k.all_gather_gemm,
             rows,
             weight.t(),
             num_rows=num_rows,
@@ -171,8 +172,11 @@ class RowParallelLinear(ParallelLinear):
 
         Where sequence_parallel, x holds all of `sequence_dim`, and the result this rank's block of it, that of
         `torch.tensor_split`. residual: of the result's shape. norm: applied to the result's features.
+        ValueError, naming the layer, for what doesn't fit or is on another device.
         """
         self._check_input(x, self.weight.shape[1])
+        if not torch.compiler.is_compiling():
+            self._check_added(x, residual, norm)
         dim = self.sequence_dim if self.sequence_parallel else 0
         rows, sizes = to_rows(x, dim)
         if self.sequence_parallel:
@@ -181,10 +185,27 @@ class RowParallelLinear(ParallelLinear):
         options: dict[str, Any] = {"scatter": self.sequence_parallel, "residual": flat, "norm": norm}
         options |= {"group": self.group, "partial_dtype": self.partial_dtype}
         options["plain_norms"] = (nn.RMSNorm, RMSNorm)
-        found = row_product(rows, self.weight, self.bias, **options)
+        found = self._named(row_product, rows, self.weight, self.bias, **options)
         if norm is None:
             return from_rows(found, sizes, dim)
         return tuple(from_rows(each, sizes, dim) for each in found)
+
+    def _check_added(self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None) -> None:
+        """ValueError, before the product, for what couldn't be added to it, or a norm that couldn't be taken."""
+        weight = getattr(norm, "weight", None)
+        if weight is not None:
+            self._check_device("the norm's weight", weight.device)
+        if residual is None:
+            return
+        self._check_device("the residual", residual.device)
+        shape = [*x.shape[:-1], self.out_features]
+        if self.sequence_parallel:
+            first, last = shard_range(shape[self.sequence_dim], self.rank, self.world_size)
+            shape[self.sequence_dim] = last - first
+        if list(residual.shape) != shape:
+            raise ValueError(
+                f"{self.name}: the residual has shape {tuple(residual.shape)}, {tuple(shape)} is needed"
+            )
 
 
 class RMSNorm(nn.RMSNorm):

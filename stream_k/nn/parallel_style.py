@@ -11,15 +11,19 @@ They take what torch's styles of the same names take, and mix with the others, s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from reference.ops import shard_range
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from stream_k.nn.parameters import ParallelLinear
 
 
 class _FusedStyle(ParallelStyle):
@@ -60,22 +64,60 @@ class _FusedStyle(ParallelStyle):
         hooks = {name: value for name, value in vars(module).items() if "hook" in name}
         vars(module).update(vars(sharded) | hooks)
         module.__class__ = type(sharded)
-        module.register_forward_pre_hook(_take_local)
+        module.register_forward_pre_hook(_take_local, with_kwargs=True)
         if not self.use_local_output:
+            if isinstance(sharded, RowParallelLinear) and sharded.sequence_parallel:
+                module.register_forward_pre_hook(
+                    lambda layer, inputs: _check_split(layer, inputs[0].shape[layer.sequence_dim])
+                )
             module.register_forward_hook(
-                lambda _, inputs, y: DTensor.from_local(y, device_mesh, [self.output], run_check=False)
+                lambda layer, inputs, y: _as_dtensor(layer, inputs[0], y, device_mesh, self.output)
             )
         return module
 
 
-def _take_local(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.to_local() if isinstance(x, DTensor) else x for x in inputs)
+def _take_local(
+    layer: ParallelLinear, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The local tensors; of a DTensor whose tokens the ranks divide unevenly, also how many there are in all."""
+    x = inputs[0]
+    if isinstance(x, DTensor) and isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel:
+        size = x.shape[layer.sequence_dim]
+        _check_split(layer, size)
+        if size % layer.world_size and len(inputs) == 1:
+            options = {"num_rows": math.prod(x.shape[:-1]), **options}
+    return tuple(each.to_local() if isinstance(each, DTensor) else each for each in inputs), options
+
+
+def _as_dtensor(
+    layer: ParallelLinear, x: torch.Tensor, y: torch.Tensor, mesh: DeviceMesh, placement: Placement
+) -> DTensor:
+    sizes: dict[str, Any] = {}
+    if placement == Shard(layer.sequence_dim) and x.shape[layer.sequence_dim] % layer.world_size:
+        # By itself it takes every rank's block for as large as this one's.
+        shape = torch.Size((*x.shape[:-1], layer.out_features))
+        sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(y, mesh, [placement], run_check=False, **sizes)
+
+
+def _check_split(layer: ParallelLinear, size: int) -> None:
+    """ValueError where DTensor cuts `size` tokens otherwise than `torch.tensor_split`, as the ops do."""
+    world_size = layer.world_size
+    step = -(-size // world_size)
+    first = [min(rank * step, size) for rank in range(world_size)]
+    if first != [shard_range(size, rank, world_size)[0] for rank in range(world_size)]:
+        raise ValueError(
+            f"{layer.name}: dimension {layer.sequence_dim} is {size}, which DTensor cuts into blocks of {step}, other "
+            f"ones than those of torch.tensor_split for {world_size} ranks; pad it"
+        )
 
 
 class ColwiseParallel(_FusedStyle):
     """Divides a Linear's output features.
 
     input_layouts: Replicate(), or Shard(d): the tokens' dimension d is divided, and gathered while it is multiplied.
+    Tokens that the ranks don't divide come as a `DTensor`, which knows how many there are; ValueError where it cuts
+    them otherwise than `torch.tensor_split`.
     output_layouts: Shard(-1) alone. use_local_output: False: outputs are `DTensor`s. Raises ValueError for other
     layouts, TypeError for other modules.
     """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
+from pyrocshmem import target
 from pyrocshmem.bootstrap import as_group
+from pyrocshmem.errors import CallMismatch
 from pyrocshmem.heap import Heap
 
 
@@ -74,15 +76,24 @@ class ParallelLinear(nn.Module):
         return size // self.world_size
 
     def load_shards(self, full: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's share of the unsharded parameters `full`, by the keys of `shards`; from any device."""
+        """Take this rank's share of the unsharded parameters `full`, by the keys of `shards`; from any device.
+        ValueError, naming the layer, before anything is changed, where one is missing."""
+        self._require([shard.key for shard in self.shards()], full)
         for shard in self.shards():
             _copy_share(shard, full[shard.key], self.rank, self.world_size)
 
     def adopt(self, linears: Mapping[str, nn.Linear]) -> Self:
         """Take the shares, dtype and device of ordinary layers, by the names of its parts; returns this layer.
 
-        Raises ValueError, naming the layer, for linears of other sizes, or that differ among themselves.
+        Raises ValueError, naming the layer, for linears of other sizes, without a weight, or that differ among
+        themselves.
         """
+        full = {
+            f"{part}.{kind}" if part else kind: parameter.detach()
+            for part, linear in linears.items()
+            for kind, parameter in linear.named_parameters()
+        }
+        self._require([f"{part}.weight" if part else "weight" for part in linears], full)
         facts = set()
         for linear in linears.values():
             devices = sorted({str(parameter.device) for parameter in linear.parameters()})
@@ -92,11 +103,6 @@ class ParallelLinear(nn.Module):
             raise ValueError(
                 f"{self.name}: input features, bias, dtype and device must be the same, they are: {texts}"
             )
-        full = {
-            f"{part}.{kind}" if part else kind: parameter.detach()
-            for part, linear in linears.items()
-            for kind, parameter in linear.named_parameters()
-        }
         first = next(iter(linears.values()))
         bias = None if first.bias is None else self.local_bias
         self._make_parameters(tuple(self.weight.shape), bias, "meta", first.weight.dtype)
@@ -142,15 +148,39 @@ class ParallelLinear(nn.Module):
                 )
         super()._load_from_state_dict(state_dict, prefix, *others, **options)
 
+    def _require(self, keys: list[str], full: Mapping[str, torch.Tensor]) -> None:
+        missing = [key for key in keys if key not in full]
+        if missing:
+            raise ValueError(f"{self.name}: {', '.join(missing)} is missing")
+
     def _check_input(self, x: torch.Tensor, features: int) -> None:
         if x.ndim < 2 or x.shape[-1] != features:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}, (.., {features}) is needed")
-        for what, other in (("the input", x), ("its bias", self.bias)):
-            if other is not None and other.device != self.weight.device:
-                raise ValueError(
-                    f"{self.name}: {what} is on {other.device}, its weight on {self.weight.device}; all must be on one "
-                    "device"
-                )
+        self._check_device("the input", x.device)
+        if self.bias is not None:
+            self._check_device("its bias", self.bias.device)
+        if isinstance(self.group, Heap):
+            self._check_device("its group's heap", self.group.device)
+        elif not torch.compiler.is_compiling() and self.weight.device.type != target.device().type:
+            raise ValueError(
+                f"{self.name}: its weight is on {self.weight.device}, but kernels run elsewhere: {target.describe()}"
+            )
+
+    def _check_device(self, what: str, device: torch.device) -> None:
+        if device != self.weight.device:
+            raise ValueError(
+                f"{self.name}: {what} is on {device}, its weight on {self.weight.device}; all must be on one device"
+            )
+
+    def _named(self, op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What `op` returns; what the caller got wrong names the layer."""
+        if torch.compiler.is_compiling():
+            return op(*args, **options)
+        try:
+            return op(*args, **options)
+        except (TypeError, ValueError, CallMismatch) as error:
+            error.args = (f"{self.name}: {error}",)
+            raise
 
     def _check_blocks(self, num_rows: int, sizes: torch.Size) -> None:
         """Blocks of rows must be blocks of the divided dimension."""

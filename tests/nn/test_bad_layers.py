@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from pyrocshmem import Heap
 from pyrocshmem.bootstrap import ThreadGroup
 from stream_k import nn as parallel
 from tests.nn import models
@@ -49,6 +50,39 @@ def three_dimensions() -> None:
     layer(torch.zeros(2, 3, 32))
 
 
+ALONE = ThreadGroup.create(1)[0]
+OUTPUT: dict[str, Any] = {"group": ALONE, "name": "layers.3.o"}
+
+
+def output(**given: Any) -> None:
+    """A call of a row-parallel layer of 8 features, of one rank."""
+    sequence_parallel = given.pop("sequence_parallel", False)
+    parallel.RowParallelLinear(8, 8, sequence_parallel=sequence_parallel, **OUTPUT)(
+        torch.zeros(4, 8), **given
+    )
+
+
+def elsewhere(layer: type[nn.Module]) -> None:
+    """A call of a layer that is on another device than the kernels, with its input."""
+    layer(8, 8, device="meta", **OUTPUT)(torch.empty(4, 8, device="meta"))
+
+
+def other_heap() -> None:
+    with Heap(1 << 20, ALONE) as heap:
+        options = OUTPUT | {"group": heap}
+        parallel.ColumnParallelLinear(8, 8, device="meta", **options)(torch.empty(4, 8, device="meta"))
+
+
+def without_weight() -> None:
+    linear = nn.Linear(8, 8)
+    del linear.weight
+    parallel.RowParallelLinear.from_linear(linear, **OPTIONS)
+
+
+def load_part() -> None:
+    parallel.ColumnParallelLinear(8, 8, **OPTIONS).load_shards({"bias": torch.zeros(8)})
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "columns": (lambda: parallel.ColumnParallelLinear(8, 10, **OPTIONS), ("out_features is 10", "4 ranks")),
     "a part's columns": (
@@ -69,6 +103,29 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "inputs differ": (lambda: from_linears(up_proj=(12, 16)), ("gate_up_proj", "12")),
     "parts differ": (lambda: from_linears(up_proj=(8, 32)), ("gate_up_proj", "(32, 8)")),
     "uneven blocks": (lambda: uneven(1), ("dimension 1 is 9", "matrix of tokens")),
+    "residual elsewhere": (
+        lambda: output(residual=torch.empty(4, 8, device="meta")),
+        ("residual", "meta", "cpu"),
+    ),
+    "residual's shape": (lambda: output(residual=torch.zeros(1, 8)), ("residual", "(1, 8)", "(4, 8)")),
+    "residual's rows": (
+        lambda: output(residual=torch.zeros(3, 8), sequence_parallel=True),
+        ("residual", "(3, 8)", "(4, 8)"),
+    ),
+    "norm elsewhere": (lambda: output(norm=nn.RMSNorm(8, device="meta")), ("norm", "meta", "cpu")),
+    "other norm elsewhere": (lambda: output(norm=nn.LayerNorm(8, device="meta")), ("norm", "meta", "cpu")),
+    "norm's length": (lambda: output(norm=nn.RMSNorm(4)), ("(4,)", "(8,)")),
+    "not the kernels' device": (
+        lambda: elsewhere(parallel.RowParallelLinear),
+        ("meta", "kernels run elsewhere"),
+    ),
+    "neither, by columns": (
+        lambda: elsewhere(parallel.ColumnParallelLinear),
+        ("meta", "kernels run elsewhere"),
+    ),
+    "not the given heap's": (other_heap, ("heap", "meta", "cpu")),
+    "no weight": (without_weight, ("weight is missing",)),
+    "no weight to load": (load_part, ("weight is missing",)),
     "batches of shards": (three_dimensions, ("(2, 3, 32)",)),
 }
 

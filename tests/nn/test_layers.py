@@ -8,10 +8,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from pyrocshmem import target
+from pyrocshmem import CallMismatch, target
 from stream_k import nn as parallel
 from tests.nn import models
 from tests.nn.models import HEAD_DIM, HIDDEN, THETA, Case
@@ -195,6 +195,37 @@ def styles(rank: int, ranks: int, mesh: DeviceMesh, device: torch.device) -> dic
     return found
 
 
+@torch.no_grad()
+def uneven_styles(rank: int, ranks: int) -> float:
+    """Tokens that the ranks don't divide, as a DTensor, which knows how many there are; and cuts that differ."""
+    device = target.device(rank)
+    mesh = init_device_mesh(device.type, (ranks,))
+    torch.manual_seed(8)
+    exact_model, x = Chain().double(), random(2 * ranks + ranks - 1, 12)
+    model = Chain().to(device)
+    model.load_state_dict(exact_model.state_dict())
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": parallel.ColwiseParallel(input_layouts=Shard(0)),
+        "down": parallel.RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    y = model(distribute_tensor(x.to(device), mesh, [Shard(0)], src_data_rank=None))
+    exact = exact_model(x.double()).detach()
+    assert y.shape == exact.shape
+    found = off(y.to_local(), exact.tensor_split(ranks)[rank])
+    if ranks > 2:
+        odd = random(ranks + 1, 12).to(device)
+        with pytest.raises(ValueError, match=r"Linear: dimension 0 is .* pad it"):
+            model(distribute_tensor(odd, mesh, [Shard(0)], src_data_rank=None))
+        with pytest.raises(ValueError, match=r"Linear: dimension 0 is .* pad it"):
+            model.down(torch.zeros(ranks + 1, 20 // ranks, device=device))
+    # Without a DTensor nobody knows: the layer says what is wrong.
+    with pytest.raises(CallMismatch, match="ColumnParallelLinear: ranks made different calls"):
+        model.up(random(9, 12).to(device).tensor_split(ranks)[rank])
+    return found
+
+
 def checkpoints(mesh: DeviceMesh, device: torch.device, folder: Path) -> dict[str, float]:
     """Saved by these ranks in both ways; what the unsharded model would save comes back."""
     case = Case(True, True, 1, 4)
@@ -225,6 +256,12 @@ def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found = linears(rank, world_size, device) | norms(rank, world_size, device) | decoding(device)
         found |= mixed(rank, world_size, device)
         return found | styles(rank, world_size, mesh, device) | checkpoints(mesh, device, folder)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 4)])
+def test_uneven_tensors_of_styles(ranks: int) -> None:
+    found = values(run_ranks(uneven_styles, ranks))
+    assert max(found) <= TOLERANCE, found
 
 
 @pytest.mark.num_ranks(2)
