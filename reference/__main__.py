@@ -135,12 +135,12 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return M, N, K
 
 
-def parse_sizes(text: str, letters: str) -> tuple[int, ...]:
+def parse_sizes(text: str, letters: str, option: str = "--shape") -> tuple[int, ...]:
     """As many sizes as letters; ValueError with what was got for anything else."""
     parts = text.split(",")
     if len(parts) != len(letters) or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(
-            f"--shape must be {','.join(letters)}, {len(letters)} sizes of 0 or more, got {text!r}"
+            f"{option} must be {','.join(letters)}, {len(letters)} sizes of 0 or more, got {text!r}"
         )
     return tuple(map(int, parts))
 

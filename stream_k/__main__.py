@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from reference.__main__ import Backend, Dtype, parse_shape
+from reference.__main__ import Backend, Dtype, parse_shape, parse_sizes
 from stream_k.tune import tune
 
 MAX_RANKS = 8
@@ -31,6 +31,7 @@ def main(
     shape: Annotated[str | None, typer.Option("--shape")] = None,
     dtype: Annotated[Dtype | None, typer.Option("--dtype")] = None,
     backend: Annotated[Backend, typer.Option("--backend")] = Backend.auto,
+    block: Annotated[str | None, typer.Option("--block")] = None,
     placement: Annotated[str, typer.Option("--placement")] = "auto",
     partial_dtype: Annotated[Dtype | None, typer.Option("--partial-dtype")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -46,8 +47,9 @@ def main(
         sys.stdout.write(_USAGE.read_text())
         return
     console = Console()
-    options = {"placement": placement, "seed": seed}
     try:
+        tile = parse_sizes(block, "MNK", "--block") if block else None
+        options = {"placement": placement, "seed": seed, "block": tile}
         for path in (json, trace):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"{path} can't be written: there is no folder {path.parent}")
@@ -117,9 +119,11 @@ def _run(
     alone = collective not in PROBLEMS or (shape is not None and shape.count(",") == 1)
     whole = {**STANDALONE, **NORMS}
     if collective in whole and alone:
-        if options["placement"] != "auto" or partial_dtype is not None or trace_path is not None:
+        if options["placement"] != "auto" or options["block"] or partial_dtype or trace_path:
             why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
-            raise ValueError(f"{collective} {why}: leave --placement, --partial-dtype and --trace out")
+            raise ValueError(
+                f"{collective} {why}: leave --block, --placement, --partial-dtype and --trace out"
+            )
         problem, seed = whole[collective], options["seed"]
         return standalone.run(console, problem, num_ranks, shape, name, seed, calls, json_path)
     if collective not in PROBLEMS:

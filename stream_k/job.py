@@ -6,7 +6,7 @@ rank. A and B are random; rank r's shares are cut from them as `reference.proble
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,13 +22,16 @@ from stream_k.schedule import Schedule
 from stream_k.timeline import Timeline, record_call
 from stream_k.tuned import choose
 
+# Sizes of a tile and of its step along K. Descriptors take boxes of at most 256, products on all targets at least 16.
+BLOCKS = (16, 32, 64, 128, 256)
+
 
 @dataclass(frozen=True)
 class Job:
     """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
 
     placement: one of the op's in stream_k.config.PLACEMENTS_OF, or "auto". partial_dtype: what partial sums travel in;
-    None: fp32. trace: record a timeline of one more call.
+    None: fp32. trace: record a timeline of one more call. block: the tile, (M, N, K); None: the configuration's.
     """
 
     collective: str
@@ -39,6 +42,7 @@ class Job:
     iters: int = 10
     partial_dtype: torch.dtype | None = None
     trace: bool = False
+    block: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ def check_job(job: Job) -> None:
         )
     if job.partial_dtype is not None and not problem.sums:
         raise ValueError(f"{job.collective} has no partial sums to travel in {job.partial_dtype}")
+    if job.block is not None and not set(job.block) <= set(BLOCKS):
+        raise ValueError(
+            f"block is {job.block}, allowed are {', '.join(map(str, BLOCKS))} for each of M, N, K"
+        )
+    if job.block is not None and job.placement == "unfused":
+        raise ValueError("placement is 'unfused', whose product is the BLAS's: it takes no block")
     if min(job.shape) < 1:
         raise ValueError(f"shape is {job.shape}, allowed sizes of 1 or more")
     if job.iters < 1:
@@ -84,7 +94,32 @@ def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
         )
     local = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement
-    return choose(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype, placement)
+    kind = (problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype)
+    config = choose(*kind, placement)
+    if job.block is None:
+        return config
+    # A product of the BLAS has no tile of ours.
+    return with_block(choose(*kind, "messages") if config.placement == "unfused" else config, job.block)
+
+
+def with_block(config: Config, block: tuple[int, ...]) -> Config:
+    """`config` with another tile, (M, N, K) of `BLOCKS`, which needs no more shared memory where that can be had."""
+    block_m, block_n, block_k = block
+    loads = config.num_stages * (config.block_m + config.block_n) * config.block_k
+    part = config.block_m * config.block_n // config.subtiles
+    parts = [n for n in (1, 2, 4) if block_n // n >= 16]
+    return replace(
+        config,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
+        num_stages=min(6, max(1, loads // ((block_m + block_n) * block_k))),
+        subtiles=next((n for n in parts if block_m * block_n // n <= part), parts[-1]),
+        # Balanced for other tiles.
+        num_programs=0,
+        comm_rows=min(config.comm_rows, block_m),
+    )
 
 
 def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:

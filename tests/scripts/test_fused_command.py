@@ -1,6 +1,7 @@
 """`python -m stream_k`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with 2."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from collectives.problems import STANDALONE
 from pyrocshmem import target
 from reference.problems import PROBLEMS
 from stream_k.__main__ import app
+from stream_k.config import Config
+from stream_k.job import with_block
 from stream_k.norm_problems import NORMS
 from tests import commands
 from tests.scripts import support
@@ -61,6 +64,38 @@ def test_run_with_a_norm(collective: str, tmp_path: Path) -> None:
     assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}
 
 
+@pytest.mark.parametrize(
+    ("collective", "placement"),
+    [("all_reduce", "auto"), ("all_reduce", "beside"), ("all_scatter", "auto"), ("all_gather", "auto")],
+)
+@pytest.mark.num_ranks(2)
+def test_run_with_another_tile(collective: str, placement: str) -> None:
+    options = ("--shape", "200,70,96", "--dtype", "float16", "--iters", "1", "--placement", placement)
+    tiles = set()
+    for block in ("64,128,32", "32,16,64"):
+        done = commands.invoke(app, "-n", "2", "-c", collective, *options, "--block", block)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{block.replace(',', ' x ')}, " in done.stdout
+        assert done.stdout.count("right") == 2
+        tiles.update(re.findall(r"(\d+) whole tiles, (\d+) split", done.stdout))
+    assert len(tiles) == 2, "smaller tiles are more"
+
+
+@pytest.mark.parametrize("block", [(256, 256, 256), (16, 16, 16), (64, 256, 32), (256, 16, 128)])
+@pytest.mark.cpu
+def test_another_tile_needs_no_more_shared_memory(block: tuple[int, int, int]) -> None:
+    config = Config()
+    found = with_block(config, block)
+    assert (found.block_m, found.block_n, found.block_k) == block
+
+    def loads(config: Config) -> int:
+        return config.num_stages * (config.block_m + config.block_n) * config.block_k
+
+    assert loads(found) <= loads(config) or found.num_stages == 1
+    parts = [each.block_m * each.block_n // each.subtiles for each in (config, found)]
+    assert parts[1] <= parts[0]
+
+
 @pytest.mark.parametrize("collective", PROBLEMS)
 @pytest.mark.cpu
 def test_default_shape_on_one_rank(collective: str) -> None:
@@ -81,18 +116,31 @@ def test_default_shape_on_one_rank(collective: str) -> None:
         (("-c", "gemm_rms_norm", "--shape", "7,50"), "must be M,N,K here, sizes of 1 or more, got '7,50'"),
         (("-c", "gemm_rms_norm", "--placement", "messages"), "gemm_rms_norm chooses its GEMM itself"),
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
-        (("-c", "all_gather", "--placement", "inside"), "is 'inside', allowed copy_engine, messages, auto"),
+        (
+            ("-c", "all_gather", "--placement", "inside"),
+            "is 'inside', allowed copy_engine, messages, unfused, auto",
+        ),
         (("-n", "2", "-c", "all_gather", "--placement", "messages", "--shape", "7,8,9"), "M is 7 on 2 ranks"),
         (
             ("-c", "reduce_scatter", "--placement", "within"),
-            "is 'within', allowed copy_engine, messages, auto",
+            "is 'within', allowed copy_engine, messages, unfused, auto",
         ),
         (
             ("-c", "all_reduce", "--placement", "within"),
-            "is 'within', allowed after, beside, own_stream, inside, copy_engine, messages, auto",
+            "is 'within', allowed after, beside, own_stream, inside, copy_engine, messages, unfused, auto",
         ),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),
+        (("--block", "64,64"), "--block must be M,N,K, 3 sizes of 0 or more, got '64,64'"),
+        (
+            ("--block", "64,48,64"),
+            "block is (64, 48, 64), allowed are 16, 32, 64, 128, 256 for each of M, N, K",
+        ),
+        (("--block", "64,64,64", "--placement", "unfused"), "whose product is the BLAS's: it takes no block"),
+        (
+            ("-c", "gemm_rms_norm", "--block", "64,64,64"),
+            "gemm_rms_norm chooses its GEMM itself: leave --block",
+        ),
         (("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),
         (("--json", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
         (("--trace", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
