@@ -15,6 +15,8 @@ import torch
 
 BACKENDS = ("auto", "gpu", "cpu")
 
+_COMMANDS = {"pyrocshmem", "stream_k", "benchmarks"}
+
 
 def _choose() -> tuple[bool, str]:
     """(whether the CPU target is used, why)."""
@@ -83,8 +85,21 @@ def _apply(on_cpu: bool) -> None:
     check_interpreter()
 
 
-_on_cpu, _reason = _choose()
-_apply(_on_cpu)
+def _settle() -> tuple[bool, str]:
+    try:
+        chosen = _choose()
+        _apply(chosen[0])
+    except (RuntimeError, ValueError) as error:
+        # `python -m stream_k` imports this before the command's own code, which prints mistakes, can run: argv[0] is
+        # "-m" so long.
+        if sys.argv[0] == "-m" and _COMMANDS & set(sys.orig_argv):
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        raise
+    return chosen
+
+
+_on_cpu, _reason = _settle()
 
 
 def interpreted() -> bool:

@@ -44,6 +44,26 @@ def test_bad_choice(monkeypatch, asked, interpret, gpus, kind, words):
         target._choose()
 
 
+@pytest.mark.parametrize(
+    ("command", "asked", "text"),
+    [
+        (("-m", "stream_k", "-n", "2"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem"), "rocm", "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu"),
+    ],
+)
+def test_a_command_answers_a_bad_choice_in_one_line(command, asked, text):
+    done = run(*command, PYROCSHMEM_BACKEND=asked, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {text}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_import_raises_for_a_bad_choice():
+    code = "try:\n    import stream_k\nexcept ValueError as error:\n    print(error)"
+    done = run("-c", code, PYROCSHMEM_BACKEND="rocm")
+    assert (done.returncode, done.stdout) == (0, "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu\n")
+
+
 def choose(monkeypatch, asked, interpret, gpus):
     monkeypatch.setattr(target, "_num_gpus", lambda: gpus)
     for name, value in (("PYROCSHMEM_BACKEND", asked), ("TRITON_INTERPRET", interpret)):
@@ -54,10 +74,14 @@ def choose(monkeypatch, asked, interpret, gpus):
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return run("-c", code, **environment)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYROCSHMEM_BACKEND")}
     inherited.pop("TRITON_DEFAULT_FP_FUSION", None)
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
         env=inherited | {"PYROCSHMEM_BACKEND": "cpu"} | environment,
         capture_output=True,
         text=True,
