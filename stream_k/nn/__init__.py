@@ -18,7 +18,7 @@ from stream_k.nn.attention import KVCache, ParallelAttention, rotation
 from stream_k.nn.functional import sum_gradient
 from stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from stream_k.nn.mlp import ParallelMLP
-from stream_k.nn.state import full_state_dict, load_full_state_dict, sharded_state_dict
+from stream_k.nn.state import full_linears, full_state_dict, load_full_state_dict, sharded_state_dict
 
 if TYPE_CHECKING:
     from stream_k.nn.parallel_style import ColwiseParallel, RowwiseParallel
@@ -32,6 +32,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "RowwiseParallel",
+    "full_linears",
     "full_state_dict",
     "load_full_state_dict",
     "rotation",

@@ -2,6 +2,7 @@
 
     state = full_state_dict(model)                # what the unsharded model's load_state_dict takes, on every rank
     load_full_state_dict(model, state)            # with any number of ranks
+    up_proj = full_linears(mlp)["up_proj"]        # an ordinary nn.Linear again, on every rank
 
     dcp.save(sharded_state_dict(model), checkpoint_id=folder)       # torch.distributed.checkpoint: no rank holds all
     dcp.load(sharded_state_dict(model), checkpoint_id=folder)       # in place, with any number of ranks
@@ -45,15 +46,28 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the unsharded model, on every rank: the group's ranks call it together. All its tensors are
     the caller's. Raises as `sharded_state_dict`."""
-    from torch.distributed.tensor import DTensor
+    return {key: _whole(x) for key, x in sharded_state_dict(model).items()}
 
-    def whole(x: Any) -> Any:
-        if not isinstance(x, DTensor):
-            return x.clone() if isinstance(x, torch.Tensor) else x
-        full = x.full_tensor()
-        return full.clone() if full.data_ptr() == x.to_local().data_ptr() else full
 
-    return {key: whole(x) for key, x in sharded_state_dict(model).items()}
+def full_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The unsharded model's `nn.Linear` for each layer that is divided in `model`, by its name there; of a layer alone
+    under "". On every rank, on the parameters' device: the group's ranks call it together.
+
+    Layers that were joined come apart; weight [out, in] and bias are copies that require gradients as theirs do. It is
+    what undoes `from_linear`. Raises as `sharded_state_dict`.
+    """
+    state, found = sharded_state_dict(model), _parts(model)[1]
+    linears = {}
+    for name, layer in {key.rpartition(".")[0]: layer for key, (_, layer) in found.items()}.items():
+        kinds = dict(layer.named_parameters(recurse=False))
+        full = {kind: _whole(state[f"{name}.{kind}" if name else kind]) for kind in kinds}
+        sizes = reversed(full["weight"].shape)
+        linear = nn.Linear(*sizes, bias="bias" in full, device="meta").train(layer.training)
+        linear.load_state_dict(full, assign=True)
+        for kind, parameter in kinds.items():
+            getattr(linear, kind).requires_grad_(parameter.requires_grad)
+        linears[name] = linear
+    return linears
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -82,6 +96,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     for layer, prefix in layers.items():
         layer.load_shards({shard.key: state[_key(prefix, layer, shard)] for shard in layer.shards()})
     model.load_state_dict({key: state[key] for key in rest}, strict=False)
+
+
+def _whole(x: Any) -> Any:
+    """A copy of all of `x`."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, DTensor):
+        return x.clone() if isinstance(x, torch.Tensor) else x
+    full = x.full_tensor()
+    return full.clone() if full.data_ptr() == x.to_local().data_ptr() else full
 
 
 def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Shard, ParallelLinear]]]:

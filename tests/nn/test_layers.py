@@ -248,6 +248,32 @@ def checkpoints(mesh: DeviceMesh, device: torch.device, folder: Path) -> dict[st
     }
 
 
+def back_again(mesh: DeviceMesh, device: torch.device) -> None:
+    """Ordinary layers, divided and put together, are what they were; layers alone, too, and their kinds of tensors."""
+    block = models.unsharded(Case(True, True, 1, 4)).to(device)
+    wanted = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    found = parallel.full_linears(models.ParallelBlock(block, True, mesh))
+    assert found.keys() == wanted.keys()
+    for name, linear in found.items():
+        assert type(linear) is nn.Linear
+        assert (linear.in_features, linear.out_features) == (
+            wanted[name].in_features,
+            wanted[name].out_features,
+        )
+        assert torch.equal(linear.weight, wanted[name].weight)
+        assert torch.equal(linear.bias, wanted[name].bias)
+
+    frozen = nn.Linear(8, 12, bias=False, device=device, dtype=torch.bfloat16)
+    frozen.weight.requires_grad_(False)
+    row = parallel.RowParallelLinear.from_linear(frozen, group=mesh).eval()
+    whole = parallel.full_linears(row)[""]
+    assert torch.equal(whole.weight, frozen.weight)
+    assert (whole.weight.dtype, whole.bias, whole.weight.requires_grad) == (torch.bfloat16, None, False)
+    assert not whole.training
+    whole.weight.zero_()
+    assert row.weight.any(), "it has memory of its own"
+
+
 def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     device = target.device(rank)
     torch.manual_seed(3)
@@ -255,6 +281,7 @@ def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         found = linears(rank, world_size, device) | norms(rank, world_size, device) | decoding(device)
         found |= mixed(rank, world_size, device)
+        back_again(mesh, device)
         return found | styles(rank, world_size, mesh, device) | checkpoints(mesh, device, folder)
 
 
