@@ -7,6 +7,7 @@
 import inspect
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,9 @@ class Settings(Shape):
     )
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Every rank prints a line a step, instead of a progress bar.")
+    ] = False
     compare: Annotated[
         bool, typer.Option("--compare", help="Train the whole model on one rank, too; fail if losses differ.")
     ] = False
@@ -92,6 +96,12 @@ def console() -> Console:
     return Console(quiet=dist.get_rank() != 0)
 
 
+def print_line(text: str) -> None:
+    """Print a line of this rank; lines of several ranks stay whole."""
+    sys.stdout.write(f"[rank {dist.get_rank()}] {text}\n")
+    sys.stdout.flush()
+
+
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """AdamW over the parameters of this rank."""
     return torch.optim.AdamW(model.parameters(), settings.lr)
@@ -122,10 +132,11 @@ def train(
         losses = load(settings, model, optimizer, state_of)
     if len(losses) > stop:
         raise ValueError(f"the checkpoint is of step {len(losses)}, past the last of this run, {stop}")
-    text = TextColumn("loss {task.description}")
-    with Progress(
-        MofNCompleteColumn(), BarColumn(), text, TimeElapsedColumn(), console=console()
-    ) as progress:
+    if settings.all_ranks:
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        print_line(f"holds {numbers} parameters, on {device}")
+    columns = MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console(), disable=settings.all_ranks) as progress:
         task = progress.add_task("-", total=stop, completed=len(losses))
         for step in range(len(losses), stop):
             optimizer.zero_grad()
@@ -135,6 +146,8 @@ def train(
             dist.broadcast(loss, last_rank)
             losses.append(loss.item())
             progress.update(task, advance=1, description=f"{losses[-1]:.4f}")
+            if settings.all_ranks:
+                print_line(f"step {step + 1}/{stop}: loss {losses[-1]:.4f}")
             if (step + 1) % settings.save_every == 0 or step + 1 == stop:
                 save(settings, model, optimizer, state_of, losses)
     if dist.get_rank() == 0:

@@ -143,10 +143,64 @@ def test_splits_train_as_the_whole_does(num_ranks: int, tmp_path: Path) -> None:
     assert 0 < peaks["1f1b"] < peaks["gpipe"]
 
 
+def train_divided(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Layers divided: stopped with all rows on every rank, resumed with rows divided, too."""
+    sys.path.insert(0, str(EXAMPLES))
+    import common
+    import tensor_parallel
+
+    small: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "length": 16, "batch": 4, "lr": 3e-2}
+    settings = tensor_parallel.TensorSettings(**small, seed=int(folder.name), steps=14, out=folder)
+    stopped = tensor_parallel.train_rank(replace(settings, replicated=True, stop_at=4))
+    resumed = tensor_parallel.train_rank(replace(settings, resume=True))
+    return {"stopped": stopped, "resumed": resumed, "agrees": common.compare(settings, resumed)}
+
+
+@pytest.mark.num_ranks(2)
+def test_divided_layers_stop_and_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / str(secrets.randbelow(1000))
+    ranks = values(run_ranks(train_divided, 2, folder, timeout=200))
+    assert all(found == ranks[0] for found in ranks), "all ranks are told the same"
+    stopped, resumed = ranks[0]["stopped"], ranks[0]["resumed"]
+    assert resumed[:4] == stopped
+    assert len(resumed) == 14
+    assert ranks[0]["agrees"], "of replicated and of divided rows, with the moments of the steps before"
+    # Of 64 characters each, so that one loss alone says little.
+    assert sum(resumed[-4:]) / 4 < sum(resumed[:2]) / 2 - 0.5
+
+
+SMALL = ("--layers=2", "--width=16", "--heads=2", "--length=16", "--batch=2")
+
+
+@pytest.mark.num_ranks(2)
+def test_tensor_parallel_command(tmp_path: Path) -> None:
+    """Every rank says what it does."""
+    options = (*SMALL, f"--out={tmp_path}", "--steps=2", "--replicated", "--all-ranks", "--compare")
+    done = torchrun("tensor_parallel.py", 2, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    lines = done.stdout.splitlines()
+    for rank in range(2):
+        assert sum(line.startswith(f"[rank {rank}] holds ") for line in lines) == 1
+        for step, loss in enumerate(losses, start=1):
+            assert f"[rank {rank}] step {step}/2: loss {loss:.4f}" in lines
+    assert "2 losses, split over 2 and whole, differ by at most" in done.stdout
+
+
+@pytest.mark.num_ranks(2)
+def test_pipeline_parallel_command(tmp_path: Path) -> None:
+    options = (*SMALL, f"--out={tmp_path}", "--steps=4", "--micro-batches=2", "--recompute")
+    done = torchrun("pipeline_parallel.py", 2, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with 2 equal stages it would be 33%" in done.stdout
+    assert "peak memory, MiB" in done.stdout
+    assert "[rank 1]" not in done.stdout
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 4
+
+
 @pytest.mark.num_ranks(2)
 def test_command(tmp_path: Path) -> None:
-    small = ("--layers=2", "--width=16", "--heads=2", "--length=16", "--batch=2", f"--out={tmp_path}")
-    done = torchrun("model_parallel.py", 2, *small, "--steps=3", "--compare")
+    done = torchrun("model_parallel.py", 2, *SMALL, f"--out={tmp_path}", "--steps=3", "--compare")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3/3" in done.stdout
     assert "3 losses, split over 2 and whole, differ by at most" in done.stdout
