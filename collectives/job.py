@@ -21,6 +21,8 @@ from pyrocshmem.launch import spawn
 from reference import report
 from reference.accuracy import Accuracy
 from reference.timing import time_in_turn
+from stream_k import timeline_files
+from stream_k.timeline import Timeline, record_call
 
 # Beside the tensors and the messages.
 _HEAP_BYTES = 64 << 20
@@ -31,21 +33,24 @@ _SLOTS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, its sizes, as many as its defaults have, and how many calls to time."""
+    """What to run, its sizes, as many as its defaults have, how many calls to time, and whether to record one more."""
 
     problem: Standalone
     shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int = 0
     iters: int = 10
+    trace: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found: its output against the bound, and the seconds of each timed call, by provider."""
+    """What a rank found: its output against the bound, the seconds of each timed call, by provider, and on rank 0 the
+    timeline of all ranks, where asked for."""
 
     accuracy: Accuracy
     seconds: dict[str, tuple[float, ...]]
+    timeline: Timeline | None
 
 
 def run_rank(rank: int, world_size: int, job: Job) -> Result:
@@ -56,8 +61,9 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         calls = job.problem.prepare(Setting(heap, job.shape, job.dtype, job.seed))
         providers = {"ours": (calls.ours, calls.result), "reference": (calls.reference, calls.expected)}
         seconds = time_in_turn(providers, job.iters, heap.device)
+        timeline = record_call(calls.ours, heap) if job.trace else None
         heap.synchronize()
-        return Result(calls.check(), seconds)
+        return Result(calls.check(), seconds, timeline if rank == 0 else None)
 
 
 def run(
@@ -69,6 +75,7 @@ def run(
     seed: int,
     iters: int,
     json_path: Path | None,
+    trace_path: Path | None,
 ) -> bool:
     """Run a collective and print everything; whether every rank's result is right. ValueError for sizes that make no
     sense."""
@@ -89,7 +96,8 @@ def run(
         "bound": problem.bound,
     }
     report.print_facts(console, problem.function or f"collectives.{problem.collective}", facts)
-    results = spawn(run_rank, num_ranks, Job(problem, sizes, getattr(torch, dtype), seed, iters))
+    job = Job(problem, sizes, getattr(torch, dtype), seed, iters, trace_path is not None)
+    results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
     timings = [
         report.Timing(who, report.slowest([result.seconds[who] for result in results]))
@@ -101,6 +109,9 @@ def run(
     else:
         size = math.prod(sizes) * getattr(torch, dtype).itemsize
         report.print_times(console, timings, size, "GB/s of the tensor")
+    timeline = results[0].timeline
+    if timeline is not None and trace_path is not None:
+        timeline_files.report(console, timeline, trace_path, f"{problem.collective}, {facts['sizes']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)

@@ -116,16 +116,17 @@ def _run(
     name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
     calls = iters if iters is not None else 20 if on_gpu else 3
     # Some have a namesake with a GEMM before it: two sizes are a tensor's.
+    if trace_path is not None:
+        timeline_files.check_path(trace_path)
     alone = collective not in PROBLEMS or (shape is not None and shape.count(",") == 1)
     whole = {**STANDALONE, **NORMS}
     if collective in whole and alone:
-        if options["placement"] != "auto" or options["block"] or partial_dtype or trace_path:
+        if options["placement"] != "auto" or options["block"] or partial_dtype:
             why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
-            raise ValueError(
-                f"{collective} {why}: leave --block, --placement, --partial-dtype and --trace out"
-            )
+            raise ValueError(f"{collective} {why}: leave --block, --placement and --partial-dtype out")
         problem, seed = whole[collective], options["seed"]
-        return standalone.run(console, problem, num_ranks, shape, name, seed, calls, json_path)
+        paths = json_path, trace_path
+        return standalone.run(console, problem, num_ranks, shape, name, seed, calls, *paths)
     if collective not in PROBLEMS:
         names = dict.fromkeys((*PROBLEMS, *whole))
         raise ValueError(f"collective is {collective!r}, allowed {', '.join(names)}")
@@ -139,8 +140,6 @@ def _run(
         collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, trace=traced, **options
     )
     check_job(job)
-    if trace_path is not None:
-        timeline_files.check_path(trace_path)
     return _run_job(console, job, num_ranks, json_path, trace_path)
 
 
@@ -151,6 +150,7 @@ def _run_job(
     from pyrocshmem.launch import spawn
     from reference import report
     from reference.problems import find_problem
+    from stream_k import timeline_files
     from stream_k.job import run_rank
 
     op, sizes = find_problem(job.collective).op, job.shape
@@ -167,24 +167,10 @@ def _run_job(
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        _write_timeline(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
+        timeline_files.report(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
-
-
-def _write_timeline(console: Console, timeline: Any, path: Path, title: str) -> None:
-    from reference.report import format_seconds
-    from stream_k import timeline_files
-
-    exposed, total, error = (
-        format_seconds(us / 1e6) for us in (timeline.exposed_us, timeline.total_us, timeline.clock_error_us)
-    )
-    console.print(f"exposed communication: {exposed} of {total}, clocks within {error}")
-    for written in timeline_files.write(timeline, path, title):
-        console.print(f"timeline: {written}", soft_wrap=True)
-    if timeline.dropped:
-        console.print(f"[yellow]{timeline.dropped} stages did not fit[/yellow]")
 
 
 def _facts(job: Any, num_ranks: int) -> dict[str, object]:

@@ -57,6 +57,8 @@ _KERNELS = {
     "gate_kernel": "gate",
     "pull_kernel": "pulls",
     "copy_kernel": "copies",
+    "exchange_kernel": "exchange",
+    "rms_norm_kernel": "norm",
 }
 
 # (kernel, lane, stage, tile, begin, end), in nanoseconds of the rank's own clock.

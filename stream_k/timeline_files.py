@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from pyrocshmem import trace
+from reference.report import format_seconds
 from stream_k.timeline import COPY, MMA, Span, Timeline
 
 if TYPE_CHECKING:
@@ -52,6 +55,18 @@ def write(timeline: Timeline, path: Path, title: str = "timeline") -> list[Path]
     picture = path.with_name(name.removesuffix(".json") + ".png")
     draw(timeline, picture, title)
     return [path, picture]
+
+
+def report(console: Console, timeline: Timeline, path: Path, title: str) -> None:
+    """`write`, and say what was written, and how long no program multiplied."""
+    exposed, total, error = (
+        format_seconds(us / 1e6) for us in (timeline.exposed_us, timeline.total_us, timeline.clock_error_us)
+    )
+    console.print(f"exposed communication: {exposed} of {total}, clocks within {error}")
+    for written in write(timeline, path, title):
+        console.print(f"timeline: {written}", soft_wrap=True)
+    if timeline.dropped:
+        console.print(f"[yellow]{timeline.dropped} stages did not fit[/yellow]")
 
 
 def check_path(path: Path) -> None:

@@ -102,6 +102,32 @@ def test_option_of_the_command(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("collective", "sizes", "lanes", "stages"),
+    [
+        ("gemm_rms_norm", "3,96,128", {"GEMM", "exchange"}, {MMA, "push", "wait", "reduce"}),
+        ("gemm_rms_norm_all_scatter", "3,96,128", {"GEMM", "norm"}, {MMA, "push", "wait", "store"}),
+        ("all_reduce", "3,96", {"exchange"}, {"push", "wait", "reduce"}),
+    ],
+)
+@pytest.mark.num_ranks(2)
+@pytest.mark.gpu_a_rank("commands start a rank a GPU")
+def test_option_of_the_command_for_other_ops(
+    tmp_path: Path, collective: str, sizes: str, lanes: set[str], stages: set[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("-n", "2", "-c", collective, "--shape", sizes, "--iters", "1", "--trace", str(out))
+    done = commands.invoke(app, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"timeline: {out.with_suffix('.png')}" in done.stdout
+    events = json.loads(out.read_text())["traceEvents"]
+    for rank in range(2):
+        mine = [event for event in events if event["pid"] == rank]
+        threads = (event["args"]["name"] for event in mine if event["name"] == "thread_name")
+        assert {name.rsplit(" ", 1)[0] for name in threads} == lanes
+        assert stages <= {event["name"] for event in mine}
+
+
 @pytest.mark.cpu
 def test_command_refuses_other_files(tmp_path: Path) -> None:
     done = commands.invoke(app, "-n", "1", "--trace", str(tmp_path / "out.png"))
