@@ -51,7 +51,7 @@ _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 class Group:
     """Ranks 0 .. `world_size` - 1 that exchange bytes in rounds. Made by `as_group`.
 
-    Attributes: `rank`, `world_size`, `name`, `global_ranks` (each rank's in the default group).
+    Attributes: `rank`, `world_size`, `name`, `global_ranks` (each rank's in the default group), `rounds` (begun here).
     A group serves one thread at a time; `channel` gives independent ones.
     """
 
@@ -70,7 +70,7 @@ class Group:
         self.global_ranks = tuple(global_ranks if global_ranks is not None else range(world_size))
         self._board = board
         self._parent = parent
-        self._round = 0
+        self.rounds = 0
         self._channels: Counter[str] = Counter()
         self._failed: ShmemError | None = None
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class Group:
 
     def _run_round(self, message: bytes, what: str, timeout: float | None) -> list[bytes]:
         seconds = init_seconds() if timeout is None else timeout
-        number, self._round = self._round, self._round + 1
+        number, self.rounds = self.rounds, self.rounds + 1
         keys = [self._key(f"{number}/{peer}") for peer in range(self.world_size)]
         if number >= 2:
             self._board.delete(self._key(f"{number - 2}/{self.rank}"))

@@ -31,6 +31,10 @@ def _rebuild(kind: type[ShmemError], args: tuple[Any, ...], facts: dict[str, Any
     return error
 
 
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
 class HeapOutOfMemory(ShmemError):
     """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece."""
 
@@ -47,8 +51,9 @@ class HeapOutOfMemory(ShmemError):
 class PeerTimeout(ShmemError):
     """`rank` waited in `op` for `peer`; the other facts tell for what, None where unknown.
 
-    Attributes: op, rank, peer; `call`: the number of the call on its workspace; `tile`; `expected` and `seen`: what the
-    flag should have held and held; `waited_s`: seconds; `process`: what has become of the peer's process, in words.
+    Attributes: op, rank, peer; `call`: the number of the call on its workspace, or of the vote on its heap, whose
+    forming takes some; `tile`; `expected` and `seen`: what the flag should have held and held, of a vote the ranks that
+    should have come and came; `waited_s`: seconds; `process`: what has become of the peer's process, in words.
     """
 
     def __init__(
@@ -77,6 +82,13 @@ class PeerTimeout(ShmemError):
             + (f" ({facts})" if facts else "")
             + f". {self._next()}"
         )
+
+    @classmethod
+    def in_vote(cls, op: str, number: int, rank: int, late: "InitTimeout", process: str) -> "PeerTimeout":
+        """Of the vote `number`, to which the ranks that `late` names did not come."""
+        came = [peer for peer in range(late.world_size) if peer not in late.missing]
+        expected, seen = f"all {late.world_size} ranks", _named(came)
+        return cls(op, rank, late.missing[0], None, expected, seen, late.waited_s, number, process)
 
     def _next(self) -> str:
         """What to look at, and what then makes the ranks work again."""
@@ -127,7 +139,7 @@ class InitTimeout(ShmemError):
     ) -> None:
         self.missing, self.what, self.waited_s = list(missing), what, waited_s
         self.world_size, self.reason = world_size, reason
-        named = ("rank " if len(self.missing) == 1 else "ranks ") + ", ".join(map(str, self.missing))
+        named = _named(self.missing)
         text = f"{what}: {named} of {world_size} could not take part: {reason}"
         if not reason:
             text = (

@@ -124,7 +124,7 @@ class Lifecycle:
         except InitTimeout as error:
             peer = error.missing[0]
             process = self._process_of(peer)
-            fault: ShmemError = PeerTimeout(call, self.rank, peer, waited_s=error.waited_s, process=process)
+            fault: ShmemError = PeerTimeout.in_vote(call, self._channel.rounds, self.rank, error, process)
             if error.reason:  # this rank is the late one: the peer was here, and gave up
                 fault = PeerAborted(self.rank, peer, self._message_of(peer))
             self._fail(fault)

@@ -30,6 +30,12 @@ FAULTS = [
         ("in vain for rank 3 (call 41)", "Rank 3's process 7 is stopped: resume it"),
     ),
     (
+        pyrocshmem.PeerTimeout.in_vote(
+            "free", 7, 0, pyrocshmem.InitTimeout([1, 3], "free", 2.0, 4), "process 5"
+        ),
+        ("free: rank 0 waited 2.00 s in vain for rank 1 (call 7, expected all 4 ranks, seen ranks 0, 2)",),
+    ),
+    (
         pyrocshmem.PeerTimeout("gemm_all_reduce", 2, 2, expected=9, seen=8, process="process 7 is alive"),
         ("rank 2 waited in vain for a program of its own", "this rank's kernels"),
     ),

@@ -97,6 +97,27 @@ def test_record_of_a_kernel_breaks_the_heap():
         assert float(x.sum()) == 3
 
 
+def _one_stays_away(rank, world_size):
+    with Heap(MIB, timeout=1) as heap:
+        heap.vote("first")
+        number = heap._channel.rounds
+        if rank == 1:
+            time.sleep(3)
+            return None
+        with pytest.raises((PeerTimeout, PeerAborted)) as raised:
+            heap.vote("second")
+        # The second one to give up may hear of the first one's timeout before its own.
+        return str(raised.value), number
+
+
+@pytest.mark.num_ranks(3)
+def test_a_vote_in_vain_says_which_vote_and_who_came():
+    found = values(run_ranks(_one_stays_away, 3))
+    assert found[0][1] == found[2][1]
+    for text, number in (found[0], found[2]):
+        assert f"in vain for rank 1 (call {number + 1}, expected all 3 ranks, seen ranks 0, 2)" in text
+
+
 def _fault_of_one(rank, world_size, fault):
     """Rank 1 fails after half a second, the others wait in a vote: (what they heard, seconds after)."""
     heap = Heap(MIB)
