@@ -19,7 +19,8 @@ from rich.table import Table
 
 import finegrained_alloc
 from pyrocshmem import target
-from pyrocshmem.doctor import FAULT, NOTE, OK, default_ranks, examine, gib, links
+from pyrocshmem.doctor import FAULT, NOTE, OK, default_ranks, examine, gib
+from pyrocshmem.machine import links
 
 # A ROCm build of torch brings its Triton under a name of its own.
 _PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton-rocm"), "numpy": ("numpy",)}

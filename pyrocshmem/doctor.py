@@ -6,10 +6,10 @@ processes.
 """
 
 import os
-import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from pyrocshmem import device as shmem
 from pyrocshmem import launch, signal, status, target
 from pyrocshmem.forming import CPU_HEAP_BYTES
 from pyrocshmem.heap import Heap
+from pyrocshmem.machine import container_limits, first_line, links
 from pyrocshmem.trace import now_us
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
@@ -35,7 +36,19 @@ _CALLS_BETWEEN_LOOKS = 10
 _CLOCK_S = 0.2
 _CLOCK_ERROR = 0.05  # a wait may be this much longer or shorter than its budget
 _FILES = 1024
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_NO_IPC = (
+    "processes can't share GPU memory: a container needs --ipc=host, and its ranks one process namespace"
+)
+# What maps a handle in another process. torch brings the GPU runtime; without a GPU it would only cost seconds.
+_OPENER = """
+import sys
+if sys.argv[1] != "host":
+    import torch
+import finegrained_alloc
+with finegrained_alloc.open_handle(bytes.fromhex(sys.stdin.read()), int(sys.argv[2])) as mapping:
+    print(mapping.nbytes)
+"""
+_OPENER_S = 60
 _OP = tl.constexpr(int(status.Op.TEST))
 
 
@@ -51,32 +64,6 @@ class Finding:
 
 def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
-
-
-def parse_links(topology: str) -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> kind of link, out of what `nvidia-smi topo -m` prints."""
-    found = {}
-    for line in _ESCAPES.sub("", topology).splitlines():
-        words = line.split()
-        if words and (match := re.fullmatch(r"GPU(\d+)", words[0])):
-            for column, word in enumerate(words[1:]):
-                if not re.fullmatch(r"X|NV\d+|SYS|NODE|PHB|PXB|PIX", word):
-                    break
-                found[int(match[1]), column] = word
-    return found
-
-
-def links() -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> kind of link; empty where nvidia-smi isn't there or doesn't say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    command = [program, "topo", "-m"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return parse_links(done.stdout)
 
 
 def check_target() -> Iterator[Finding]:
@@ -124,6 +111,31 @@ def check_peers() -> Iterator[Finding]:
     )
 
 
+def check_ipc() -> Iterator[Finding]:
+    """Whether another process can map memory of this one through a handle: on one GPU, too."""
+    backend = target.backend()
+    # As ranks do: from a GPU of its own, where there is one.
+    device = 1 if target.num_devices() > 1 else 0
+    with finegrained_alloc.alloc(_BLOCK, backend) as memory:
+        done = subprocess.run(
+            [sys.executable, "-c", _OPENER, backend, str(device)],
+            input=memory.export().hex(),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=_OPENER_S,
+            check=False,
+        )
+    mapped = done.returncode == 0 and done.stdout.split() == [str(_BLOCK)]
+    last = (done.stderr.strip().splitlines() or [f"its exit status is {done.returncode}"])[-1]
+    yield Finding(
+        "IPC",
+        OK if mapped else FAULT,
+        f"another process {'maps memory of this one' if mapped else 'can not map memory of this one: ' + last}",
+        "" if mapped else _NO_IPC,
+    )
+
+
 def check_shared_memory() -> Iterator[Finding]:
     """Room in /dev/shm for heaps of ranks on a CPU, and what ended jobs have left there."""
     if not (_SHM.is_dir() and os.access(_SHM, os.W_OK)):
@@ -163,24 +175,17 @@ def _is_mapped(path: Path) -> bool:
     return False
 
 
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().partition("\n")[0].strip()
-    except OSError:
-        return ""
-
-
 def check_limits() -> Iterator[Finding]:
     """Limits of the container and of the process, and whether a debugger may look at a rank that hangs."""
-    memory, tasks = _first_line("/sys/fs/cgroup/memory.max"), _first_line("/sys/fs/cgroup/pids.max")
+    memory, tasks = container_limits()
     cores = len(os.sched_getaffinity(0))
-    found = f"memory {gib(int(memory)) if memory.isdecimal() else 'unlimited'}, {cores} cores"
-    yield Finding("container", OK, f"{found}, tasks {tasks or 'unlimited'}")
+    found = f"memory {'unlimited' if memory is None else gib(memory)}, {cores} cores"
+    yield Finding("container", OK, f"{found}, tasks {'unlimited' if tasks is None else tasks}")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 <= files < _FILES
     advice = f"ulimit -n {_FILES}: a rank opens some files for each peer" if few else ""
     yield Finding("open files", NOTE if few else OK, f"at most {files}", advice)
-    scope = _first_line("/proc/sys/kernel/yama/ptrace_scope")
+    scope = first_line("/proc/sys/kernel/yama/ptrace_scope")
     closed = scope not in ("", "0") and os.geteuid() != 0
     yield Finding(
         "ptrace",
@@ -217,7 +222,7 @@ def check_clock() -> Iterator[Finding]:
     passed = ticks[1] - ticks[0]
     wrong = not (1 - _CLOCK_ERROR) * shortest <= passed <= (1 + _CLOCK_ERROR) * longest
     ratio = 2 * passed / (shortest + longest)
-    source = _first_line("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    source = first_line("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     yield Finding(
         "clock",
         FAULT if wrong else OK,
@@ -289,9 +294,7 @@ def check_ranks(num_ranks: int, seconds: float) -> Iterator[Finding]:
     if failed:
         text = f"{failed[0][0]} {failed[0][-1] if len(failed[0]) > 1 else ''}".strip()
         advice = (
-            "processes can't share GPU memory: a container needs --ipc=host, and its ranks one process namespace"
-            if "Ipc" in text
-            else "look at this error; the checks before this one may name its cause"
+            _NO_IPC if "Ipc" in text else "look at this error; the checks before this one may name its cause"
         )
         yield Finding("self-test", FAULT, text, advice)
         return
@@ -316,6 +319,7 @@ def examine(num_ranks: int, seconds: float) -> Iterator[Finding]:
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "target": check_target,
         "peers": check_peers,
+        "IPC": check_ipc,
         "/dev/shm": check_shared_memory,
         "limits": check_limits,
         "clock": check_clock,

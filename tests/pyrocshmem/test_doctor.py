@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import finegrained_alloc
-from pyrocshmem import RankResult, doctor, launch, target
+from pyrocshmem import RankResult, doctor, launch, machine, target
 from pyrocshmem.__main__ import app
 from pyrocshmem.doctor import FAULT, NOTE, OK, Finding
 
@@ -31,6 +31,7 @@ def test_all_checks_and_a_self_test() -> None:
         "target",
         "C library",
         "peers",
+        "IPC",
         "/dev/shm",
         "container",
         "open files",
@@ -92,8 +93,8 @@ def test_a_small_and_littered_dev_shm(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.cpu
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"memory.max": str(3 << 30), "pids.max": "50", "ptrace_scope": "1"}
-    monkeypatch.setattr(doctor, "_first_line", lambda path: files[Path(path).name])
+    monkeypatch.setattr(doctor, "container_limits", lambda: (3 << 30, 50))
+    monkeypatch.setattr(doctor, "first_line", lambda path: {"ptrace_scope": "1"}[Path(path).name])
     monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64, 64))
     container, descriptors, ptrace = doctor.check_limits()
@@ -102,6 +103,48 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (descriptors.verdict, descriptors.found) == (NOTE, "at most 64")
     assert "ulimit -n" in descriptors.advice
     assert (ptrace.verdict, "SYS_PTRACE" in ptrace.advice) == (NOTE, True)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({"memory.max": str(3 << 30), "pids.max": "50"}, (3 << 30, 50)),
+        ({"memory.max": "max", "pids.max": "max"}, (None, None)),
+        ({"memory/memory.limit_in_bytes": str(3 << 30), "pids/pids.max": "50"}, (3 << 30, 50)),
+        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "pids/pids.max": "max"}, (None, None)),
+        ({}, (None, None)),
+    ],
+    ids=["v2", "v2 without limits", "v1", "v1 without limits", "nothing"],
+)
+def test_limits_of_both_cgroup_versions(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files: dict[str, str],
+    limits: tuple[int | None, int | None],
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine.container_limits() == limits
+
+
+@pytest.mark.cpu
+def test_a_handle_that_no_other_process_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor.check_ipc(), "IPC").verdict == OK
+    sealed = finegrained_alloc.Allocation.export
+
+    def export(memory: finegrained_alloc.Allocation) -> bytes:
+        handle = sealed(memory)
+        memory.seal()
+        return handle
+
+    monkeypatch.setattr(finegrained_alloc.Allocation, "export", export)
+    found = only(doctor.check_ipc(), "IPC")
+    assert found.verdict == FAULT
+    assert "can not map memory of this one: finegrained_alloc.library.StaleHandle: " in found.found
+    assert "--ipc=host" in found.advice
 
 
 @pytest.mark.cpu

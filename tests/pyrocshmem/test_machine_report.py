@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyrocshmem.doctor import parse_links
+from pyrocshmem.machine import parse_links
 
 TIER = 1
 ROOT = Path(__file__).resolve().parents[2]
