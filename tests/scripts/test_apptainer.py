@@ -78,6 +78,11 @@ def test_definition_copies_every_package() -> None:
     project = tomllib.loads((support.ROOT / "pyproject.toml").read_text())
     packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages <= set(places)
+    # What tests read and run besides: they are in the image, too.
+    read = {"setup.py", "examples", "docs", "run.sh", ".ci/run", "constraints.txt"}
+    own = {f"apptainer/{name}" for name in ("build.sh", "run.sh", "pyrocshmem.def")}
+    assert read | own <= set(places)
+    assert "apptainer" not in places, "that folder holds the last image"
     assert [name for name in places if not (support.ROOT / name).exists()] == []
 
 
