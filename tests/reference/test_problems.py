@@ -1,5 +1,11 @@
 """The table of ops: shares of A and B, multiplied, are the part of C that it says; texts and default shapes."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 import torch
 
@@ -8,6 +14,7 @@ from reference.norm_problems import NORMS, NormProblem, Setting
 from reference.problems import PROBLEMS, Problem, find_problem
 
 TIER = 0
+ROOT = Path(__file__).resolve().parents[2]
 M, N, K = 7, 11, 13
 RANKS = (1, 2, 3, 8)
 
@@ -78,3 +85,20 @@ def test_one_wrong_element_of_a_norm_is_seen(problem: NormProblem) -> None:
     spoilt = out.clone()
     spoilt[-1, 2] *= 1.0001
     assert op.check(spoilt, out, 2).num_bad == 1
+
+
+def test_picture_of_the_cuts(tmp_path: Path) -> None:
+    """The committed one is what the script draws of today's ops."""
+    pytest.importorskip("matplotlib")
+    out, folder = tmp_path / "cuts.svg", ROOT / "docs" / "img"
+    command = [sys.executable, str(folder / "cuts.py"), str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, env=environment, timeout=100, capture_output=True)
+    found, committed = (
+        [node.text for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+        for path in (out, folder / "cuts.svg")
+    )
+    assert found == committed
+    assert {problem.op for problem in PROBLEMS.values()} <= set(found)
+    assert found.count("A: M x K/R") == 3
+    assert found.count("B: K x N/R") == 3
