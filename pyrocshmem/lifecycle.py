@@ -96,6 +96,7 @@ class Lifecycle:
         # For aborting while kernels hold every SM and wait: a copy, which needs no SM, on a stream of its own. Made
         # now, because pinning memory waits for running kernels.
         self._abort_word = torch.full((1,), 1 + self.rank, dtype=torch.int32, pin_memory=on_gpu)
+        self._abort_seen = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self._abort_places = [memory.words(base)[:1] for base in self.bases]
         self._abort_stream = torch.cuda.Stream(self.device) if on_gpu else None
         self._closed = False
@@ -318,11 +319,9 @@ class Lifecycle:
             self._channel.abort(f"{type(fault).__name__}: {fault}")
 
     def _set_abort_words(self) -> None:
-        if self._abort_stream is None:
-            for place in self._abort_places:
-                place.copy_(self._abort_word)
-            return
+        """At ranks that nobody has told yet: the first to tell them names the cause."""
         with torch.cuda.stream(self._abort_stream):
             for place in self._abort_places:
-                place.copy_(self._abort_word, non_blocking=True)
-        self._abort_stream.synchronize()
+                self._abort_seen.copy_(place)
+                if not self._abort_seen:
+                    place.copy_(self._abort_word)

@@ -1,4 +1,4 @@
-"""Faults 1 to 4 as a fused op meets them: who raises what, how soon, what stays untouched, and that ranks recover.
+"""Faults 1 to 4 as an op meets them: who raises what, how soon, what stays untouched, and that ranks recover.
 
 One start of the ranks an op: a rank that is late, that raises, that is stopped and resumed, that is killed.
 """
@@ -12,7 +12,7 @@ import torch
 from pyrocshmem import target
 from reference.problems import PROBLEMS
 from tests.faults.heap_support import assert_next_job_works, existing
-from tests.faults.in_turn import LATE_WAIT_S, VICTIM, WAIT_S, faults_in_turn
+from tests.faults.in_turn import LATE_WAIT_S, VICTIM, WAIT_S, Whole, faults_in_turn
 from tests.fused.cases import Case
 from tests.ranks import run_ranks, values
 
@@ -22,23 +22,34 @@ pytestmark = [pytest.mark.num_ranks(2), pytest.mark.alone]
 NUM_RANKS = 3 if target.interpreted() else min(3, torch.cuda.device_count())
 SLACK_S, PROMPT_S = 2.0, 1.0
 CASES = [
-    Case("all_reduce", 20, 33, 32, torch.float32).with_config(placement="inside", algorithm="one_shot"),
+    pytest.param(
+        Case("all_reduce", 20, 33, 32, torch.float32).with_config(placement="inside", algorithm="one_shot"),
+        id="all_reduce",
+    ),
+    # Data that are their own flags: of tiles, and of whole tensors.
+    pytest.param(
+        Case("all_reduce", 20, 32, 32, torch.float32).with_config(placement="messages", algorithm="two_shot"),
+        id="messages",
+    ),
+    pytest.param(Whole(20, 33, "two_shot"), id="whole"),
     # On the CPU target copies are made by the host, and a start of the ranks more has no room in CI.
     pytest.param(
         Case("reduce_scatter", 41, 33, 48, torch.float32).with_config(placement="copy_engine"),
         marks=pytest.mark.gpu,
+        id="reduce_scatter",
     ),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.op)
+@pytest.fixture(scope="module", params=CASES)
 def ends(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What each survivor found, and rank 1 before it died."""
     results = run_ranks(faults_in_turn, NUM_RANKS, request.param, timeout=90.0)
     killed = results.pop(VICTIM)
     assert killed.exitcode == -signal.SIGKILL, killed.describe()
     found = values(results)
-    return {"op": PROBLEMS[request.param.op].op, "survivors": found, "victim": found[0]["of victim"]}
+    op = PROBLEMS[request.param.op].op if isinstance(request.param, Case) else "all_reduce"
+    return {"op": op, "survivors": found, "victim": found[0]["of victim"]}
 
 
 def assert_broken(found: dict[str, Any]) -> None:
