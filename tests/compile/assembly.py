@@ -39,6 +39,16 @@ _AMD_RELEASE = re.compile(
 
 # Of a message, as `pyrocshmem.message` writes it for NVIDIA.
 QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
+_MESSAGE_LOOP = re.compile(r"^AGAIN:\n(.*?)^DONE:$", re.DOTALL | re.MULTILINE)
+# Round again only where the abort word is 0 and the clock has not reached the deadline.
+_GIVES_UP = re.compile(
+    r"^ld\.relaxed\.sys\.global\.u32 (\w+), \[(\S+)\];\n"
+    r"mov\.u64 (\w+), %globaltimer;\n"
+    r"setp\.lt\.u64 (\w+), \3, \S+;\n"
+    r"setp\.eq\.and\.u32 (\w+), \1, 0, \4;\n"
+    r"@\5 bra AGAIN;\n(?!.*bra AGAIN)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,21 @@ def unacquired_polls(assembly: Assembly) -> list[str]:
         wrong.append(f"{polls} polls and no acquire")
     if acquires and not polls:
         wrong.append(f"{acquires} acquires and no poll that goes past the caches")
+    return wrong
+
+
+def endless_polls(assembly: Assembly) -> list[str]:
+    """NVIDIA: polls of messages whose loop does not end when a peer gives up or time is over."""
+    wrong, in_loops = [], 0
+    for loop in _MESSAGE_LOOP.findall(assembly.normal()):
+        in_loops += len(re.findall(QUAD_LOADS, loop))
+        given_up = _GIVES_UP.search(loop)
+        # No other way round: what skips the look does so for a number of rounds.
+        skips = re.findall(r"^(@\w+ )?bra AGAIN;$", loop, re.MULTILINE)[:-1]
+        if given_up is None or "" in skips or f"[{given_up[2]}]" in "".join(re.findall(r".*\.v4\..*", loop)):
+            wrong.append("a poll that looks at no clock, or no abort word")
+    if in_loops != assembly.count(QUAD_LOADS):
+        wrong.append(f"{assembly.count(QUAD_LOADS)} loads of messages, {in_loops} in loops that end")
     return wrong
 
 

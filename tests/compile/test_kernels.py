@@ -101,12 +101,14 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
 
 
 def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
-    """Messages go past the caches: what peers poll for would else stay in them. (How often: test_polls.py.)"""
+    """Messages go past the caches, where peers' polls would else not find them, and polls end. (How many there are:
+    test_polls.py.)"""
     constants = kernel.constants
     # What tiles have sent is summed, or stored, and goes no further.
     ends = constants.get("TILES") == "True" and constants["PARTS"] == "0"
     ends = ends and (constants["SUMS"], constants["GATHERS"]) != ("True", "True")
-    return _not_past_caches(kernel, "load", *(() if ends else ("store",)))
+    wrong = _not_past_caches(kernel, "load", *(() if ends else ("store",)))
+    return wrong + rules.endless_polls(kernel) if kernel.nvidia else wrong
 
 
 def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:

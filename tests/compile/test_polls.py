@@ -1,9 +1,11 @@
-"""Each message is polled for once. Run at both ends of the window of Triton's versions: what makes one of them repeat a
-poll does nothing to the other, and cost 4 us of an all-reduce of 14 (2 x H200, Triton 3.6)."""
+"""Each message is polled for once, and every poll gives up in time. Run at both ends of the window of Triton's
+versions: what makes one of them repeat a poll does nothing to the other, and cost 4 us of an all-reduce of 14
+(2 x H200, Triton 3.6)."""
 
 import pytest
 
-from tests.compile.assembly import QUAD_LOADS, Assembly
+from pyrocshmem import message
+from tests.compile.assembly import QUAD_LOADS, Assembly, endless_polls
 from tests.compile.cases import CASES, FEW, SMALL, Case
 from tests.compile.conftest import Compile
 
@@ -21,6 +23,7 @@ def test_polls(case: Case, target: str, compiled: Compile) -> None:
     exchanges = [kernel for kernel in compiled(case, target) if kernel.kernel == "exchange_kernel"]
     assert exchanges or case.op in ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
     assert [text for kernel in exchanges for text in repeated_polls(case, kernel)] == []
+    assert [text for kernel in exchanges for text in endless_polls(kernel)] == []
 
 
 def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
@@ -56,3 +59,21 @@ def test_a_repeated_poll_is_found() -> None:
         for count in range(1, 6):
             kernel = Assembly("sm_90", "exchange_kernel", found, load * count, 0, 0, 0)
             assert bool(repeated_polls(Case(op), kernel)) == (count != needed)
+
+
+LOOKS = "ld.relaxed.sys.global.u32 m", "mov.u64 now, %globaltimer", "setp.lt.u64 p", "setp.eq.and.u32 p, m"
+
+
+@pytest.mark.parametrize("gone", ["", *LOOKS, "setp.ne.u32 p, m, 0;\n@p ", "AGAIN:"])
+def test_an_endless_poll_is_found(gone: str) -> None:
+    """The control: a poll without the load of the abort word, the look at the clock, or what follows from them."""
+    for quads in (1, 2):
+        text = message._poll_text(quads)
+        assert gone in text
+        lines = text.replace(gone, "") if gone.endswith(("@p ", ":")) else _without_line(text, gone)
+        kernel = Assembly("sm_90", "exchange_kernel", {}, lines, 0, 0, 0)
+        assert bool(endless_polls(kernel)) == (gone != "")
+
+
+def _without_line(text: str, start: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not start or not line.startswith(start))

@@ -19,7 +19,7 @@ from tests.faults.cases import (
     tests_in,
 )
 
-SENT_TILES = "tests/fused/test_sent_tiles.py"
+SENT_TILES, POLLS = "tests/fused/test_sent_tiles.py", "tests/compile/test_polls.py"
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ GUARD_LIST = (
         "abort watch",
         "a rank waits its whole budget for one that has given up",
         tests_in(SIGNAL, "a_peer_that_waits_is_told_at_once")
-        + tests_in(IN_TURN, "case_4_a_rank_raises_before_its_call"),
-        tests_in(GUARDS, "case_1_without_the_abort_watch_peers_wait_on"),
+        + tests_in(IN_TURN, "case_4_a_rank_raises_before_its_call")
+        + tests_in(POLLS, "polls"),
+        tests_in(GUARDS, "case_1_without_the_abort_watch_peers_wait_on")
+        + tests_in(POLLS, "an_endless_poll_is_found"),
     ),
     Guard(
         "vote",
