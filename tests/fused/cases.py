@@ -19,6 +19,7 @@ from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, l
 
 HEAP_BYTES = 32 << 20
 MIXED_LAYOUTS = ("row", "transposed", "misaligned")
+STRIDE_0 = ("one row", "one column")
 _CANARY = 77.0
 
 
@@ -28,8 +29,8 @@ class Case:
     "all_scatter" and "all_gather".
 
     out: "new", "ordinary", "strided" or "symmetric". bias: None, "own" (dtype) or "fp32". config: changes to
-    small_config. layout: how both operands lie: "view" of the full ones, a name of products.LAYOUTS, or "mixed":
-    another on every rank.
+    small_config. layout: how both operands lie: "view" of the full ones, a name of products.LAYOUTS (those of
+    STRIDE_0 are views of full ones whose rows, or columns, are all the same), or "mixed": another on every rank.
     """
 
     op: str
@@ -78,12 +79,14 @@ class Operands:
 
         columns = case.columns(world_size)
         self.full_a, self.full_b = make((case.M, case.K), "a"), make((case.K, columns), "b")
+        if case.layout in STRIDE_0:
+            self.full_a, self.full_b = (laid_out(x, case.layout) for x in (self.full_a, self.full_b))
         self.full_bias = None
         if case.bias is not None:
             self.full_bias = make((columns,), "bias", torch.float32 if case.bias == "fp32" else case.dtype)
         # Views: columns of A don't lie together, and their addresses are not aligned.
         self.a, self.b = case.problem.shares(self.full_a, self.full_b, rank, world_size)
-        if case.layout != "view":
+        if case.layout not in ("view", *STRIDE_0):
             layout = MIXED_LAYOUTS[rank % len(MIXED_LAYOUTS)] if case.layout == "mixed" else case.layout
             self.a, self.b = laid_out(self.a, layout), laid_out(self.b, layout)
         self.bias = self.full_bias

@@ -6,32 +6,25 @@ the number of a set of data every rank makes the same operands.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-import collectives
 import stream_k
 from pyrocshmem import Heap
-from reference.accuracy import EPS32
 from reference.problems import PROBLEMS
-from stream_k.config import BY_ROWS, PLACEMENTS_OF
-from tests.fused.cases import Case, Operands, call, judge
+from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from tests.fused import norm_bodies
+from tests.fused.cases import STRIDE_0, Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config
+from tests.stress import tensors
+from tests.stress.tensors import DTYPES, Facts, draw_size
 
-Facts = dict[str, Any]
-
-# Around the edges of blocks of 32 and 64, and primes.
-_SIZES = (1, 2, 7, 16, 31, 32, 33, 48, 64, 65, 97, 113)
-_LARGE = 2 if ON_CPU else 12
-# Of a rank that there is not: what all ranks have.
-_NOBODY = 999
-_DTYPES = ("float32", "float16") if ON_CPU else ("float32", "float16", "bfloat16")
+_LAYOUTS = ("view", "row", "mixed", "column", "transposed", *STRIDE_0)
 
 
 class Call(Protocol):
@@ -62,37 +55,45 @@ class Op:
     same: Callable[[Facts], bool] = lambda facts: False
 
 
-def _size(rng: Random, most: int = 1 << 30) -> int:
-    sizes = [size for size in _SIZES if size <= most]
-    size = rng.choice(sizes)
-    return size * rng.randint(1, _LARGE) if rng.random() < 0.2 else size
-
-
 # -- products --
 
 
+def _refill(mine: torch.Tensor, new: torch.Tensor) -> None:
+    """`new` into the memory of `mine`, which has one element along a stride of 0."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in mine.stride())
+    mine[once].copy_(new[once])
+
+
+def _draw_sizes(rng: Random, num_ranks: int, most_rows: int = 1 << 30) -> Facts:
+    sizes = {"M": draw_size(rng, most_rows), "N": draw_size(rng), "K": max(draw_size(rng), num_ranks)}
+    return {**sizes, "dtype": rng.choice(DTYPES)}
+
+
 def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
-    facts: Facts = {"M": _size(rng), "N": _size(rng), "K": max(_size(rng), num_ranks)}
-    facts |= {"dtype": rng.choice(_DTYPES), "layout": rng.choice(("view", "row", "mixed", "column"))}
+    facts = {**_draw_sizes(rng, num_ranks), "layout": rng.choice(_LAYOUTS)}
     facts |= {"bias": rng.choice((None, None, "own", "fp32")), "activation": rng.choice(list(ACTIVATIONS))}
     if collective == "gemm":
         return facts | {"config": {"split": rng.choice(("auto", "none", "stream_k"))}}
     facts["out"] = rng.choice(("new", "symmetric", "strided", "ordinary"))
-    config: Facts = {"placement": rng.choice(PLACEMENTS_OF[PROBLEMS[collective].op])}
-    if config["placement"] == "messages":
+    config = _draw_config(collective, rng)
+    if config["placement"] in BY_MESSAGE:
         # Gathered by messages, the ranks' blocks of rows are all alike.
         facts["M"] *= num_ranks if PROBLEMS[collective].a_cut == "M" else 1
-        return facts | {"config": config}
+    if PROBLEMS[collective].sums and rng.random() < 0.2:
+        facts |= {"bias": None, "activation": "none", "dtype": "float16"}
+        config["partial_dtype"] = "float16"
+    return facts | {"config": config}
+
+
+def _draw_config(collective: str, rng: Random) -> Facts:
+    config: Facts = {"placement": rng.choice(PLACEMENTS_OF[PROBLEMS[collective].op])}
     if config["placement"] in BY_ROWS:
         config["chunk"] = rng.randint(1, 3)
     else:
         config["split"] = rng.choice(("auto", "none", "stream_k"))
     if collective == "all_reduce" and config["placement"] not in BY_ROWS:
         config["algorithm"] = rng.choice(("one_shot", "two_shot"))
-    if PROBLEMS[collective].sums and rng.random() < 0.2:
-        facts |= {"bias": None, "activation": "none", "dtype": "float16"}
-        config["partial_dtype"] = "float16"
-    return facts | {"config": config}
+    return config
 
 
 class _Product:
@@ -121,7 +122,7 @@ class _Product:
     def load(self, data: int) -> None:
         fresh = Operands(self.case, self.heap.rank, self.world, data)
         for mine, new in ((self.operands.a, fresh.a), (self.operands.b, fresh.b)):
-            mine.copy_(new)
+            _refill(mine, new)
         if self.operands.bias is not None:
             self.operands.bias.copy_(fresh.bias)
         if self.out is not None:
@@ -147,9 +148,8 @@ class _Gemm:
 
     def __init__(self, facts: Facts, heap: Heap) -> None:
         self.facts, self.rank = facts, heap.rank
+        self.layout = {"view": "row", "mixed": "misaligned"}.get(facts["layout"], facts["layout"])
         self.a, self.b, self.bias = self._operands(0)
-        layout: str = {"view": "row", "mixed": "misaligned"}.get(facts["layout"]) or facts["layout"]
-        self.a, self.b = laid_out(self.a, layout), laid_out(self.b, layout)
         self.config = small_config(**facts["config"])
 
     def _operands(self, data: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -159,12 +159,13 @@ class _Gemm:
         bias = None
         if self.facts["bias"] is not None:
             bias = random(1, N, torch.float32 if self.facts["bias"] == "fp32" else dtype, seed + 2)[0]
-        return random(M, K, dtype, seed), random(K, N, dtype, seed + 1), bias
+        a, b = random(M, K, dtype, seed), random(K, N, dtype, seed + 1)
+        return laid_out(a, self.layout), laid_out(b, self.layout), bias
 
     def load(self, data: int) -> None:
         a, b, bias = self._operands(data)
-        self.a.copy_(a)
-        self.b.copy_(b)
+        _refill(self.a, a)
+        _refill(self.b, b)
         if self.bias is not None:
             self.bias.copy_(bias)
 
@@ -185,144 +186,65 @@ class _Gemm:
         pass
 
 
-# -- collectives of whole tensors --
+class _NormProduct:
+    """A product with RMSNorm, as tests/fused describes and judges it. scattered: of columns, else of sums, whose result
+    is the total above the norm."""
 
+    def __init__(self, scattered: bool, facts: Facts, heap: Heap) -> None:
+        self.scattered, self.heap = scattered, heap
+        dtype = getattr(torch, facts["dtype"])
+        kinds = {"own": dtype, "fp32": torch.float32, "fp16": torch.float16, None: None}
+        self.case = norm_bodies.Case(
+            *(facts[name] for name in "MNK"),
+            dtype,
+            kinds[facts["weight"]],
+            facts["residual"],
+            kinds[facts["bias"]],
+            tuple(facts["config"].items()),
+            kinds[facts["wire"]],
+        )
+        self.whole = self._operands(0)
 
-@dataclass(frozen=True)
-class _Whole:
-    """A collective of a tensor [M, N] a rank. expected: from all ranks' tensors in float64 and the own rank. options:
-    arguments to choose from. same: every rank gets the same. most_rows: but for few twice as large."""
-
-    name: str
-    expected: Callable[[list[torch.Tensor], int], torch.Tensor]
-    options: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    same: bool = True
-    most_rows: int = 1 << 30
-
-    def draw(self, rng: Random, num_ranks: int) -> Facts:
-        facts: Facts = {"M": _size(rng, self.most_rows), "N": _size(rng), "dtype": rng.choice(_DTYPES)}
-        return facts | {"options": {name: rng.choice(values) for name, values in self.options}}
-
-
-class _Collective:
-    """A call of a `_Whole`. Data are whole numbers, so that its result is exact."""
-
-    def __init__(self, whole: _Whole, facts: Facts, heap: Heap) -> None:
-        self.whole, self.facts, self.heap = whole, facts, heap
-        self.x = self._data(0, 0)
-
-    def _data(self, data: int, rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * data + rank)
-        shape = (self.facts["M"], self.facts["N"])
-        numbers = torch.randint(-30, 31, shape, generator=generator)
-        return numbers.to(getattr(torch, self.facts["dtype"])).to(device())
+    def _operands(self, data: int) -> norm_bodies.Whole:
+        return norm_bodies.Whole(self.case, self.heap, data, self.scattered)
 
     def load(self, data: int) -> None:
-        self.x.copy_(self._data(data, self.heap.rank))
+        fresh = self._operands(data)
+        for name in ("a", "b", "weight", "bias", "residual"):
+            if (mine := getattr(self.whole, name)) is not None:
+                mine.copy_(getattr(fresh, name))
 
     def run(self) -> torch.Tensor:
-        return getattr(collectives, self.whole.name)(self.x, group=self.heap, **self.facts["options"])
+        if self.scattered:
+            return self.whole.all_scatter(config=self.case.options()["config"])
+        norm, total = self.whole.all_reduce()
+        return torch.cat((total, norm))
 
     def judge(self, data: int, result: torch.Tensor) -> str:
-        parts = [self._data(data, rank).double() for rank in range(self.heap.world_size)]
-        wrong = result.double() != self.whole.expected(parts, self.heap.rank)
-        if not wrong.any():
-            return ""
-        first = tuple(int(i) for i in wrong.nonzero()[0])
-        return f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {first}"
+        whole = self._operands(data)
+        if not self.scattered:
+            total, norm = result.chunk(2)
+            return whole.wrong_total(total) or whole.wrong_norm(norm, total)
+        try:
+            return whole.wrong_norm(result, whole.blocks(self.case.options()["config"]))
+        except AssertionError as error:
+            return str(error)
 
     def free(self) -> None:
         pass
 
 
-_WHOLE = (
-    _Whole(
-        "all_reduce",
-        lambda parts, rank: sum(parts[1:], parts[0]),
-        options=(("algorithm", ("auto", "one_shot", "two_shot")),),
-    ),
-    _Whole("all_gather", lambda parts, rank: torch.cat(parts, 0)),
-    _Whole("all_scatter", lambda parts, rank: torch.cat(parts, 1)),
-    _Whole(
-        "reduce_scatter",
-        lambda parts, rank: sum(parts[1:], parts[0]).tensor_split(len(parts))[rank],
-        same=False,
-    ),
-    _Whole("broadcast", lambda parts, rank: parts[0]),
-)
-
-
-class _Norm(_Collective):
-    """`collectives.rms_norm` of columns that are spread over the ranks."""
-
-    def run(self) -> torch.Tensor:
-        options = self.facts["options"]
-        out = collectives.rms_norm(
-            self.x, torch.ones_like(self.x[0]), 1e-5, group=self.heap, replicated=options["replicated"]
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def judge(self, data: int, result: torch.Tensor) -> str:
-        world, rank = self.heap.world_size, self.heap.rank
-        whole = torch.cat([self._data(data, peer).double() for peer in range(world)], 1)
-        return _wrong_norm(
-            result,
-            whole,
-            lambda y: y if self.facts["options"]["replicated"] else y.tensor_split(world, 1)[rank],
-        )
-
-
-def _wrong_norm(
-    result: torch.Tensor, whole: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor] = lambda y: y
-) -> str:
-    """What is wrong with a part of the RMSNorm of whole rows in float64, "" when nothing is."""
-    expected = part(whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + 1e-5))
-    # One rounding of the result, and fp32 sums, a root and two products before it.
-    allowed = torch.finfo(result.dtype).eps / 2 + (8 + math.sqrt(whole.shape[1])) * EPS32
-    error = (result.double() - expected).abs() - allowed * expected.abs()
-    if bool((error <= torch.finfo(result.dtype).smallest_normal).all()):
-        return ""
-    return f"the result is wrong by {float(error.max()):.3e} more than roundings explain"
-
-
-class _SumNorm(_Collective):
-    """`collectives.all_reduce_rms_norm`; its result is the total above the norm."""
-
-    def __init__(self, whole: _Whole, facts: Facts, heap: Heap) -> None:
-        super().__init__(whole, facts, heap)
-        self.residual = self._data(0, _NOBODY)
-
-    def load(self, data: int) -> None:
-        super().load(data)
-        self.residual.copy_(self._data(data, _NOBODY))
-
-    def run(self) -> torch.Tensor:
-        weight = torch.ones_like(self.x[0])
-        norm, total = collectives.all_reduce_rms_norm(
-            self.x, self.residual, weight, 1e-5, group=self.heap, **self.facts["options"]
-        )
-        return torch.cat((total, norm))
-
-    def judge(self, data: int, result: torch.Tensor) -> str:
-        total, norm = result.chunk(2)
-        parts = [self._data(data, rank).double() for rank in (*range(self.heap.world_size), _NOBODY)]
-        # Exact sums, rounded once.
-        if not torch.equal(total, self.whole.expected(parts, self.heap.rank).to(total.dtype)):
-            return "the total is wrong"
-        return _wrong_norm(norm, total.double())
-
-
-_NORM = _Whole(
-    "rms_norm", lambda parts, rank: parts[rank], options=(("replicated", (False, True)),), same=False
-)
-_SUM_NORM = _Whole(
-    "all_reduce_rms_norm",
-    lambda parts, rank: sum(parts[1:], parts[0]),
-    options=(("algorithm", ("auto", "one_shot", "two_shot")),),
+def _draw_norm_product(scattered: bool, rng: Random, num_ranks: int) -> Facts:
+    kinds = ("own", "fp32")
     # A program a row, which costs the interpreter a tenth of a second.
-    most_rows=16 if ON_CPU else 1 << 30,
-)
+    facts = {**_draw_sizes(rng, num_ranks, 16 if ON_CPU else 1 << 30), "weight": rng.choice(kinds)}
+    facts["bias"] = rng.choice((None, *kinds))
+    if scattered:
+        config = {"split": rng.choice(("auto", "none", "stream_k"))}
+        return facts | {"residual": False, "wire": None, "config": config}
+    wire = "fp16" if facts["dtype"] == "float16" and rng.random() < 0.4 else None
+    return facts | {"residual": rng.random() < 0.7, "wire": wire, "config": _draw_config("all_reduce", rng)}
+
 
 _ALL = (
     Op("gemm", partial(_draw_product, "gemm"), _Gemm, meets=False),
@@ -336,10 +258,30 @@ _ALL = (
         for collective, problem in PROBLEMS.items()
     ),
     *(
-        Op(whole.name, whole.draw, partial(_Collective, whole), same=lambda facts, whole=whole: whole.same)  # type: ignore[misc]
-        for whole in _WHOLE
+        Op(
+            name,
+            partial(_draw_norm_product, scattered),
+            partial(_NormProduct, scattered),
+            same=lambda facts: True,
+        )
+        for name, scattered in (("gemm_all_reduce_rms_norm", False), ("gemm_rms_norm_all_scatter", True))
     ),
-    Op("rms_norm", _NORM.draw, partial(_Norm, _NORM)),
-    Op("all_reduce_rms_norm", _SUM_NORM.draw, partial(_SumNorm, _SUM_NORM), same=lambda facts: True),
+    *(
+        Op(
+            whole.name,
+            whole.draw,
+            partial(tensors.Collective, whole),
+            same=lambda facts, whole=whole: whole.same,  # type: ignore[misc]
+        )
+        for whole in tensors.WHOLE
+    ),
+    Op("barrier", lambda rng, num_ranks: {}, tensors.Barrier),
+    Op("rms_norm", tensors.NORM.draw, partial(tensors.Norm, tensors.NORM)),
+    Op(
+        "all_reduce_rms_norm",
+        tensors.SUM_NORM.draw,
+        partial(tensors.SumNorm, tensors.SUM_NORM),
+        same=lambda facts: True,
+    ),
 )
 OPS = {op.name: op for op in _ALL}
