@@ -3,10 +3,9 @@
     compute-sanitizer --tool memcheck python -m tests.sanitize
     compute-sanitizer --tool racecheck --target-processes all python -m tests.sanitize --ranks 2
 
-A world of one runs the kernels of the fused ops against its own heap. Where copy engines move blocks, a rank alone runs
-the plain GEMM; here the plans are made all the same, but for sums of row blocks, which take two. Several ranks, one
-process each, go round the GPUs, and take a GPU's time in turns where there are more of them: they run what has nothing
-to do for one, such as the messages of the collectives.
+A world of one runs the kernels against its own heap. Where a rank alone would run the plain GEMM, or copy, the plans
+are made all the same, but for sums of row blocks, which take two. Several ranks, one process each, go round the GPUs,
+and take a GPU's time in turns where there are more of them. The kernels of tests alone (tests/litmus) are not here.
 No call is replayed as a graph, whose kernels a sanitizer runs one at a time, in its own order (`stream_k.graphs`).
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
@@ -15,6 +14,7 @@ result is wrong.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -32,16 +32,29 @@ import torch
 import torch.distributed as dist
 import typer
 
+import collectives
 import stream_k
-from stream_k import fused, product
+from collectives.exchange import _KINDS, exchange
+from collectives.tensors import run
+from pyrocshmem import status
+from pyrocshmem.doctor import ring_kernel
+from stream_k import fused, fused_rms_norm, product
 from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
 from stream_k.nn import pointwise
-from stream_k.workspace import Workspace
+from stream_k.timeline import meet_kernel
+from stream_k.workspace import Workspace, workspace_for
 from tests import sharing
+from tests.fused.norm_bodies import EPS
 from tests.stress.ops import OPS, Facts
 
-# Of those that copy engines serve, what a rank alone has a part of; sums of row blocks take two.
-BLOCK_OPS = ("all_gather_gemm", "gemm_all_scatter")
+# What a rank alone has a part of, of ops by row blocks and by messages; sums of row blocks take two.
+PLANNED = [
+    (name, placement)
+    for name in PLACEMENTS_OF
+    for placement in (*BY_ROWS, *BY_MESSAGE)
+    if name != "gemm" and placement in PLACEMENTS_OF[name]
+    if placement in BY_MESSAGE or name in ("all_gather_gemm", "gemm_all_scatter")
+]
 SHAPES = ((256, 512, 1024), (97, 193, 131))
 
 
@@ -83,16 +96,100 @@ def alone() -> int:
                         heap.synchronize()
                         ok = close(out, expected) and close(partials.sum(1), squares)
                         report(f"{op} {M} {N} {K} {placement} {algorithm}", ok)
-            for name in BLOCK_OPS:
+            for name, placement in PLANNED:
                 config = stream_k.choose(name, M, N, K, a.dtype, 1, device)
-                config = dataclasses.replace(config, placement="copy_engine", split="none", chunk=1)
+                config = dataclasses.replace(config, placement=placement, split="none", chunk=1)
                 with mock.patch.object(fused, "_without_plan", return_value=None):
                     out = getattr(stream_k, name)(a, b, group=heap, config=config)
                 heap.synchronize()
-                report(f"{name} {M} {N} {K} copy_engine", close(out, expected))
+                report(f"{name} {M} {N} {K} {placement}", close(out, expected))
+        for name, ok in (*_exchanges(heap), *_norm_products(heap), *_norms(heap), *_signals(heap)):
+            report(name, ok)
     for name, ok in (*_edges(device), *_pointwise(device)):
         report(name, ok)
     return wrong
+
+
+def _exchanges(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """Whole tensors in all ways, of whole units and of odd sizes: what one rank sends itself."""
+    for kind in _KINDS:
+        for shape in ((96, 80), (7, 13)):
+            x = torch.randn(shape, dtype=torch.float16, device=heap.device)
+            out = torch.full_like(x, torch.nan)
+            exchange(workspace_for(heap), status.Op.TEST, kind, x, out)
+            heap.synchronize()
+            yield f"{kind} {shape}", torch.equal(out, x)
+
+
+def _norm_products(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """Both products with RMSNorm, of one rank; the sum as several ranks make it."""
+    norm = torch.nn.functional.rms_norm
+    for M, N, K in SHAPES:
+        a, b, residual, weight = (
+            torch.randn(shape, dtype=torch.float16, device=heap.device)
+            for shape in ((M, K), (K, N), (M, N), (N,))
+        )
+        product = a.double() @ b.double()
+        y = stream_k.gemm_rms_norm_all_scatter(a, b, weight, EPS, group=heap)
+        heap.synchronize()
+        ok = close(y, norm(product, (N,), weight.double(), EPS))
+        yield f"gemm_rms_norm_all_scatter {M} {N} {K}", ok
+        operands = a, b, residual, weight, EPS, None
+        exact = product + residual.double()
+        for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
+            config = stream_k.choose("gemm_all_reduce", M, N, K, a.dtype, 1, heap.device)
+            config = dataclasses.replace(config, placement=placement, algorithm=algorithm)
+            plan = fused_rms_norm._Plan(*operands, False, config, workspace_for(heap))
+            y, total = plan.run(*operands)
+            heap.synchronize()
+            ok = close(total, exact) and close(y, norm(exact, (N,), weight.double(), EPS))
+            yield f"gemm_all_reduce_rms_norm {M} {N} {K} {placement} {algorithm}", ok
+
+
+def _norms(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """RMSNorm of columns that are spread over ranks, forward and backward."""
+    world, rank = heap.world_size, heap.rank
+    for (M, N), replicated in itertools.product(((96, 80), (7, 13)), (False, True)):
+        generator = torch.Generator().manual_seed(M)
+        # x, weight, and what the result is multiplied by: of all ranks.
+        wholes = [
+            torch.randn(*rows, world * N, generator=generator).half().to(heap.device)
+            for rows in ((M,), (), (M,))
+        ]
+        own = slice(rank * N, (rank + 1) * N)
+        x, weight = (whole[..., own].clone().requires_grad_() for whole in wholes[:2])
+        y = collectives.rms_norm(x, weight, EPS, group=heap, replicated=replicated)
+        assert isinstance(y, torch.Tensor)
+        part = slice(None) if replicated else own
+        (y * wholes[2][:, part]).sum().backward()
+        heap.synchronize()
+        exact = [whole.double().requires_grad_() for whole in wholes]
+        truth = torch.nn.functional.rms_norm(exact[0], (world * N,), exact[1], EPS)
+        (truth * exact[2]).sum().backward()
+        pairs = [(y, truth[:, part])]
+        pairs += [(mine.grad, each.grad[..., own]) for mine, each in zip((x, weight), exact, strict=False)]
+        yield (
+            f"rms_norm {M} {N} {'replicated' if replicated else 'sharded'}",
+            all(close(*pair) for pair in pairs),
+        )
+
+
+def _signals(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """What `pyrocshmem doctor` and timelines launch."""
+    workspace, world = workspace_for(heap), heap.world_size
+    data = heap.zeros(64, dtype=torch.int32)
+    wrong = torch.zeros(1, dtype=torch.int32, device=heap.device)
+    ring = data, wrong, workspace.context
+    if not target.interpreted():
+        ring_kernel.warmup(*ring, WORLD=world, BLOCK=64, grid=(1,))
+    heap.barrier()
+    ring_kernel[(1,)](*ring, WORLD=world, BLOCK=64)
+    heap.synchronize()
+    yield "ring", int(wrong) == 0 and bool(data.all())
+    before = workspace.epoch()
+    run(workspace, "meet", "meet", meet_kernel, {"WORLD": world}, 1, (workspace.context,))
+    heap.synchronize()
+    yield "meet", workspace.epoch() == before + 1
 
 
 def _edges(device: torch.device) -> Iterator[tuple[str, bool]]:
@@ -138,6 +235,7 @@ def _pointwise(device: torch.device) -> Iterator[tuple[str, bool]]:
 
 
 _FACTS: Facts = {"M": 96, "N": 80, "dtype": "float16"}
+_NORM: Facts = {"K": 128, "bias": "own", "weight": "fp32", "wire": None}
 _PRODUCT: Facts = {"K": 128, "layout": "row", "bias": "own", "activation": "none", "out": "symmetric"}
 
 
@@ -146,9 +244,15 @@ def _calls() -> Iterator[tuple[str, Facts]]:
     for name in OPS:
         if name in PLACEMENTS_OF and name != "gemm":
             for placement in PLACEMENTS_OF[name]:
-                both = name == "gemm_all_reduce" and placement not in (*BY_ROWS, *BY_MESSAGE)
+                both = name == "gemm_all_reduce" and placement not in BY_ROWS
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
+        elif name == "gemm_all_reduce_rms_norm":
+            for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
+                config = {"placement": placement, "algorithm": algorithm}
+                yield name, {**_FACTS, **_NORM, "residual": True, "config": config}
+        elif name == "gemm_rms_norm_all_scatter":
+            yield name, {**_FACTS, **_NORM, "residual": False, "config": {"split": "stream_k"}}
         elif name in ("all_reduce", "all_reduce_rms_norm"):
             for algorithm in ("one_shot", "two_shot"):
                 yield name, {**_FACTS, "options": {"algorithm": algorithm}}
@@ -182,6 +286,9 @@ def together(rank: int, world_size: int, meeting: str) -> int:
                     f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
                     flush=True,
                 )
+        for name, ok in (*_norms(heap), *_signals(heap)):
+            wrong += not ok
+            print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()
     dist.destroy_process_group()
     return wrong
