@@ -19,7 +19,7 @@ def report(columns: dict[str, str], rows: list[dict[str, Any]], path: Path | Non
     """
     table = Table(*columns.values())
     for row in rows:
-        table.add_row(*(str(row[key]) for key in columns))
+        table.add_row(*("" if row[key] is None else str(row[key]) for key in columns))
     Console(soft_wrap=True).print(table)
     if path is not None:
         facts = {"target": target.describe(), "torch": torch.__version__, "triton": triton.__version__}
