@@ -147,7 +147,7 @@ def _run_job(
     console: Console, job: Any, num_ranks: int, json_path: Path | None, trace_path: Path | None
 ) -> bool:
     """Run a fused op, a `stream_k.job.Job`, and print what came of it; whether every rank's result is right."""
-    from pyrocshmem.launch import spawn
+    from pyrocshmem.launch import RanksFailed, spawn
     from reference import report
     from reference.problems import find_problem
     from stream_k import timeline_files
@@ -156,7 +156,13 @@ def _run_job(
     op, sizes = find_problem(job.collective).op, job.shape
     facts = _facts(job, num_ranks)
     report.print_facts(console, "stream_k." + op, facts)
-    results = spawn(run_rank, num_ranks, job)
+    try:
+        results = spawn(run_rank, num_ranks, job)
+    except RanksFailed as failed:
+        # What a tile needs of the device is known once its kernel is compiled.
+        if job.block is not None and isinstance(failed.__cause__, ValueError):
+            raise failed.__cause__ from None
+        raise
     accuracy = [result.accuracy for result in results]
     timings = [
         report.Timing(who, report.slowest([result.seconds[who] for result in results]))

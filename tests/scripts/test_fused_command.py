@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from collectives.problems import STANDALONE
-from pyrocshmem import target
+from pyrocshmem import launch, target
 from reference.problems import PROBLEMS
 from stream_k.__main__ import app
 from stream_k.config import Config
@@ -79,6 +79,22 @@ def test_run_with_another_tile(collective: str, placement: str) -> None:
         assert done.stdout.count("right") == 2
         tiles.update(re.findall(r"(\d+) whole tiles, (\d+) split", done.stdout))
     assert len(tiles) == 2, "smaller tiles are more"
+
+
+@pytest.mark.cpu
+def test_a_tile_that_is_too_large_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*arguments: object) -> None:
+        error = ValueError("stream_k_kernel needs 262152 bytes of shared memory a program")
+        raise launch.RanksFailed([launch.RankResult(0, exception=error)]) from error
+
+    monkeypatch.setattr(launch, "spawn", spawn)
+    done = commands.invoke(app, "-n", "1", "--block", "256,256,256")
+    assert done.returncode == 2
+    assert (
+        done.stdout.splitlines()[-1] == "error: stream_k_kernel needs 262152 bytes of shared memory a program"
+    )
+    with pytest.raises(launch.RanksFailed):  # its own choice is no mistake of the caller's
+        commands.invoke(app, "-n", "1")
 
 
 @pytest.mark.parametrize("block", [(256, 256, 256), (16, 16, 16), (64, 256, 32), (256, 16, 128)])
