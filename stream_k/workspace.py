@@ -319,9 +319,13 @@ def _empty(messages: torch.Tensor) -> None:
     messages[: message.HEAD_WORDS] = 0
 
 
-@functools.cache
 def local_workspace(device: torch.device) -> Workspace:
-    """The workspace of GEMMs alone on `device`."""
+    """The workspace of GEMMs alone on `device`; on a CPU, where ranks may be threads, this thread's own."""
+    return _local_workspace(device, threading.get_ident() if device.type == "cpu" else 0)
+
+
+@functools.cache
+def _local_workspace(device: torch.device, thread: int) -> Workspace:
     return Workspace(device=device)
 
 

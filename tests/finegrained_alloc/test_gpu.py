@@ -38,11 +38,14 @@ say(seen=seen.hex(), mappings=fga.live().mappings)
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = fga.live()
+    def live() -> fga.Stats:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return fga.live()
+
+    before = live()
     yield
-    gc.collect()
-    torch.cuda.empty_cache()
-    after = fga.live()
+    after = live()
     assert (after.allocations, after.bytes, after.mappings) == (
         before.allocations,
         before.bytes,

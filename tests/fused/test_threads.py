@@ -74,3 +74,30 @@ def normed(group: Any) -> list[bool]:
 @pytest.mark.num_ranks(2)
 def test_a_product_with_a_norm_of_threads() -> None:
     assert spawn_threads(normed, 2, timeout=60.0) == [[True] * CALLS] * 2
+
+
+def backward(group: Any) -> list[bool]:
+    """Gradients of a sum of products, which are products of each rank's own: whether they were right."""
+    with Heap(8 << 20, group) as heap:
+        ranks = range(heap.world_size)
+        a = [integers(20, 24, torch.float32, rank).to(heap.device) for rank in ranks]
+        b = [integers(24, 12, torch.float32, 10 + rank).to(heap.device) for rank in ranks]
+        x, y = (each[heap.rank].clone().requires_grad_() for each in (a, b))
+        grad, found = integers(20, 12, torch.float32, 20).to(heap.device), []
+        for _ in range(CALLS):
+            x.grad = y.grad = None
+            out = stream_k.gemm_all_reduce(x, y, group=heap)
+            heap.barrier()  # so that their products come at the same time
+            out.backward(grad)
+            heap.synchronize()
+            assert x.grad is not None
+            assert y.grad is not None
+            found.append(
+                torch.equal(x.grad, grad @ y.detach().t()) and torch.equal(y.grad, x.detach().t() @ grad)
+            )
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_gradients_of_threads() -> None:
+    assert spawn_threads(backward, 2, timeout=60.0) == [[True] * CALLS] * 2
