@@ -197,7 +197,7 @@ CASES = (
         19,
         "M x N, or an offset, beyond 2^31",
         "right, or ValueError",
-        tests_in(OP, "strides_beyond_2_31", "an_output_beyond_2_31")
+        tests_in(OP, "strides_beyond_2_31", "an_output_beyond_2_31", "places_beyond_2_31_of_a_heap")
         + tests_in("tests/pyrocshmem/test_allocator.py", "offsets_beyond_31_bits"),
     ),
     Fault(

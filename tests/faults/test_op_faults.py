@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+import collectives
 import stream_k
 from pyrocshmem import CallMismatch, Heap, HeapOutOfMemory
 from pyrocshmem.errors import ShmemError
 from reference.problems import PROBLEMS
 from stream_k.config import PLACEMENTS_OF
 from stream_k.workspace import Workspace
-from tests.fused.cases import HEAP_BYTES, Case, Operands, call, run_case
+from tests.fused.cases import HEAP_BYTES, Case, Operands, call, judge, run_case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import ON_CPU, check_product, device, random, small_config
 
@@ -273,3 +274,38 @@ def test_an_output_beyond_2_31() -> None:
     assert out.numel() > 2**31
     check_product(out[-300:], a[-300:], b)
     check_product(out[:, -300:].contiguous(), a, b[:, -300:])
+
+
+def far_places(rank: int, world_size: int) -> list[float]:
+    """On a heap whose first 2 GiB are taken: sums of each peer's tensor, and of the all-reduce of these. Then products
+    whose operands, workspace and result lie there."""
+    with Heap(2**31 + 16 * HEAP_BYTES) as heap:
+        heap.empty(2**31, dtype=torch.uint8)
+        x, workspace = heap.full((1000,), 1.0 + rank), Workspace(heap)
+        assert heap.offset(x) >= 2**31
+        heap.barrier()
+        found = [float(heap.peer_view(x, peer).sum()) for peer in range(world_size)]
+        heap.barrier()
+        found.append(float(collectives.all_reduce(x, group=heap, out=x, workspace=workspace).sum()))
+        for op, placement in (
+            ("all_reduce", "inside"),
+            ("all_scatter", "inside"),
+            ("all_reduce", "messages"),
+        ):
+            case = Case(op, M, N, K, FP32, config=(("placement", placement),))
+            operands = Operands(case, rank, world_size, 3)
+            operands.a, operands.b = (
+                heap.empty(*part.shape).copy_(part) for part in (operands.a, operands.b)
+            )
+            out = heap.full(operands.shape, float("nan"))
+            call(case, heap, operands, out, workspace)
+            heap.synchronize()
+            judge(case, operands, out, world_size)
+        heap.barrier()
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+def test_places_beyond_2_31_of_a_heap() -> None:
+    assert values(run_ranks(far_places, 2, timeout=TIMEOUT_S)) == [[1000.0, 2000.0, 3000.0]] * 2
