@@ -4,7 +4,7 @@
 
 Whoever sums an element adds the residual, in fp32, and rounds; whoever stores a row normalizes what was rounded
 (`collectives.exchange_kernel`). So all ranks get the same bits. What `stream_k.gemm_all_reduce_rms_norm` does behind
-its GEMM is the same, and its parts are these: `check_norm`, `results`, `normalized`.
+its GEMM is the same, and its parts are these: `check_norm`, `results`, `normalized`, `gradients`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collectives.exchange import Exchange, Finish
 from collectives.tensors import DTYPES, agree
 from pyrocshmem import status, trace
 from stream_k.cost_model import cheaper_algorithm
-from stream_k.dispatch import dispatched
+from stream_k.dispatch import dispatched, name_of
 from stream_k.operands import check_plain, kind
 from stream_k.workspace import Workspace, find_workspace
 
@@ -43,8 +43,8 @@ def all_reduce_rms_norm(
     algorithm, workspace: as in `all_reduce`. Both results are new and contiguous. Rows of zeros with eps 0 are NaN, and
     a NaN stays in its row, as in `torch.nn.functional.rms_norm`.
 
-    Where a gradient is needed or torch.compile traces it, and on one rank, it is `all_reduce` and PyTorch's own sum and
-    norm: the sum over ranks is then rounded before the residual is added, too.
+    On one rank it is PyTorch's own sum and norm. Has a gradient, with PyTorch's derivative of the norm; those of the
+    results must be the same on all ranks.
     Raises TypeError, ValueError before any launch; `CallMismatch` where ranks disagree, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """
@@ -59,22 +59,22 @@ def all_reduce_rms_norm(
     check_algorithm(algorithm)
     check_kind(x, dimensions=1)
     check_norm(x, x.shape, residual, weight, eps)
-    if by_hand:
-        check(heap, x)
-        if heap.world_size > 1:
-            call = (
-                f"all_reduce_rms_norm({tuple(x.shape)} {x.dtype}, residual={residual is not None}, "
-                f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})"
-            )
-            if x.numel() == 0:
-                agree(space, call)
-                return x.new_empty(x.shape), x.new_empty(x.shape)
-            plan = space.planned_together(call, lambda: _Plan(x, residual, weight, eps, algorithm, space))
-            plan.called, space.plans[key] = call, plan
-            return plan.run(x, residual, weight, eps)
-        group, workspace = heap, space
-    total = all_reduce(x, group=group, algorithm=algorithm, workspace=workspace)
-    return normalized(total, residual, weight, eps)
+    if not by_hand:
+        op, name = torch.ops.collectives.all_reduce_rms_norm, name_of(group, workspace)
+        return op(x, residual, weight, eps, algorithm, name)
+    check(heap, x)
+    if heap.world_size == 1:
+        return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
+    call = (
+        f"all_reduce_rms_norm({tuple(x.shape)} {x.dtype}, residual={residual is not None}, "
+        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})"
+    )
+    if x.numel() == 0:
+        agree(space, call)
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+    plan = space.planned_together(call, lambda: _Plan(x, residual, weight, eps, algorithm, space))
+    plan.called, space.plans[key] = call, plan
+    return plan.run(x, residual, weight, eps)
 
 
 class _Plan:
@@ -171,3 +171,23 @@ def normalized(
         return functional.rms_norm(total, weight.shape, weight, eps), total
     # PyTorch wants one type: neither total nor weight is rounded for that.
     return functional.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
+
+
+def gradients(
+    g: torch.Tensor | None,
+    more: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(that of the total, that of the weight), from those of the norm, `g`, and of the total as a result, `more`, one
+    of which may be missing. PyTorch's, which has one kernel for it: the norm is computed once more instead of kept."""
+    if g is None:
+        assert more is not None
+        return more, None
+    with torch.enable_grad():
+        wanted = total.detach().requires_grad_(), weight.detach().requires_grad_(wants_weight)
+        y, _ = normalized(wanted[0], None, wanted[1], eps)
+    found = torch.autograd.grad(y, wanted if wants_weight else wanted[:1], g)
+    return found[0] if more is None else found[0] + more, found[1] if wants_weight else None

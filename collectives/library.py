@@ -11,6 +11,8 @@ launches its kernel without the dispatcher otherwise. With g the gradient of the
     broadcast        g on the root, zeros elsewhere
     reduce_scatter   g of all ranks, by rows
 
+and `all_reduce_rms_norm` has that of the total that it normalizes, for x and the residual (`gradients` there).
+
 A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only the last one
 communicates; it can be differentiated once. Graphs keep each call, and their order, as with the fused ops.
 """
@@ -24,6 +26,7 @@ from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from collectives import by_message
+from collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 from stream_k.autograd import ranks
 from stream_k.dispatch import find
 
@@ -33,6 +36,9 @@ _SCHEMAS = {
     "reduce_scatter": "(Tensor x, str group) -> Tensor",
     "all_scatter": "(Tensor x, str group) -> Tensor",
     "broadcast": "(Tensor x, int root, str group) -> Tensor",
+    "all_reduce_rms_norm": (
+        "(Tensor x, Tensor? residual, Tensor weight, float eps, str algorithm, str group) -> (Tensor, Tensor)"
+    ),
 }
 
 
@@ -49,6 +55,34 @@ def _run(name: str) -> Any:
             return function(x, group=group, workspace=workspace, **chosen)
 
     return run
+
+
+def _run_norm(
+    x: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, algorithm: str, label: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, workspace = find(label)
+    with torch.no_grad():
+        return all_reduce_rms_norm(
+            x, residual, weight, eps, group=group, algorithm=algorithm, workspace=workspace
+        )
+
+
+def _norm_shapes(x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, weight, ctx.eps, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], weight)
+
+
+@once_differentiable
+def _of_norm(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    _, wants_residual, wants_weight, *_ = ctx.needs_input_grad
+    total, weight = ctx.saved_tensors
+    grad, of_weight = gradients(g, more, total, weight, ctx.eps, wants_weight)
+    return grad, grad if wants_residual else None, of_weight, None, None, None
 
 
 def _num_rows(rows: int, rank: int, world_size: int) -> int:
@@ -118,13 +152,15 @@ def _register() -> None:
         "reduce_scatter": _of_reduce_scatter,
         "all_scatter": _of_all_scatter,
         "broadcast": _of_broadcast,
+        "all_reduce_rms_norm": _of_norm,
     }
     for name, schema in _SCHEMAS.items():
         op = f"collectives::{name}"
         torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(op, "default", _run(name))
-        torch.library.register_fake(op, _shape(name))
-        torch.library.register_autograd(op, backward[name], setup_context=_keep)
+        normed = name == "all_reduce_rms_norm"
+        torch.library.impl(op, "default", _run_norm if normed else _run(name))
+        torch.library.register_fake(op, _norm_shapes if normed else _shape(name))
+        torch.library.register_autograd(op, backward[name], setup_context=_keep_norm if normed else _keep)
         # Ranks whose graphs differ would wait for one another's.
         torch.library._register_effectful_op(op, EffectType.ORDERED)
 

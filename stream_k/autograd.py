@@ -9,6 +9,9 @@ Shape letters: M N K of the whole product, R ranks; C = A B + bias, dC the gradi
     gemm_all_reduce       gemm(dC, B')                          gemm(A', dC)                sum of dC's rows
     gemm_all_scatter      gemm_all_reduce(own dC columns, B')   gemm(A', own dC columns)    sum of those' rows
 
+The products with RMSNorm first take the derivative of the norm, and then do as `gemm_all_reduce` does with that of the
+total, and as `gemm_all_scatter` with that of the own columns.
+
 **Replicated tensors have replicated gradients.** Where every rank has a tensor whole (the result of
 `gemm_all_reduce` and of `gemm_all_scatter`, A of the latter, the bias of ops that sum over ranks), every rank has its
 whole gradient too, the same one on all of them: that of the loss of the model as one, not a part of it, and not the sum
@@ -25,6 +28,7 @@ Ops that communicate can be differentiated once.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,15 +47,22 @@ def ranks(name: str) -> tuple[int, int]:
     return int(rank), int(world_size)
 
 
-def _keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-    """What every backward wants: its factors, where they are needed, and the dtype of the bias."""
+def _keep(
+    ctx: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    *more: torch.Tensor,
+) -> None:
+    """What every backward wants: its factors, where they are needed, the dtype of the bias, and what the op adds."""
     if activation != "none":
         raise ValueError(
             f"the op has no gradient with activation {activation!r}: apply the activation to its result, as "
             "stream_k's functions do where a gradient is needed"
         )
     for_a, for_b, for_bias = ctx.needs
-    ctx.save_for_backward(a if for_b else None, b if for_a else None)
+    ctx.save_for_backward(a if for_b else None, b if for_a else None, *more)
     ctx.bias_dtype = bias.dtype if bias is not None and for_bias else None
     ctx.b_by_columns = b.stride(0) == 1 and b.stride(1) != 1
 
@@ -118,9 +129,16 @@ def keep_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def gemm_all_reduce(ctx: Any, grad: torch.Tensor) -> _Gradients:
     """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
     a, b = ctx.saved_tensors
-    grad_a = ops.gemm(grad, b.t(), None, "none", ctx.allow_tf32, "") if b is not None else None
-    grad_b = _b_gradient(ctx, a, grad) if a is not None else None
+    grad_a, grad_b = _of_replicated(ctx, a, b, grad)
     return grad_a, grad_b, None, _bias_gradient(ctx, grad), None, None, None
+
+
+def _of_replicated(
+    ctx: Any, a: torch.Tensor | None, b: torch.Tensor | None, grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A's and B's gradient, from that of a sum over ranks that every rank has."""
+    grad_a = ops.gemm(grad, b.t(), None, "none", ctx.allow_tf32, "") if b is not None else None
+    return grad_a, _b_gradient(ctx, a, grad) if a is not None else None
 
 
 @once_differentiable
@@ -144,6 +162,14 @@ def gemm_all_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     rank, world_size = ranks(ctx.group)
     width = grad.shape[1] // world_size
     columns = grad[:, rank * width : (rank + 1) * width]
+    grad_a, grad_b = _of_columns(ctx, a, b, columns)
+    return grad_a, grad_b, None, _bias_gradient(ctx, columns), None, None, None
+
+
+def _of_columns(
+    ctx: Any, a: torch.Tensor, b: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A's gradient, which is a sum over ranks, and B's, from that of this rank's columns of the product."""
 
     def for_a() -> torch.Tensor:
         more = (None, "none", ctx.allow_tf32, ctx.partial_dtype)
@@ -152,8 +178,50 @@ def gemm_all_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     def for_b() -> torch.Tensor:
         return _b_gradient(ctx, a, columns)
 
-    grad_a, grad_b = _gradients(ctx, for_a, for_b, grad)
-    return grad_a, grad_b, None, _bias_gradient(ctx, columns), None, None, None
+    return _gradients(ctx, for_a, for_b, columns)
+
+
+def keep_gemm_all_reduce_rms_norm(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+) -> None:
+    """`setup_context` of `gemm_all_reduce_rms_norm`."""
+    a, b, residual, weight, ctx.eps, _, bias, ctx.allow_tf32, _ = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
+    ctx.set_materialize_grads(False)
+    _keep(ctx, a, b, bias, "none", output[1], weight)
+
+
+@once_differentiable
+def gemm_all_reduce_rms_norm(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> _Gradients:
+    """Backward of `gemm_all_reduce_rms_norm`: nothing is sent, as in that of `gemm_all_reduce`."""
+    a, b, total, weight = ctx.saved_tensors
+    derivative = importlib.import_module("collectives.all_reduce_rms_norm").gradients
+    grad, of_weight = derivative(g, more, total, weight, ctx.eps, ctx.needs_input_grad[3])
+    grad_a, grad_b = _of_replicated(ctx, a, b, grad)
+    of_residual = grad if ctx.needs_input_grad[2] else None
+    return grad_a, grad_b, of_residual, of_weight, None, None, _bias_gradient(ctx, grad), None, None
+
+
+def keep_gemm_rms_norm_all_scatter(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+) -> None:
+    """`setup_context` of `gemm_rms_norm_all_scatter`."""
+    a, b, weight, _, _, ctx.group, bias, ctx.allow_tf32 = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
+    ctx.partial_dtype = None
+    ctx.mark_non_differentiable(*output[1:])
+    _keep(ctx, a, b, bias, "none", *output[1:], weight)
+
+
+@once_differentiable
+def gemm_rms_norm_all_scatter(ctx: Any, grad: torch.Tensor, *_: Any) -> _Gradients:
+    """Backward of `gemm_rms_norm_all_scatter`: one exchange of a float a row, then as that of `gemm_all_scatter`."""
+    a, b, block, scales, weight = ctx.saved_tensors
+    columns, of_weight = torch.ops.collectives.rms_norm_backward(
+        grad, None, block, weight, scales, grad.shape[1], block.dtype, ctx.group
+    )
+    grad_a, grad_b = _of_columns(ctx, a, b, columns)
+    return grad_a, grad_b, of_weight, None, None, None, _bias_gradient(ctx, columns), None
 
 
 def keep_all_gather_gemm(

@@ -113,6 +113,16 @@ def find(name: str) -> tuple[Any, Workspace | None]:
     return (found.heap, found) if isinstance(found, Workspace) else (found, None)
 
 
+def refuse(name: str, **unsupported: Any) -> None:
+    """ValueError where one of these arguments is given, to a call of `name` that goes through torch.library."""
+    for argument, value in unsupported.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} takes no {argument} where a gradient is needed or torch.compile traces it; leave it out, or "
+                "call it eagerly under torch.no_grad()"
+            )
+
+
 def differentiable(
     name: str,
     a: torch.Tensor,
@@ -130,12 +140,7 @@ def differentiable(
     kept for the backward pass, in the dtype of the result, and rounded to it before the activation, not after.
     """
     check_product(a, b, bias, options.activation)
-    for argument, value in unsupported.items():
-        if value is not None and value is not False:
-            raise ValueError(
-                f"{name} takes no {argument} where a gradient is needed or torch.compile traces it; leave it out, or "
-                "call it eagerly under torch.no_grad()"
-            )
+    refuse(name, **unsupported)
     late = options.activation if _needs_gradient((a, b, bias)) else "none"
     common = (bias, "none" if late in _ACTIVATIONS else options.activation, options.allow_tf32)
     op = getattr(torch.ops.stream_k, name)

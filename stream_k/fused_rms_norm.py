@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
-from collectives.rms_norm import all_columns, rms_norm
+from collectives.rms_norm import all_columns
+from collectives.rms_norm_kernels import forward
 from pyrocshmem import status, target, trace
 from stream_k.autograd import ranks
 from stream_k.config import BY_MESSAGE, Config
-from stream_k.dispatch import dispatched, name_of
+from stream_k.dispatch import dispatched, name_of, refuse
 from stream_k.fused import chosen_together
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import gemm, with_inner_size
@@ -52,8 +53,8 @@ def gemm_all_reduce_rms_norm(
     "messages" nor "unfused" makes the all-reduce that way, and normalizes afterwards; its sum is then rounded before
     the residual is added, too.
 
-    Where a gradient is needed or torch.compile traces it, and on one rank, it is `gemm_all_reduce` and PyTorch's own
-    sum and norm.
+    On one rank it is `gemm_all_reduce` and PyTorch's own sum and norm. Has a gradient, with PyTorch's derivative of
+    the norm, and is traced by torch.compile, then without a config: ValueError.
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
@@ -70,30 +71,31 @@ def gemm_all_reduce_rms_norm(
     check_norm(a, (M, N), residual, weight, eps)
     if config is not None and partial_dtype is not None:
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
-    if by_hand:
-        if a.device != heap.device:
-            raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-        if config is None:
-            facts = (max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
-            config = chosen_together("gemm_all_reduce", *facts)
-        exact = target.interpreted() and a.dtype == torch.bfloat16
-        if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
-            call = (
-                f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, "
-                f"weight={weight.dtype}, eps={eps}, bias={bias is not None}, tf32={allow_tf32}, "
-                f"recorded={recorded}, {config})"
-            )
-            chosen = config
-            plan = space.planned_together(
-                call, lambda: _Plan(a, b, residual, weight, eps, bias, allow_tf32, chosen, space)
-            )
-            plan.called, space.plans[key] = call, plan
-            return plan.run(a, b, residual, weight, eps, bias)
-        group, workspace, partial_dtype = heap, space, None
+    if not by_hand:
+        refuse("gemm_all_reduce_rms_norm", config=config)
+        op, name = torch.ops.stream_k.gemm_all_reduce_rms_norm, name_of(group, workspace)
+        return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
+    if a.device != heap.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    if config is None:
+        facts = (max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
+        config = chosen_together("gemm_all_reduce", *facts)
+    exact = target.interpreted() and a.dtype == torch.bfloat16
+    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
+        call = (
+            f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, "
+            f"weight={weight.dtype}, eps={eps}, bias={bias is not None}, tf32={allow_tf32}, "
+            f"recorded={recorded}, {config})"
+        )
+        chosen = config
+        plan = space.planned_together(
+            call, lambda: _Plan(a, b, residual, weight, eps, bias, allow_tf32, chosen, space)
+        )
+        plan.called, space.plans[key] = call, plan
+        return plan.run(a, b, residual, weight, eps, bias)
     total = gemm_all_reduce(
-        a, b, group=group, bias=bias, allow_tf32=allow_tf32, partial_dtype=partial_dtype, config=config,
-        workspace=workspace,
-    )  # fmt: skip
+        a, b, group=heap, bias=bias, allow_tf32=allow_tf32, config=config, workspace=space
+    )
     return normalized(total, residual, weight, eps)
 
 
@@ -115,39 +117,44 @@ def gemm_rms_norm_all_scatter(
     a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
     bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
     R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
-    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their
-    columns; then each normalizes its columns and pushes them to all (`collectives.rms_norm`).
+    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
+    columns and pushes them to all (`collectives.rms_norm`).
 
-    Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Raises as
-    `gemm_all_reduce_rms_norm` does.
+    Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
+    torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
     M, N, _ = check_product(a, b, bias, "none")
     check_norm(a, (M, N), None, weight, eps)
     if dispatched(a, b, bias, weight):
-        name = name_of(group, workspace)
+        refuse("gemm_rms_norm_all_scatter", config=config)
+        op, name = torch.ops.stream_k.gemm_rms_norm_all_scatter, name_of(group, workspace)
         hidden = all_columns(N, hidden, *ranks(name))
-        a = _Replicated.apply(a, name)
-    else:
-        # Ranks that are threads share what belongs to a device; its own workspace would be busy with another's call.
-        heap, workspace = find_workspace(group, workspace)
-        hidden = all_columns(N, hidden, heap.rank, heap.world_size)
+        return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
+    heap, space = find_workspace(group, workspace)
+    hidden = all_columns(N, hidden, heap.rank, heap.world_size)
+    return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]
+
+
+def scattered(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    hidden: int,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M])."""
+    heap = workspace.heap
+    assert heap is not None
+    if a.device != heap.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    # Ranks that are threads share what belongs to a device; its own workspace would be busy with another's call.
     block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config, workspace=workspace)
-    value = rms_norm(block, weight, eps, group=group, replicated=True, hidden=hidden, workspace=workspace)
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
-class _Replicated(torch.autograd.Function):
-    """x as it is, which every rank has whole: its gradient is the sum over ranks of what each makes of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.collectives.all_reduce(gradients[0].contiguous(), "auto", ctx.group), None
+    value, _, scales = forward(workspace, block, weight, None, eps, hidden, True, block.dtype)
+    return value, block, scales
 
 
 class _Plan:

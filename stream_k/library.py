@@ -20,9 +20,14 @@ from stream_k.dispatch import find
 from stream_k.fused import Request
 from stream_k.gemm import run as run_gemm
 from stream_k.operands import check_product
+from stream_k.workspace import find_workspace
 
 FUSED = ("all_gather_gemm", "gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter")
+NORMED = ("gemm_all_reduce_rms_norm", "gemm_rms_norm_all_scatter")
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
+
+# Stands on `collectives`, which stands on this package: loaded when asked for.
+_NORMS = "stream_k.fused_rms_norm"
 
 _LIKE_GEMM = "Tensor? bias, str activation, bool allow_tf32"
 _ON_RANKS = f"Tensor a, Tensor b, str group, {_LIKE_GEMM}, ScalarType? partial_dtype"
@@ -35,6 +40,14 @@ _SCHEMAS = {
     "gemm_all_reduce": f"({_ON_RANKS}) -> Tensor",
     "gemm_all_scatter": f"({_ON_RANKS}) -> Tensor",
     "gemm_reduce_scatter": f"({_ON_RANKS}) -> Tensor",
+    "gemm_all_reduce_rms_norm": (
+        "(Tensor a, Tensor b, Tensor? residual, Tensor weight, float eps, str group, Tensor? bias, bool allow_tf32, "
+        "ScalarType? partial_dtype) -> (Tensor, Tensor)"
+    ),
+    "gemm_rms_norm_all_scatter": (
+        "(Tensor a, Tensor b, Tensor weight, float eps, SymInt hidden, str group, Tensor? bias, bool allow_tf32) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
 }
 
 
@@ -78,6 +91,43 @@ def _run_fused(name: str) -> Any:
     return run
 
 
+def _run_all_reduce_norm(
+    a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
+    allow_tf32: bool, partial_dtype: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The public function. Below the dispatcher nothing needs a gradient."""
+    module, (members, workspace) = importlib.import_module(_NORMS), find(group)
+    more = {"allow_tf32": allow_tf32, "partial_dtype": partial_dtype, "workspace": workspace}
+    with torch.no_grad():
+        return module.gemm_all_reduce_rms_norm(a, b, residual, weight, eps, group=members, bias=bias, **more)
+
+
+def _run_norm_all_scatter(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
+    allow_tf32: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(result, what its backward needs: this rank's columns of the product, the scales of all rows)."""
+    module, workspace = importlib.import_module(_NORMS), find_workspace(*find(group))[1]
+    with torch.no_grad():
+        return module.scattered(a, b, weight, eps, hidden, bias, allow_tf32, None, workspace)
+
+
+def _all_reduce_norm_shapes(
+    a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
+    allow_tf32: bool, partial_dtype: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    M, N, _ = check_product(a, b, bias, "none")
+    return a.new_empty(M, N), a.new_empty(M, N)
+
+
+def _norm_all_scatter_shapes(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
+    allow_tf32: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    M, N, _ = check_product(a, b, bias, "none")
+    return a.new_empty(M, hidden), a.new_empty(M, N), a.new_empty(M, dtype=torch.float32)
+
+
 def _gemm_shape(
     a: torch.Tensor, b: torch.Tensor, bias: Any, activation: str, allow_tf32: bool, workspace: str
 ) -> torch.Tensor:
@@ -112,17 +162,32 @@ def _shape(name: str) -> Any:
 
 
 def _register() -> None:
-    shapes = {"gemm": _gemm_shape, "all_gather_gemm": _all_gather_gemm_shape}
-    keep = {"gemm": autograd.keep_gemm, "all_gather_gemm": autograd.keep_all_gather_gemm}
+    runs = {
+        "gemm": _run_gemm,
+        "gemm_all_reduce_rms_norm": _run_all_reduce_norm,
+        "gemm_rms_norm_all_scatter": _run_norm_all_scatter,
+    }
+    shapes = {
+        "gemm": _gemm_shape,
+        "all_gather_gemm": _all_gather_gemm_shape,
+        "gemm_all_reduce_rms_norm": _all_reduce_norm_shapes,
+        "gemm_rms_norm_all_scatter": _norm_all_scatter_shapes,
+    }
+    keep = {
+        "gemm": autograd.keep_gemm,
+        "all_gather_gemm": autograd.keep_all_gather_gemm,
+        "gemm_all_reduce_rms_norm": autograd.keep_gemm_all_reduce_rms_norm,
+        "gemm_rms_norm_all_scatter": autograd.keep_gemm_rms_norm_all_scatter,
+    }
     for name, schema in _SCHEMAS.items():
         op = f"stream_k::{name}"
         torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(op, "default", _run_gemm if name == "gemm" else _run_fused(name))
+        torch.library.impl(op, "default", runs.get(name) or _run_fused(name))
         torch.library.register_fake(op, shapes.get(name) or _shape(name))
         torch.library.register_autograd(
             op, getattr(autograd, name), setup_context=keep.get(name, autograd.keep_sum)
         )
-        if name in FUSED:
+        if name in (*FUSED, *NORMED):
             torch.library._register_effectful_op(op, EffectType.ORDERED)
 
 

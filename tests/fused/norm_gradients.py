@@ -1,19 +1,26 @@
 """Gradients of the products with RMSNorm over ranks, against the whole model in float64; both ops, and that of a
-sum alone, in one graph.
+sum alone, in torch.library.
 
 Bodies return what was wrong, in words.
 """
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._ops import OpOverloadPacket
 from torch.nn import functional
 
 import collectives
 import stream_k
+from collectives import library
 from pyrocshmem import Heap
 from reference.accuracy import make_operand
+from stream_k import fused_rms_norm
+from stream_k.dispatch import name_of
 from tests.fused.norm_bodies import EPS, F16, F32, Case, Whole
+from tests.library.bodies import Ops
 from tests.stream_k.products import device
 
 CASES = (
@@ -90,9 +97,108 @@ def gradients(heap: Heap) -> list[str]:
     return wrong
 
 
+def operators(heap: Heap) -> list[str]:
+    """Of both ops and `all_reduce_rms_norm`: opcheck; that a call with a gradient is the fused one, of the same bits as
+    without, and differentiated by the ops that it should be. What is wrong."""
+    found = []
+    whole = Whole(Case(5, 24, 17, F16, F32, bias=F16), heap, 7)
+    columns = Whole(Case(5, 12, 17, F16, F32, bias=F16), heap, 7, scattered=True)
+    a, b, residual, weight, bias = leaves(
+        whole.a[:, whole.inner], whole.b[whole.inner], whole.residual, whole.weight, whole.bias
+    ).values()
+    given = (columns.a, columns.b, columns.weight, columns.bias)
+    c, d, part, shift = leaves(
+        given[0], *(x[..., columns.columns] for x in given[1:] if x is not None)
+    ).values()
+    x = torch.full((5, 24), 0.1 + heap.rank, dtype=F16, device=device(), requires_grad=True)
+    name = name_of(heap)
+    exchanged, products = ["rms_norm_backward", "gemm_all_reduce", "gemm"], ["gemm", "gemm"]
+    calls: tuple[tuple[Any, tuple[Any, ...], list[str]], ...] = (
+        (
+            torch.ops.stream_k.gemm_all_reduce_rms_norm.default,
+            (a, b, residual, weight, EPS, name, bias, False, None),
+            products,
+        ),
+        (
+            torch.ops.stream_k.gemm_rms_norm_all_scatter.default,
+            (c, d, part, EPS, heap.world_size * d.shape[1], name, shift, False),
+            exchanged,
+        ),
+        (
+            torch.ops.collectives.all_reduce_rms_norm.default,
+            (x, residual, weight, EPS, "auto", name),
+            [],
+        ),
+    )
+    for op, args, _ in calls:
+        for test, outcome in torch.library.opcheck(op, args, raise_exception=False).items():
+            if outcome != "SUCCESS":
+                found.append(f"{op}: {test}: {outcome}")
+    public = (
+        lambda: stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, EPS, group=heap, bias=bias),
+        lambda: (stream_k.gemm_rms_norm_all_scatter(c, d, part, EPS, group=heap, bias=shift),),
+        lambda: collectives.all_reduce_rms_norm(x, residual, weight, EPS, group=heap),
+    )
+    for call, (op, _, duals) in zip(public, calls, strict=True):
+        with torch.no_grad():
+            plain = call()
+        with Ops() as forward:
+            results = call()
+        with Ops() as backward:
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        if (forward.seen, backward.seen) != ([op._opname], duals):
+            found.append(f"{op}: {forward.seen}, {backward.seen}")
+        if not all(torch.equal(*pair) for pair in zip(plain, results, strict=True)):
+            found.append(f"{op}: other bits with a gradient")
+    return found
+
+
+def fused_calls(backend: str, seen: list[list[str]]) -> Any:
+    """A backend of torch.compile, which lists the ops of this package that each graph has."""
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        ops = [node.target for node in module.graph.nodes if isinstance(node.target, OpOverloadPacket)]
+        names = [op._qualified_op_name.split("::") for op in ops]
+        seen.append([name for space, name in names if space in ("stream_k", "collectives")])
+        return torch._dynamo.lookup_backend(backend)(module, inputs)
+
+    return compile_graph
+
+
+def calls_made(heap: Heap) -> list[int]:
+    """How often each op runs in a compiled function that calls it thrice: for a result that nobody reads, and for two
+    equal ones."""
+    a, b, w = (torch.ones(shape, device=device(), requires_grad=True) for shape in ((3, 4), (4, 6), (6,)))
+    # Not what counts in its module below, which nothing can trace.
+    gemm_all_reduce_rms_norm = stream_k.gemm_all_reduce_rms_norm
+
+    def thrice(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = []
+        for _ in range(3):
+            y, _ = gemm_all_reduce_rms_norm(a, b, None, w, EPS, group=heap)
+            z = stream_k.gemm_rms_norm_all_scatter(a, b, w, EPS, group=heap)
+            v, _ = collectives.all_reduce_rms_norm(b, None, w, EPS, group=heap)
+            x.append(y.sum() + z.sum() + v.sum())
+        return x[1] * x[2]
+
+    torch._dynamo.reset()
+    places = (
+        (fused_rms_norm, "gemm_all_reduce_rms_norm"), (fused_rms_norm, "scattered"), (library, "all_reduce_rms_norm")
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+            for module, name in places
+        ]
+        # With the partitioner of the backends that ship, which merges what is equal.
+        torch.compile(thrice, fullgraph=True, backend="aot_eager_decomp_partition")(a, b, w)
+        heap.synchronize()
+        return [each.call_count for each in made]
+
+
 def traced(heap: Heap) -> list[str]:
-    """Both ops and `all_reduce_rms_norm` in one graph, with gradients and without, at two sizes, against the same
-    eagerly: what differs."""
+    """Both ops and `all_reduce_rms_norm` in one graph, one node each, with gradients and without, at two sizes, against
+    the same eagerly: what differs."""
 
     def all_three(
         a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, w: torch.Tensor, c: torch.Tensor
@@ -103,7 +209,8 @@ def traced(heap: Heap) -> list[str]:
         return (z * z.detach().cos()).sum() + sum(x.pow(3).sum() for x in more)
 
     torch._dynamo.reset()
-    graph = torch.compile(all_three, fullgraph=True, backend="aot_eager")
+    seen: list[list[str]] = []
+    graph = torch.compile(all_three, fullgraph=True, backend=fused_calls("aot_eager", seen))
     wrong = []
     for M in (4, 3):
         whole = Whole(Case(M, 24, 16, F32, F32), heap, M)
@@ -117,4 +224,5 @@ def traced(heap: Heap) -> list[str]:
         for number, (eager, other) in enumerate(zip(*pairs, strict=True)):
             if not torch.allclose(eager, other, rtol=1e-5, atol=1e-5):
                 wrong.append(f"{M} rows, {number}")
-    return wrong
+    nodes = ["gemm_all_reduce_rms_norm", "gemm_rms_norm_all_scatter", "all_reduce_rms_norm"]
+    return wrong + [f"a graph of {found}" for found in seen if found != nodes]

@@ -200,7 +200,7 @@ class Ops(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "stream_k":
+        if func.namespace in ("stream_k", "collectives"):
             self.seen.append(func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
 

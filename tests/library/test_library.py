@@ -89,10 +89,15 @@ def test_traced() -> None:
     for found in values(run_ranks(tracing.traced, 2, timeout=TIMEOUT_S)):
         assert found["opcheck"] == []
         assert found["groups"] == []
-        assert found["norms"] == []
         assert found["compiled"] == []
         assert found["calls"] == [made, made]
         assert all(len(calls) < len(made) for calls in found["control"])
+
+
+@pytest.mark.num_ranks(2)
+def test_norms_traced() -> None:
+    """The ops with RMSNorm: opcheck, duals, one node each of a graph, where all their calls stay."""
+    assert values(run_ranks(tracing.norms, 2, timeout=TIMEOUT_S)) == [([], [3, 3, 3])] * 2
 
 
 @pytest.mark.gpu
