@@ -102,7 +102,7 @@ def _is_plain(norm: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
 
 
 def _all_reduce_product(
-    a: torch.Tensor, b: torch.Tensor, group: str, partial_dtype: torch.dtype | None = None
+    a: torch.Tensor, b: torch.Tensor, group: str, partial_dtype: torch.dtype | None
 ) -> torch.Tensor:
     """`stream_k.gemm_all_reduce` on the group of a name, which torch.compile can hand to a backward."""
     return autograd.ops.gemm_all_reduce(a, b, group, None, "none", False, partial_dtype)
@@ -116,10 +116,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        # A sum over ranks of ordinary tensors that torch.compile knows: that of products with 1.
-        total = _all_reduce_product(grad.new_ones(1, 1), grad.reshape(1, -1), ctx.group)
-        return total.view(grad.shape), None
+        return torch.ops.collectives.all_reduce(grads[0], "auto", ctx.group), None
 
 
 class _ColumnProduct(torch.autograd.Function):

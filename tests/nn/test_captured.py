@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pyrocshmem import Heap, target
 from stream_k import nn as parallel
 from stream_k.nn import pointwise
+from tests.fused.norm_gradients import fused_calls
 from tests.nn.models import HIDDEN, INTERMEDIATE, Case, ParallelBlock, unsharded
 from tests.ranks import run_ranks, values
 
@@ -66,6 +67,47 @@ def test_compiled_steps() -> None:
     for found in values(run_ranks(compiled, 2, timeout=100)):
         # In each of two modes, twice: y, x, a norm, two weights, two biases.
         assert found == [True] * (2 * 2 * 7)
+
+
+def with_norm(rank: int, world_size: int) -> list[str]:
+    """A row-parallel layer with residual and norm under torch.compile, decoding and training: what is wrong."""
+    device = target.device(rank)
+    torch.manual_seed(1)
+    wrong = []
+    with Heap(8 << 20) as heap:
+        layer = parallel.RowParallelLinear(2 * HIDDEN, INTERMEDIATE, group=heap, device=device)
+        norms = (
+            nn.RMSNorm(INTERMEDIATE, 1e-5, device=device),
+            parallel.RMSNorm(INTERMEDIATE, group=heap, device=device),
+        )
+        inputs = (torch.randn(3, size, device=device) for size in (2 * HIDDEN // world_size, INTERMEDIATE))
+        x, residual = (each.requires_grad_() for each in inputs)
+        for norm in norms:
+
+            def call(x: torch.Tensor, residual: torch.Tensor, norm: nn.Module = norm) -> Any:
+                return layer(x, residual=residual, norm=norm)
+
+            torch._dynamo.reset()
+            seen: list[list[str]] = []
+            backend = fused_calls("aot_eager", seen)
+            graph = torch.compile(call, fullgraph=True, backend=backend)
+            leaves = [x, residual, *layer.parameters(), *norm.parameters()]
+            found = []
+            for run in (call, graph):
+                with torch.no_grad():
+                    decoded = run(x, residual)
+                results = run(x, residual)
+                found.append([*decoded, *results, *torch.autograd.grad(results, leaves, results)])
+            if not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
+                wrong.append(f"{norm}: other bits than eagerly")
+            if seen != [["gemm_all_reduce_rms_norm"]] * 2:
+                wrong.append(f"{norm}: graphs of {seen}")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_a_row_parallel_layer_and_its_norm_are_one_node() -> None:
+    assert values(run_ranks(with_norm, 2, timeout=100)) == [[], []]
 
 
 def captured(rank: int, world_size: int, case: Case) -> list[bool]:
