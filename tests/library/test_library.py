@@ -5,7 +5,7 @@ import torch
 
 import stream_k
 from stream_k import dispatch
-from tests.library import bodies, tracing
+from tests.library import bodies, finite_differences, tracing
 from tests.library.bodies import Case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import random
@@ -127,6 +127,16 @@ def test_gradcheck() -> None:
     torch.testing.assert_close(
         second.double(), torch.autograd.grad(grad64.square().sum(), b64)[0], rtol=1e-3, atol=1e-4
     )
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.cpu
+def test_finite_differences() -> None:
+    """Of every op that can be differentiated, in random directions of all its operands."""
+    found = values(run_ranks(finite_differences.body, 2, timeout=TIMEOUT_S))
+    assert [
+        each for name in found[0] for each in finite_differences.errors(name, [x[name] for x in found])
+    ] == []
 
 
 @pytest.mark.num_ranks(1)
