@@ -94,7 +94,7 @@ CASES = (
     ),
     Fault(
         7,
-        "call after call, changing data, nothing zeroed, the epoch started just under 2^31 and 2^32",
+        "1,000 calls (10,000 on GPUs), changing data, nothing zeroed, the epoch started just under 2^31 and 2^32",
         "exact every time",
         tests_in(MANY, "cases_7_and_27_many_calls_with_random_delays_across_both_wraps")
         + tests_in(PROTOCOL, "epochs_wrap_around", "a_late_rank")
@@ -256,7 +256,7 @@ CASES = (
     ),
     Fault(
         27,
-        "ranks delayed at random, call after call (10,000 on GPUs, 200 on a CPU)",
+        "ranks delayed at random, call after call (10,000 on GPUs, 1,500 on a CPU)",
         "exact",
         tests_in(MANY, "cases_7_and_27_many_calls_with_random_delays_across_both_wraps"),
     ),
