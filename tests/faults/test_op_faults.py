@@ -174,10 +174,11 @@ def test_ranks_that_disagree() -> None:
 
 
 def special_values(rank: int, world_size: int) -> list[str]:
-    """Fault 20: NaN, infinities, -0.0 and denormals in the share of the last rank alone."""
+    """Fault 20: NaN, infinities, -0.0 and denormals in the share of the last rank alone; the last two once more in rows
+    of zeros, whose results are zeros and denormals."""
     found = []
     tiny = torch.finfo(FP32).smallest_normal / 4
-    marks = (float("nan"), float("inf"), -float("inf"), -0.0, tiny)
+    marks = (float("nan"), float("inf"), -float("inf"), -0.0, tiny, -0.0, tiny)
     with Heap(HEAP_BYTES) as heap:
         for op, problem in PROBLEMS.items():
             for placement in PLACEMENTS_OF[problem.op]:
@@ -186,6 +187,7 @@ def special_values(rank: int, world_size: int) -> list[str]:
                 # Shares are views of the whole, which every rank knows; only the last rank's are marked.
                 a, b = problem.shares(operands.full_a, operands.full_b, world_size - 1, world_size)
                 place = a if problem.a_cut else b.t()
+                (operands.full_a if problem.sums else place)[5:7] = 0.0
                 for row, mark in enumerate(marks):
                     place[row, 2] = mark
                 out = call(case, heap, operands)
@@ -194,6 +196,9 @@ def special_values(rank: int, world_size: int) -> list[str]:
                 try:
                     assert torch.equal(out.isnan(), expected.isnan())
                     assert torch.equal(out.isinf() * out.sign(), expected.isinf() * expected.sign())
+                    zeros = expected == 0
+                    assert torch.equal(out == 0, zeros), "denormals"
+                    assert torch.equal(out.signbit() & zeros, expected.signbit() & zeros), "signs of zeros"
                     check_product(out, *operands.factors()[:2], baseline=expected)
                 except AssertionError as error:
                     found.append(f"{case}: {error}")

@@ -12,7 +12,7 @@ import torch
 
 from pyrocshmem import target
 from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS
-from tests.fused.cases import Case, assert_right, assert_same_bits, repeat, run_cases
+from tests.fused.cases import STRIDE_0, Case, assert_right, assert_same_bits, repeat, run_cases
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -91,10 +91,11 @@ def test_three_ranks(placement: str) -> None:
 
 @pytest.mark.num_ranks(2)
 def test_two_ranks() -> None:
+    layouts = ("transposed", "column", *STRIDE_0)
     cases = [
-        Case(op, 70, 50, 64, FP16, out).with_config(placement=placement, algorithm=algorithm)
-        for (op, placement, algorithm), out in zip(
-            WAYS, itertools.cycle(("new", "symmetric", "strided")), strict=False
+        Case(op, 70, 50, 64, FP16, out, layout=layout).with_config(placement=placement, algorithm=algorithm)
+        for (op, placement, algorithm), out, layout in zip(
+            WAYS, itertools.cycle(("new", "symmetric", "strided")), itertools.cycle(layouts), strict=False
         )
     ]
     assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))
