@@ -118,6 +118,9 @@ class Recorder(Protocol):
     def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
         """`copy(argument)`, timed."""
 
+    def product(self, multiply: Callable[[], object]) -> None:
+        """`multiply()`, timed."""
+
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
@@ -134,6 +137,15 @@ def copy(copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None
         copy(argument)
     else:
         recorder.copy(copy, argument)
+
+
+def product(multiply: Callable[[], object]) -> None:
+    """`multiply()`, which enqueues a library's product on the current stream, as one that timelines show."""
+    recorder = _recorder.get()
+    if recorder is None:
+        multiply()
+    else:
+        recorder.product(multiply)
 
 
 @contextmanager

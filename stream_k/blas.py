@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pyrocshmem import target
+from pyrocshmem import target, trace
 
 
 class BlasPlan:
@@ -34,6 +34,10 @@ class BlasPlan:
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind; there is no bias."""
+        trace.product(lambda: self._multiply(a, b, out))
+
+    @staticmethod
+    def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         if out.device.type == "cpu":
             # PyTorch on a CPU has no fp32 results of 16-bit operands.
             out.copy_(a.float() @ b.float())

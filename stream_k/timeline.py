@@ -66,8 +66,9 @@ _RawSpan = tuple[str, int, str, int, int, int]
 
 
 class Span(NamedTuple):
-    """A stage of a program, or a copy. kernel, lane: the kernel's short name and the program's number, or "stream"
-    and the number of the stream whose steps and copies these are. tile: what `trace.mark` was told, -1: none.
+    """A stage of a program, a copy, or a library's product. kernel, lane: the kernel's short name and the program's
+    number, or "stream" or "BLAS" and the number of the stream whose steps and copies, or products, these are. tile:
+    what `trace.mark` was told, -1: none.
     begin_us, end_us: microseconds since the first span of any rank."""
 
     rank: int
@@ -146,9 +147,11 @@ class _Launched:
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """A copy on a stream; begin, end: CUDA events, on a CPU nanoseconds."""
+class _Timed:
+    """What is none of our kernels; begin, end: CUDA events, on a CPU nanoseconds."""
 
+    kernel: str
+    stage: str
     stream: int
     begin: Any
     end: Any
@@ -162,7 +165,7 @@ class Recorder:
     def __init__(self, heap: Heap, workspace: Workspace) -> None:
         self.heap, self._workspace = heap, workspace
         self._on_gpu = heap.device.type == "cuda"
-        self._records: list[_Launched | _Copied] = []
+        self._records: list[_Launched | _Timed] = []
         self._chunks = [self._new_chunk(_CHUNK_WORDS)]
         self._chunk, self._used = 0, 0
         self.sample = self._chunks[0]
@@ -206,9 +209,16 @@ class Recorder:
 
     def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
         """`copy(argument)`, recorded."""
+        self._time("stream", COPY, lambda: copy(argument))
+
+    def product(self, multiply: Callable[[], object]) -> None:
+        """`multiply()`, recorded."""
+        self._time("BLAS", MMA, multiply)
+
+    def _time(self, kernel: str, stage: str, enqueue: Callable[[], object]) -> None:
         begin = self._now()
-        copy(argument)
-        self._records.append(_Copied(self._stream(), begin, self._now()))
+        enqueue()
+        self._records.append(_Timed(kernel, stage, self._stream(), begin, self._now()))
 
     def restart(self) -> None:
         """Forget what was recorded, and line the ranks up on the device for the call that comes next. Collective;
@@ -261,9 +271,9 @@ class Recorder:
         }
         for record in self._records:
             stream = streams[record.stream]
-            if isinstance(record, _Copied):
+            if isinstance(record, _Timed):
                 begin, end = self._nanoseconds(record.begin), self._nanoseconds(record.end)
-                spans.append(("stream", stream, COPY, -1, begin, end))
+                spans.append((record.kernel, stream, record.stage, -1, begin, end))
                 continue
             rows = record.events.cpu().numpy()
             dropped += int(np.maximum(rows[:, 0] - _MAX_EVENTS, 0).sum())

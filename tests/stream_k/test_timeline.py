@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import stream_k
 from pyrocshmem import CallMismatch, Heap, trace
 from stream_k import timeline, timeline_files
-from stream_k.config import BY_ROWS, Config
+from stream_k.config import BY_MESSAGE, BY_ROWS, Config
 from stream_k.timeline import COPY, MMA, Timeline
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, random, small_config
@@ -25,10 +25,10 @@ M, N, K = 96, 64, 64
 WORLD = 2
 GEMMS = ("GEMM", "GEMM + sums")
 OPS = {
-    "gemm_all_reduce": ("after", "beside", "inside", "copy_engine"),
-    "gemm_reduce_scatter": ("copy_engine",),
-    "gemm_all_scatter": ("beside", "inside", *BY_ROWS),
-    "all_gather_gemm": ("copy_engine",),
+    "gemm_all_reduce": ("after", "beside", "own_stream", "inside", "copy_engine", *BY_MESSAGE),
+    "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
+    "gemm_all_scatter": ("beside", "own_stream", "inside", *BY_ROWS, *BY_MESSAGE),
+    "all_gather_gemm": ("copy_engine", *BY_MESSAGE),
 }
 
 
@@ -151,7 +151,9 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     tiles = -(-M // config.block_m) * (N // config.block_n)
     if config.placement == "copy_engine" and op != "gemm_all_scatter":
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
-    for rank in range(WORLD):
+    if config.placement in BY_MESSAGE:
+        _check_messages(op, config, found, tiles)
+    for rank in range(WORLD if config.placement not in BY_MESSAGE else 0):
         own = [span for span in found.spans if span.rank == rank]
         sums_own = config.placement == "copy_engine" and op in ("gemm_all_reduce", "gemm_reduce_scatter")
         stored = {"push"} if config.placement == "inside" else {"store", "reduce"} if sums_own else {"store"}
@@ -176,6 +178,16 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
     written = timeline_files.write(found, folder / "out.json", op)
     assert {path.name for path in written} == {"out.json", "out.png"}
     assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def _check_messages(op: str, config: Config, found: Timeline, tiles: int) -> None:
+    """A product, of all tiles or in one piece by the BLAS, and an exchange."""
+    kernel, products = ("GEMM", tiles) if config.placement == "messages" else ("BLAS", 1)
+    stages = {"push", "wait", "store"} | ({"reduce"} if "reduce" in op else set())
+    for rank in range(WORLD):
+        own = [span for span in found.spans if span.rank == rank]
+        assert [span.kernel for span in own if span.stage == MMA] == [kernel] * products
+        assert {span.stage for span in own if span.kernel == "exchange_kernel"} == stages
 
 
 def _num_copies(op: str, config: Config) -> int:
@@ -204,7 +216,8 @@ def _check_order(found: Timeline) -> None:
         for first, second in itertools.pairwise(spans):
             assert first.end_us <= second.begin_us + found.clock_error_us
     for span in found.spans:
-        if span.stage in ("store", "push") and span.tile >= 0:
+        # An exchange numbers its programs, whose parts are no tiles.
+        if span.stage in ("store", "push") and span.tile >= 0 and span.kernel != "exchange_kernel":
             assert span.begin_us >= done[span.rank, span.tile]
         if span.kernel == "GEMM + sums" and span.stage == "reduce":
             # Its wait for the peers is part of it.
