@@ -124,14 +124,14 @@ def report(
     ] = None,
 ) -> None:
     """Write docs/results.md, its plots, and the table of README.md."""
-    from benchmarks import plots, tables
+    from benchmarks import documents, notes, plots
 
     found = read_all(files or sorted(RESULTS.glob("*.jsonl")))
     if not found:
         typer.echo("no records to report", err=True)
         raise typer.Exit(2)
     drawn = plots.draw(found, ROOT / "docs" / "results")
-    tables.write(found, drawn, ROOT)
+    documents.write(found, drawn, ROOT, notes.read(RESULTS / "notes.md"))
     typer.echo(f"wrote docs/results.md, {len(drawn)} plots and the table of README.md")
 
 

@@ -32,7 +32,7 @@ def ours(x: Operands, **options: Any) -> Run:
     """`collectives`' function."""
     function = public(collectives, x.case.op)
     out = x.new(*x.result_shape())
-    return Run(lambda: function(x.x, group=x.heap, out=out, **options), out)
+    return Run(lambda: function(x.x, group=x.heap, out=out, workspace=x.workspace, **options), out)
 
 
 def library(x: Operands) -> Run:

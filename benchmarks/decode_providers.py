@@ -28,10 +28,10 @@ def ours_with_norm(x: Operands, **options: Any) -> Run:
     call: Callable[[], Any]
     if x.kind == "collective":
         function = public(collectives, x.case.op)
-        call = lambda: function(x.x, *more, **options)[0]  # noqa: E731
+        call = lambda: function(x.x, *more, workspace=x.workspace, **options)[0]  # noqa: E731
     else:
         function = public(stream_k, x.case.op)
-        call = lambda: function(x.a, x.b, *more, **options)[0]  # noqa: E731
+        call = lambda: function(x.a, x.b, *more, workspace=x.workspace, **options)[0]  # noqa: E731
     return Run(call, None, returns=True)
 
 

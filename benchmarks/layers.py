@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.derive import merged
 from benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
-from benchmarks.measure import Meter, Table, merged, part_of
+from benchmarks.measure import Table, part_of
+from benchmarks.meter import Meter
 from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import LAYER_SIZES, Case
 from reference.timing import host_seconds
@@ -261,9 +262,7 @@ def _measure(
         if names is None or name in names
     }
     table = Table(makers, case, case.ranks)
-    begin = time.time()
-    seconds = meter.in_turn(table.calls, table.runs, iters)
-    end = time.time()
+    samples = meter.in_turn(table.calls, table.runs, iters)
     heap.synchronize()
     errors, host, peaks = {}, {}, {}
     for name, run in table.runs.items():
@@ -275,7 +274,7 @@ def _measure(
             if name == "ours":
                 host[name] = 1e6 * host_seconds(run.call, _HOST_CALLS, meter.device)
     table.close()
-    part = part_of(case, meter.device, table, seconds, host, errors, {}, (begin, end))
+    part = part_of(case, meter.device, table, samples, host, errors, {})
     return part | {"peak_mib": peaks}
 
 

@@ -7,6 +7,7 @@ truth = operands.truth("result")          # float64, at rows that all ranks agre
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class Operands:
     all_gather_gemm: a is this rank's share of the M rows, [M/R, K]; gemm_all_scatter: a is the same on all
     ranks. `share` is what the rank holds of the result's rows in gemm_reduce_scatter and reduce_scatter.
     Of ops with a norm (`NORMS`): residual [M, N] and gain [N], the same on all ranks. num_weights: copies of b.
+    workspace: of calls of ours; None: that of the heap, or of the device.
     """
 
     def __init__(self, case: Case, heap: Any, device: torch.device, seed: int = 0) -> None:
@@ -63,6 +65,7 @@ class Operands:
         self.share = shard_range(case.M, self.rank, self.ranks)
         M, N, K = case.M, case.N, case.K
         self.num_weights = 0
+        self.workspace: Any = None
         if case.op in NORMS:
             self.residual = self._random((M, N), 0, "residual")
             self.gain = self._random((1, N), 0, "gain")[0]
@@ -76,12 +79,17 @@ class Operands:
             copies = COLD_BYTES // (weights[0].numel() * self.dtype.itemsize) + 1
             weights += [weights[0].clone() for _ in range(min(copies, GRAPH_CALLS - 1))]
         self.num_weights = len(weights)
-        self._weights = itertools.cycle(weights)
+        self._weights: Iterator[torch.Tensor] = itertools.cycle(weights)
 
     @property
     def b(self) -> torch.Tensor:
         """[K, N]; in a graph another copy for each call."""
         return next(self._weights)
+
+    def hold_weights(self) -> None:
+        """From now on every call reads the same copy of B."""
+        if self.num_weights:
+            self._weights = itertools.repeat(self.b)
 
     def _random(self, shape: tuple[int, int], rank: int, tag: str) -> torch.Tensor:
         return make_operand(shape, self.dtype, self.seed, rank, tag=tag, device=self.device)

@@ -21,7 +21,7 @@ import stream_k
 from benchmarks import collective_providers, decode_providers
 from benchmarks.collective_providers import check_bytes
 from benchmarks.operands import Operands
-from benchmarks.provider import Run, Unavailable, first_line, group_name, need_gpus, public
+from benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, group_name, need_gpus, public
 from benchmarks.shapes import NORMS, OPS
 from reference import ops as reference_ops
 from stream_k.config import PLACEMENTS
@@ -56,12 +56,16 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
             return collective_providers.ours(x)
         function, config = public(stream_k, x.case.op), _config(x, **changes)
         if changes and config == _config(x):
-            raise Unavailable("it is the default")
+            raise Unavailable(IS_DEFAULT)
         out = x.new(*x.result_shape())
         options = {} if x.case.op == "gemm" else {"group": x.heap}
         if x.case.op == "all_gather_gemm":
             options["num_rows"] = x.case.M
-        return Run(lambda: function(x.a, x.b, out=out, config=config, **options), out, config=config)
+
+        def call() -> None:
+            function(x.a, x.b, out=out, config=config, workspace=x.workspace, **options)
+
+        return Run(call, out, config=config)
 
     return prepare_ours
 

@@ -3,7 +3,9 @@
 A case has: op, shapes (the set's name), M, N, K of the local product, dtype, ranks, timing ("eager", or "graph":
 replays of many calls), device, us {provider: samples of the slowest rank}, host_us, error {provider: error beside
 its bound}, wrong [providers], skipped and failed {provider: reason}, config {provider: configuration}, link_bytes,
-floor_us, efficiency {provider: floor / median}, clock_mhz and power_w while it was timed.
+floor_us, efficiency {provider: floor / median}. Since November 23, 2026 also: bits {our provider: runs, and how many
+distinct results they gave}, workspace_bytes {our provider: bytes} and workspace_allowed_bytes, clocks_mhz {provider: SM
+clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "".
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 _GPU_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-_LOG_PERIOD_MS = 250
 
 
 def output_of(*command: str) -> str:
@@ -138,62 +138,19 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> None:
     """A row for each case and provider."""
     names = ("op", "shapes", "M", "N", "K", "dtype", "ranks", "timing", "device")
     header = (*names, "provider", "median_us", "min_us", "max_us", "efficiency", "worst_error_ratio", "wrong")
+    more_names = ("host_us", "workspace_bytes", "workspace_allowed_bytes", "dropped")
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(header)
+        writer.writerow((*header, *more_names))
         for record in records:
             for provider, samples in record["us"].items():
                 values = (provider, median(record, provider), min(samples), max(samples))
                 error = record["error"][provider]["worst_ratio"]
                 efficiency = record["efficiency"].get(provider)
                 row = (*(record[name] for name in names), *values, efficiency, error)
-                writer.writerow((*row, provider in record["wrong"]))
-
-
-class ClockLog:
-    """SM clocks and power of all GPUs while a run goes on, read by one nvidia-smi; nothing without it.
-
-    wanted: False reads nothing.
-    """
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-        self._lines: list[tuple[float, float, float]] = []
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> ClockLog:
-        if not self._wanted:
-            return self
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(
-                [*query, f"--loop-ms={_LOG_PERIOD_MS}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
-        return self
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with contextlib.suppress(ValueError):
-                clock, power = map(float, line.split(","))
-                self._lines.append((time.time(), clock, power))
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-
-    def during(self, begin: float, end: float) -> dict[str, Any]:
-        """Least and largest SM clock and the largest power of any GPU between two times."""
-        found = [line for line in self._lines if begin <= line[0] <= end]
-        if not found:
-            return {"clock_mhz": None, "power_w": None}
-        clocks = [clock for _, clock, _ in found]
-        return {"clock_mhz": [min(clocks), max(clocks)], "power_w": max(power for _, _, power in found)}
+                held = (record.get("workspace_bytes") or {}).get(provider)
+                more = (record["host_us"].get(provider), held, record.get("workspace_allowed_bytes"))
+                writer.writerow((*row, provider in record["wrong"], *more, record.get("dropped", "")))
 
 
 def _plain(value: Any) -> Any:

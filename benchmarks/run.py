@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import ahead, layers, providers, records
-from benchmarks.measure import broken, measure_cases
+from benchmarks.derive import broken
+from benchmarks.measure import measure_cases
 from benchmarks.shapes import LAYERS, TIMED, Case, cases_of
 from pyrocshmem import target
 from pyrocshmem.heap import Heap
@@ -118,7 +119,6 @@ def _rank_main(
         sets.setdefault(dataclasses.replace(case, shapes=""), []).append(case.shapes)
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            clocks = stack.enter_context(records.ClockLog(device.type == "cuda"))
             advance = stack.enter_context(_progress(len(sets)))
         for op in dict.fromkeys(case.op for case in cases):
             todo = [case for case in sets if case.op == op]
@@ -129,7 +129,6 @@ def _rank_main(
                 measure = layers.measure_cases if op in LAYERS else measure_cases
                 for case, record in measure(todo, names, iters, heap, device):
                     if rank == 0:
-                        record |= clocks.during(*record.pop("span"))
                         for name in sets[case]:
                             records.append(path, record | {"shapes": name})
                         advance(case)
@@ -159,7 +158,12 @@ def problems(found: list[dict[str, Any]]) -> list[str]:
     texts = []
     for record in found:
         shape = f"{record['op']} {record['M']} x {record['N']} x {record['K']} {record['dtype']}"
-        texts += [f"{shape}: WRONG result of {name}: {record['error'][name]}" for name in record["wrong"]]
+        for name in record["wrong"]:
+            error, bits = record["error"][name], record.get("bits", {}).get(name, {"distinct": 1})
+            if error["num_bad"] or bits["distinct"] == 1:
+                texts.append(f"{shape}: WRONG result of {name}: {error}")
+            else:
+                texts.append(f"{shape}: WRONG: {bits['distinct']} results of {name} in {bits['runs']} runs")
         texts += [f"{shape}: {name} failed: {reason}" for name, reason in record["failed"].items()]
     return texts
 

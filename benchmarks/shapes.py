@@ -19,6 +19,9 @@ from pathlib import Path
 # Bytes a second that a GPU can send to its peers together: what a floor divides by. From 4 x H200, where the copy
 # engine pushes 385 GB/s to one peer and pulls 367.
 LINK_BYTES_PER_S = 370e9
+# Peaks of device memory by the vendor's data sheets, and up to how many rows a product is held to them.
+MEMORY_BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
+MEMORY_BOUND_ROWS = 128
 
 # Llama 3 layers on 4 to 8 GPUs, as (N, K) of one rank's column-parallel product.
 LLAMA = ((1792, 4096), (3584, 8192), (6656, 16384))

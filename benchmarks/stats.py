@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import File, median
-from benchmarks.shapes import LAYERS, TIMED
+from benchmarks.shapes import LAYERS, MEMORY_BOUND_ROWS, TIMED
 
 # Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
 NOT_PEERS = ("ours_gemm", "unfused_stacked")
@@ -64,10 +64,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
+def dropped(case: dict[str, Any]) -> str:
+    """Why a case doesn't count; "" for one that does, as all records did once."""
+    return str(case.get("dropped", ""))
+
+
 def speedup(case: dict[str, Any], provider: str, ours: str = "ours") -> float | None:
-    """How many times as fast ours is, by medians; None where either was not timed, or ours is wrong."""
+    """How many times as fast ours is, by medians; None where either was not timed, ours is wrong, or the case is
+    dropped."""
     mine, theirs = median(case, ours), median(case, provider)
-    if mine is None or theirs is None or ours in case["wrong"]:
+    if mine is None or theirs is None or ours in case["wrong"] or dropped(case):
         return None
     return theirs / mine
 
@@ -83,6 +89,16 @@ def spread(case: dict[str, Any], provider: str) -> tuple[float, float] | None:
         return None
     ratios = [t / o for t, o in zip(case["us"][provider], case["us"]["ours"], strict=True)]
     return percentile(ratios, 0.1), percentile(ratios, 0.9)
+
+
+def memory_gb_per_s(case: dict[str, Any]) -> float | None:
+    """What ours reads and writes at least, of a product of so few rows that this is what takes the time; None of
+    others."""
+    us = median(case, "ours")
+    if case["op"] != "gemm" or case["M"] > MEMORY_BOUND_ROWS or us is None or case["device"] == "cpu":
+        return None
+    M, N, K = case["M"], case["N"], case["K"]
+    return float((M * K + K * N + M * N) * (4 if case["dtype"] == "float32" else 2) / us / 1e3)
 
 
 def baseline(op: str) -> str:
@@ -106,10 +122,10 @@ def efficiencies(group: Group, provider: str = "ours") -> list[float]:
 def summary(files: Iterable[File]) -> list[dict[str, Any]]:
     """An object for each op and set of shapes in which ours was timed: op, device, ranks, dtype, shapes, cases,
     overlap_efficiency (geometric mean, None where there is no floor), speedup and worst_speedup (of ours over each
-    provider: geometric mean, minimum). Cases where ours is wrong don't count."""
+    provider: geometric mean, minimum). Cases that are dropped, or where ours is wrong, don't count."""
     found = []
     for group in groups(files):
-        timed = [case for case in group.cases if "ours" in case["us"] and "ours" not in case["wrong"]]
+        timed = [c for c in group.cases if "ours" in c["us"] and "ours" not in c["wrong"] and not dropped(c)]
         if not timed:
             continue
         ratios = {name: speedups(group, name) for name in group.providers if name != "ours"}

@@ -1,46 +1,22 @@
-"""Markdown made from records: docs/results.md and the table of README.md."""
+"""Markdown made from records: tables of cases, who is ahead and who isn't, and the summary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import stats
+from benchmarks.notes import NO_NOTES, Notes
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, NORMS, TIMED, tensor_bytes
+from benchmarks.shapes import MEMORY_BYTES_PER_S, NORMS, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
-BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
+EFFICIENCY = "efficiency"
+WORKSPACE = "workspace MiB of ours, ours_16bit (allowed with 2-byte partial sums; fp32 ones are twice that)"
+
 # A set with more cases than this is shown by its distribution and its worst cases.
 _ALL_CASES = 40
 _WORST_CASES = 20
-_VARIANTS = ("ours", "ours_16bit")
-
-_HEAD = f"""# Results
-
-Made by `python -m benchmarks report` from the records named; don't edit. All cases are shown, losing ones in bold.
-
-M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
-microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on
-the same tensors. Timing `graph`: a replayed CUDA graph of 20 calls (of collectives from 64 MiB on: 5), its share;
-`eager`: one call between device events. L2 is flushed before either, and each call of a graph reads another copy of B,
-so that B comes from memory, as the weights of successive layers do. `spread`: 10th and 90th percentile of the ratio of
-neighbouring samples. `floor` is the larger of the product alone (the faster of the BLAS and our GEMM) and the op's
-bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
-
-`ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
-library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
-two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
-`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
-where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
-ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
-`unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
-symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
-and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
-`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with the
-workspace that it needs.
-"""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -89,39 +65,75 @@ def cell(case: dict[str, Any], provider: str, peers: Sequence[str]) -> str:
     return f"{number(time)} ({ratio(speed, provider in peers)})"
 
 
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+
+
+def columns_of(group: Group, cases: Sequence[dict[str, Any]]) -> list[Column]:
+    """What a table of `cases` says of each: headings, and what a row has there. What no record has, has no column."""
+    peers, base = stats.peers(group), stats.baseline(group.op)
+    kind = TIMED[group.op].kind
+    found: list[Column] = [
+        ("size" if kind == "collective" else "M x N x K", _name),
+        ("timing", lambda case: case["timing"]),
+    ]
+    found += [(name, lambda case, name=name: cell(case, name, peers)) for name in group.providers]  # type: ignore[misc]
+    found.append((f"spread over {base}", lambda case: _spread(case, base)))
+    if kind in ("row", "column"):
+        found.append(("floor", lambda case: number(case["floor_us"])))
+        found.append((EFFICIENCY, lambda case: number(case["efficiency"].get("ours"), 2)))
+    if kind == "collective":
+        found.append(("bus GB/s", lambda case: number(case["bus_gb_per_s"].get("ours"))))
+    if any(stats.memory_gb_per_s(case) for case in cases):
+        found.append(("memory GB/s (share of peak)", _bandwidth))
+    if any(case["host_us"] for case in cases):
+        found.append(("host us", lambda case: number(case["host_us"].get("ours")) or "-"))
+    if any(case.get("workspace_bytes") for case in cases):
+        found.append((WORKSPACE, _workspace))
+    if any(case.get("peak_mib") for case in cases):
+        found.append(("peak MiB", lambda case: _peaks(case, group.providers)))
+    return found
+
+
 def case_table(group: Group, cases: Sequence[dict[str, Any]]) -> str:
     """A row a case, a column a provider, and the geometric mean and worst case of the group."""
-    peers, base = stats.peers(group), stats.baseline(group.op)
-    fused = TIMED[group.op].kind in ("row", "column")
-    bandwidth = TIMED[group.op].kind == "collective"
-    header = ["size" if bandwidth else "M x N x K", "timing", *group.providers, f"spread over {base}"]
-    header += ["floor", "efficiency"] * fused + ["bus GB/s"] * bandwidth
-    memory = any(case.get("peak_mib") for case in cases)
-    header += ["peak MiB"] * memory
-    rows = []
-    for case in cases:
-        between = stats.spread(case, base)
-        row = [shape(case), case["timing"], *(cell(case, name, peers) for name in group.providers)]
-        row.append(f"{between[0]:.2f} to {between[1]:.2f}" if between else "")
-        if fused:
-            row += [number(case["floor_us"]), number(case["efficiency"].get("ours"), 2)]
-        if bandwidth:
-            row.append(number(case["bus_gb_per_s"].get("ours")))
-        if memory:
-            peaks = case.get("peak_mib") or {}
-            row.append(
-                ", ".join(f"{name} {number(peaks[name])}" for name in group.providers if name in peaks)
-            )
-        rows.append(row)
-    empty = [""] * (1 + bandwidth + memory)
-    means = {name: stats.speedups(group, name) for name in group.providers if name != "ours"}
-    efficiency = number(stats.geometric_mean(stats.efficiencies(group)), 2) if fused else ""
-    tail = ["", efficiency] if fused else empty[: bandwidth + memory]
+    columns, peers = columns_of(group, cases), stats.peers(group)
+    rows = [[text(case) for _, text in columns] for case in cases]
+    ratios = {name: stats.speedups(group, name) for name in group.providers if name != "ours"}
+    efficiency = number(stats.geometric_mean(stats.efficiencies(group)), 2)
     for title, value in (("**geometric mean**", stats.geometric_mean), ("**worst**", min)):
-        found = [ratio(value(means[p]), p in peers) if means.get(p) else "" for p in group.providers]
-        end = tail if value is stats.geometric_mean else [""] * len(tail)
-        rows.append([title, "", *found, "", *end])
-    return table(header, rows)
+        row = {name: ratio(value(found), name in peers) for name, found in ratios.items() if found}
+        row |= {EFFICIENCY: efficiency} if value is stats.geometric_mean else {}
+        rows.append([title, *(row.get(heading, "") for heading, _ in columns[1:])])
+    return table([heading for heading, _ in columns], rows)
+
+
+def _name(case: dict[str, Any]) -> str:
+    return f"{shape(case)} (dropped)" if stats.dropped(case) else shape(case)
+
+
+def _spread(case: dict[str, Any], base: str) -> str:
+    between = stats.spread(case, base)
+    return f"{between[0]:.2f} to {between[1]:.2f}" if between else ""
+
+
+def _bandwidth(case: dict[str, Any]) -> str:
+    rate, peak = stats.memory_gb_per_s(case), MEMORY_BYTES_PER_S.get(case["device"])
+    if rate is None:
+        return "-"
+    return f"{rate:.0f} ({1e9 * rate / peak:.0%})" if peak is not None else f"{rate:.0f}"
+
+
+def _workspace(case: dict[str, Any]) -> str:
+    held, allowed = case.get("workspace_bytes") or {}, case.get("workspace_allowed_bytes")
+    texts = [number(None if used is None else used / 2**20) or "-" for used in held.values()]
+    if not texts:
+        return "-"
+    return f"{', '.join(texts)} ({number(allowed / 2**20) if allowed is not None else '-'})"
+
+
+def _peaks(case: dict[str, Any], providers: Sequence[str]) -> str:
+    peaks = case.get("peak_mib") or {}
+    return ", ".join(f"{name} {number(peaks[name])}" for name in providers if name in peaks)
 
 
 def distribution(group: Group) -> str:
@@ -151,31 +163,34 @@ def distribution(group: Group) -> str:
     return table(header, rows)
 
 
-def behind(group: Group) -> str:
-    """Where each peer is faster than ours, and by what ratio; "" where none is."""
-    texts = []
+def behind(group: Group, notes: Notes) -> str:
+    """Where each peer is faster than ours, by what ratio, and why as far as the notes know; "" where none is."""
+    lines = []
     for peer in stats.peers(group):
-        speeds = {shape(case): stats.speedup(case, peer) for case in group.cases}
-        lost = [f"{name} ({speed:.3f})" for name, speed in speeds.items() if speed is not None and speed < 1]
-        texts += [f"`{peer}` at {', '.join(lost)}"] if lost else []
-    return f"Ours is behind {'; '.join(texts)}.\n" if texts else ""
+        lost: dict[str, list[str]] = {}
+        for case in group.cases:
+            speed = stats.speedup(case, peer)
+            if speed is not None and speed < 1:
+                reason = notes.reason(group.op, shape(case), peer) or "reason not known"
+                lost.setdefault(reason, []).append(f"{shape(case)} ({speed:.3f})")
+        lines += [f"- `{peer}` at {', '.join(found)}: {reason}.\n" for reason, found in lost.items()]
+    return f"Ours is behind\n\n{''.join(lines)}" if lines else ""
 
 
-def group_text(group: Group) -> str:
+def group_text(group: Group, notes: Notes) -> str:
     """Heading, tables, losing cases, clocks, and who was skipped why."""
     parts = [f"### {group.title}\n"]
     cases: Sequence[dict[str, Any]] = group.cases
     if len(cases) > _ALL_CASES:
         base = stats.baseline(group.op)
-        cases = sorted(cases, key=lambda case: stats.speedup(case, base) or 0)[:_WORST_CASES]
+        # What failed first, what is dropped last.
+        known = [case for case in cases if not stats.dropped(case)]
+        cases = sorted(known, key=lambda case: stats.speedup(case, base) or 0)[:_WORST_CASES]
         parts += [distribution(group), f"The {len(cases)} worst of {len(group.cases)} cases:\n"]
     parts.append(case_table(group, cases))
-    if len(group.cases) <= _ALL_CASES and (lost := behind(group)):
+    if len(group.cases) <= _ALL_CASES and (lost := behind(group, notes)):
         parts.append(lost)
-    clocks = [clock for case in group.cases for clock in case.get("clock_mhz") or ()]
-    if clocks:
-        watts = max(case["power_w"] for case in group.cases if case.get("power_w"))
-        parts.append(f"SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, at most {watts:.0f} W.\n")
+    parts += [text for text in (_floors(group), _dropped(group), _clocks(group)) if text]
     for kind in ("skipped", "failed"):
         reasons: dict[tuple[str, str], int] = {}
         for case in group.cases:
@@ -187,6 +202,38 @@ def group_text(group: Group) -> str:
     return "\n".join(parts)
 
 
+def _floors(group: Group) -> str:
+    """Which floors our own product had no part in."""
+    fused = TIMED[group.op].kind in ("row", "column")
+    alone = [case for case in group.cases if case["floor_us"] and "ours_gemm" not in case["us"]]
+    if not fused or not alone:
+        return ""
+    return (
+        f"Floors of {len(alone)} of {len(group.cases)} cases are of the BLAS alone: our own product was not timed "
+        "beside them. Where that is the faster one, their efficiency is less than it says here.\n"
+    )
+
+
+def _dropped(group: Group) -> str:
+    texts = [f"{shape(case)} ({why})" for case in group.cases if (why := stats.dropped(case))]
+    return f"Dropped, without ratios and in no mean: {', '.join(texts)}.\n" if texts else ""
+
+
+def _clocks(group: Group) -> str:
+    """Of all cases together, and of how many the providers' own are not known, on GPUs; whose bits were compared."""
+    texts = []
+    clocks = [clock for case in group.cases for clock in case.get("clock_mhz") or ()]
+    if clocks:
+        watts = max(case["power_w"] for case in group.cases if case.get("power_w"))
+        texts.append(f"SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, at most {watts:.0f} W.")
+    unknown = sum(not case.get("clocks_mhz") for case in group.cases)
+    if unknown and group.device != "cpu":
+        texts.append(f"Clocks of each provider are not known of {unknown} of {len(group.cases)} cases.")
+    if runs := [bits["runs"] for case in group.cases if (bits := case.get("bits", {}).get("ours"))]:
+        texts.append(f"Bits of ours compared over {min(runs)} runs or more in {len(runs)} cases.")
+    return " ".join(texts) + "\n" if texts else ""
+
+
 def file_text(file: File) -> str:
     """What made the records."""
     env = file.environment
@@ -194,15 +241,22 @@ def file_text(file: File) -> str:
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl", "python") if env[name])
     commands = ", ".join(f"`{command}`" for command in env.get("commands", [env["command"]]))
     return (
-        f"- {commands} on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{_changed(env)}, "
+        f"- {commands} on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{changed(env)}, "
         f"{env['started']}; {versions}. Records: `{file.path.name}`.\n"
     )
 
 
-def document(files: Sequence[File]) -> str:
-    """Everything that the records say, but for the introduction."""
-    found = stats.groups(files)
-    return "".join(file_text(file) for file in files) + "\n" + "\n".join(group_text(group) for group in found)
+def document(files: Sequence[File], notes: Notes = NO_NOTES) -> str:
+    """Everything that the records say, and the notes before each op's tables."""
+    parts, last = [], ""
+    for group in stats.groups(files):
+        if group.op != last:
+            parts.append(f"## {group.op}\n")
+            if text := notes.text(group.op):
+                parts.append(f"{text}\n")
+        parts.append(group_text(group, notes))
+        last = group.op
+    return "".join(file_text(file) for file in files) + "\n" + "\n".join(parts)
 
 
 def summary_table(found: Sequence[dict[str, Any]]) -> str:
@@ -226,59 +280,6 @@ def summary_table(found: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def readme_table(files: Sequence[File]) -> str:
-    """For each op on GPUs and each set of shapes: ours, and its faster variants, over its peers."""
-    rows = []
-    for group in stats.groups(files):
-        if group.device == "cpu":
-            continue
-        for name in _VARIANTS:
-            peers = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
-            peers = {peer: found for peer, found in peers.items() if found}
-            if not peers:
-                continue
-            texts = [
-                f"{peer} {stats.geometric_mean(found):.2f} (worst {min(found):.2f})"
-                for peer, found in peers.items()
-            ]
-            efficiency = number(stats.geometric_mean(stats.efficiencies(group, name)), 2)
-            count = max(len(found) for found in peers.values())
-            where = f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
-            rows.append(
-                [f"`{group.op}`", group.shapes, where, name, str(count), efficiency, "; ".join(texts)]
-            )
-    header = [
-        "op",
-        "shapes",
-        "on",
-        "variant",
-        "cases",
-        "overlap efficiency",
-        "speed over: geometric mean (worst case)",
-    ]
-    runs = {_run(file.environment): None for file in files if file.environment["gpus"]}
-    return f"Multicast is off for all. {'; '.join(runs)}.\n\n{table(header, rows)}"
-
-
-def _changed(env: dict[str, Any]) -> str:
+def changed(env: dict[str, Any]) -> str:
     """What is not of the commit that a run names."""
     return f" with {len(env['uncommitted'])} files changed since" if env["uncommitted"] else ""
-
-
-def _run(env: dict[str, Any]) -> str:
-    """Where and of what a run was made, in a few words; docs/results.md has its command."""
-    gpu = env["gpus"][0].split(",")[0]
-    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
-    return f"{env['num_ranks']} x {gpu}: {versions}, commit `{env['commit'][:7]}`{_changed(env)}"
-
-
-def write(files: Sequence[File], plots: Sequence[Path], root: Path) -> None:
-    """docs/results.md with the `plots` below docs/, and the table between its marks in README.md."""
-    docs = root / "docs"
-    drawn = [path.relative_to(docs) for path in plots if path.suffix == ".png"]
-    pictures = "".join(f"![{path.stem.replace('-', ' ')}]({path.as_posix()})\n" for path in drawn)
-    text = f"{_HEAD}\n{document(files)}\n## Plots\n\n{pictures}"
-    (docs / "results.md").write_text(text)
-    readme = root / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{rest.split(END)[1]}")

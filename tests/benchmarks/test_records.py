@@ -1,29 +1,24 @@
 """What is made from records (summary, tables, plots), and what is measured: sets of shapes, bytes, options."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import documents, run, stats, tables
 from benchmarks import records as records_module
-from benchmarks import run, stats, tables
 from benchmarks.__main__ import app
-from benchmarks.measure import merged
+from benchmarks.notes import NO_NOTES
+from benchmarks.provider import IS_DEFAULT
 from benchmarks.shapes import OPS, SIZES, cases_of, corpus
 from tests.benchmarks import made_up
+from tests.benchmarks.made_up import FUSED
 
 TIER = 2
 pytestmark = pytest.mark.cpu
 
 KEYS = ["op", "device", "ranks", "dtype", "shapes", "cases", "overlap_efficiency", "speedup", "worst_speedup"]
-FUSED = [
-    made_up.case(
-        "gemm_all_reduce", "llama3", 4096, 4096, 1792, ours=100, blas=80, unfused=200, nccl_window=90
-    ),
-    made_up.case("gemm_all_reduce", "llama3", 8192, 4096, 1792, ours=100, blas=80, unfused=50),
-]
 
 
 def test_summary(tmp_path: Path) -> None:
@@ -88,10 +83,10 @@ def test_report(tmp_path: Path) -> None:
     ]
     root = tmp_path
     (root / "docs").mkdir()
-    (root / "README.md").write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    (root / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\nafter\n")
     files = [records_module.File(tmp_path / "made.jsonl", made_up.ENVIRONMENT, cases)]
     drawn = plots.draw(files, root / "docs" / "results")
-    tables.write(files, drawn, root)
+    documents.write(files, drawn, root, NO_NOTES)
     text = (root / "docs" / "results.md").read_text()
     assert "| 4096 x 4096 x 1792 | eager | 100 | 80 (0.80) | 200 (2.00) | 90 (**0.90**) |" in text
     assert "50 (**0.50**)" in text  # a losing case, shown
@@ -99,8 +94,8 @@ def test_report(tmp_path: Path) -> None:
     assert "SM clock 1900 to 1980 MHz, at most 600 W" in text
     assert "| 4 KiB | eager | 10 | 20 (2.00) | 9 (**0.90**) |" in text
     readme = (root / "README.md").read_text()
-    assert readme.startswith(f"before\n{tables.BEGIN}\nMulticast is off for all. 4 x GPU X: torch 2.11")
-    assert readme.endswith(f"{tables.END}\nafter\n")
+    assert readme.startswith(f"before\n{documents.BEGIN}\nMulticast is off for all. 4 x GPU X: torch 2.11")
+    assert readme.endswith(f"{documents.END}\nafter\n")
     assert "old" not in readme
     assert "unfused 1.00 (worst 0.50)" in readme
     names = {path.stem for path in drawn if path.suffix == ".svg"}
@@ -109,6 +104,23 @@ def test_report(tmp_path: Path) -> None:
         assert any(name.endswith(part) for name in names), part
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert all(f"(results/{name}.png)" in text for name in names)
+
+
+def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None:
+    """Where whole tiles are the default, they have its reading."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    split = made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12)
+    whole = made_up.case("gemm", "stream-k-corpus", 301, 200, 100, ours=10, blas=9)
+    whole["skipped"] = {"ours_whole_tiles": IS_DEFAULT}
+    (group,) = stats.groups([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, [split, whole])])
+    figure = plots.utilisation(group)
+    assert {axis.get_title(): len(axis.collections[0].get_offsets()) for axis in figure.axes} == {
+        "blas": 2,
+        "ours_whole_tiles": 2,
+        "ours": 2,
+    }
 
 
 def test_a_large_set_shows_its_distribution_and_its_worst(tmp_path: Path) -> None:
@@ -120,27 +132,15 @@ def test_a_large_set_shows_its_distribution_and_its_worst(tmp_path: Path) -> Non
     assert "| 160 x 9 x 9 |" not in text
 
 
-def test_slowest_rank_and_worst_error_count() -> None:
-    a = made_up.case("gemm_all_reduce", "llama3", 8, 8, 8, ours=10, blas=5)
-    b = made_up.case("gemm_all_reduce", "llama3", 8, 8, 8, ours=20, blas=5)
-    b["error"]["ours"] |= {"worst_ratio": math.inf, "num_bad": 3}
-    found = merged([a, b])
-    assert found["us"]["ours"] == [18.0, 20.0, 22.0]
-    assert found["host_us"] == {"ours": 30.0}
-    assert found["wrong"] == ["ours"]
-    assert found["error"]["ours"]["num_bad"] == 3
-    # All-reduce of 8 x 8 bf16 on 4 ranks: 2 x 3/4 x 128 bytes; the product alone is the larger part of the floor.
-    assert found["link_bytes"] == 192
-    assert found["floor_us"] == 5
-    assert found["efficiency"] == {"ours": 0.25}
-
-
 def test_csv(tmp_path: Path) -> None:
     records_module.write_csv(tmp_path / "x.csv", FUSED)
     lines = (tmp_path / "x.csv").read_text().splitlines()
     assert lines[0].startswith("op,shapes,M,N,K,dtype,ranks,timing,device,provider,median_us")
     assert lines[1].startswith("gemm_all_reduce,llama3,4096,4096,1792,bfloat16,4,eager,GPU X,ours,100")
     assert len(lines) == 1 + 4 + 3
+    assert lines[0].endswith(",wrong,host_us,workspace_bytes,workspace_allowed_bytes,dropped")
+    assert lines[1].endswith(",False,30.0,3145728,2097152,")
+    assert lines[2].endswith(",False,,,2097152,")
 
 
 def test_sets_of_shapes() -> None:

@@ -68,8 +68,14 @@ def test_every_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert min(samples) > 0
         assert all(0 <= error["worst_ratio"] <= 1 for error in case["error"].values())
         assert all(error["num_elements"] > 0 for error in case["error"].values())
+        ours = [name for name in case["us"] if name.startswith("ours")]
+        assert set(case["bits"]) == set(ours)
+        assert all(bits["runs"] >= 2 and bits["distinct"] == 1 for bits in case["bits"].values())
+        # Messages take 1 MiB a slot at least, also for a case this small.
+        assert case["workspace_bytes"]["ours"] >= (3 << 20 if case["op"] == "all_reduce" else 0)
         if target.interpreted():
             assert case["floor_us"] is None
+            assert (case["dropped"], case["clocks_mhz"]) == ("", {})
     skipped = next(case for case in file.cases if case["op"] == "gemm_reduce_scatter")["skipped"]
     if target.interpreted():
         assert skipped["torch_symm_mem"] == "needs GPUs"
@@ -94,10 +100,10 @@ def _replaced(make: Callable[[Any], Run]) -> None:
     providers._PROVIDERS["ours"] = (ops, make)
 
 
-def _measured(heap: Heap) -> list[dict[str, Any]]:
+def _measured(heap: Heap, iters: int = 1) -> list[dict[str, Any]]:
     device = target.device(heap.rank)
     case = Case("gemm_all_reduce", "tiny", 40, 24, 16, "float16", heap.world_size, "eager")
-    return [record for _, record in measure_cases([case], ("ours", "unfused"), 1, heap, device)]
+    return [record for _, record in measure_cases([case], ("ours", "unfused"), iters, heap, device)]
 
 
 def off_by_one_element(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -144,6 +150,29 @@ def writes_once(rank: int, world_size: int) -> list[dict[str, Any]]:
         return _measured(heap)
 
 
+def other_bits_each_time(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A provider whose last element differs by one rounding from call to call, on one rank."""
+    right = providers._PROVIDERS["unfused"][1]
+
+    def make(operands: Any) -> Run:
+        made, calls = right(operands), []
+        function = made.function
+
+        def call() -> None:
+            function()
+            calls.append(1)
+            assert made.out is not None
+            if rank == 1:
+                made.out.view(torch.int16)[-1, -1] += len(calls) % 2
+
+        made.function = call
+        return made
+
+    _replaced(make)
+    with Heap(1 << 20) as heap:
+        return _measured(heap, iters=2)
+
+
 def breaks_on_a_rank(rank: int, world_size: int) -> list[dict[str, Any]]:
     """A provider that one rank can't prepare."""
 
@@ -165,6 +194,15 @@ def test_a_wrong_result_is_marked(body: Callable[..., Any]) -> None:
         assert record["error"]["ours"]["num_bad"] > 0
         assert record["error"]["unfused"]["num_bad"] == 0
         assert "WRONG result of ours" in run.problems([record])[0]
+
+
+@pytest.mark.num_ranks(2)
+def test_results_that_differ_from_run_to_run_fail_the_case() -> None:
+    for (record,) in values(run_ranks(other_bits_each_time, 2)):
+        assert record["error"]["ours"]["num_bad"] == 0
+        assert record["bits"]["ours"]["distinct"] == 2
+        assert record["wrong"] == ["ours"]
+        assert "WRONG: 2 results of ours in" in run.problems([record])[0]
 
 
 @pytest.mark.num_ranks(2)

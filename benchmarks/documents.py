@@ -1,0 +1,100 @@
+"""docs/results.md, and the table of README.md, made of records and benchmarks/results/notes.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import stats
+from benchmarks.notes import Notes
+from benchmarks.records import File
+from benchmarks.shapes import LINK_BYTES_PER_S
+from benchmarks.tables import changed, document, number, table
+
+BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
+_VARIANTS = ("ours", "ours_16bit")
+
+_HEAD = f"""# Results
+
+Made by `python -m benchmarks report` from the records named and benchmarks/results/notes.md; don't edit. All cases are
+shown, losing ones in bold.
+
+M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
+microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on
+the same tensors. Timing `graph`: a replayed CUDA graph of 20 calls (of collectives from 64 MiB on: 5), its share;
+`eager`: one call between device events. L2 is flushed before either, and each call of a graph reads another copy of B,
+so that B comes from memory, as the weights of successive layers do. `spread`: 10th and 90th percentile of the ratio of
+neighbouring samples. The SM clock is read after every third sample of each provider, by NVML: where they differ by more
+than 2% the case is dropped, that is, shown without ratios and in no mean. `host us`: what a repeated eager call of ours
+takes the host, with the same operands (in records before November 23, 2026, graphs' cases read another B each time).
+`workspace`: what a call of ours alone keeps beyond inputs and output; the figure in brackets is what the project allows
+itself, an fp32 tile a program included. Bits of ours are compared over all runs, at least 20. `-`: not in the record.
+`floor` is the larger of the product alone (the faster of the BLAS and our GEMM) and the op's
+bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
+
+`ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
+library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
+two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
+`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
+where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
+ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
+`unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
+symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
+and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
+`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with the
+workspace that it needs.
+"""
+
+
+def readme_table(files: Sequence[File]) -> str:
+    """For each op on GPUs and each set of shapes: ours, and its faster variants, over its peers."""
+    rows = []
+    for group in stats.groups(files):
+        if group.device == "cpu":
+            continue
+        for name in _VARIANTS:
+            peers = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
+            peers = {peer: found for peer, found in peers.items() if found}
+            if not peers:
+                continue
+            texts = [
+                f"{peer} {stats.geometric_mean(found):.2f} (worst {min(found):.2f})"
+                for peer, found in peers.items()
+            ]
+            efficiency = number(stats.geometric_mean(stats.efficiencies(group, name)), 2)
+            count = max(len(found) for found in peers.values())
+            where = f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
+            rows.append(
+                [f"`{group.op}`", group.shapes, where, name, str(count), efficiency, "; ".join(texts)]
+            )
+    header = [
+        "op",
+        "shapes",
+        "on",
+        "variant",
+        "cases",
+        "overlap efficiency",
+        "speed over: geometric mean (worst case)",
+    ]
+    runs = {_run(file.environment): None for file in files if file.environment["gpus"]}
+    return f"Multicast is off for all. {'; '.join(runs)}.\n\n{table(header, rows)}"
+
+
+def _run(env: dict[str, Any]) -> str:
+    """Where and of what a run was made, in a few words; docs/results.md has its command."""
+    gpu = env["gpus"][0].split(",")[0]
+    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
+    return f"{env['num_ranks']} x {gpu}: {versions}, commit `{env['commit'][:7]}`{changed(env)}"
+
+
+def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes) -> None:
+    """docs/results.md with the `plots` below docs/ and the `notes`, and the table between its marks in README.md."""
+    docs = root / "docs"
+    drawn = [path.relative_to(docs) for path in plots if path.suffix == ".png"]
+    pictures = "".join(f"![{path.stem.replace('-', ' ')}]({path.as_posix()})\n" for path in drawn)
+    text = f"{_HEAD}\n{document(files, notes)}\n## Plots\n\n{pictures}"
+    (docs / "results.md").write_text(text)
+    readme = root / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{rest.split(END)[1]}")

@@ -1,0 +1,55 @@
+"""Memory that a call of ours keeps beyond inputs and output, beside what it may keep."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.operands import Operands
+from benchmarks.provider import Run
+from benchmarks.shapes import Case
+from pyrocshmem.errors import HeapOutOfMemory
+from stream_k.config import Config, num_multiprocessors
+from stream_k.workspace import Workspace
+
+
+def used_by(run: Run, operands: Operands, spare: Workspace) -> int | None:
+    """Bytes of a workspace that makes this call alone: `spare`, which is empty, and is again afterwards. None where the
+    heap has no room for two. Collective."""
+    operands.workspace = spare
+    try:
+        run.call()
+        if operands.heap is not None:
+            operands.heap.synchronize()
+        elif operands.device.type == "cuda":
+            torch.cuda.synchronize(operands.device)
+        return spare.nbytes_in_use()
+    except HeapOutOfMemory:
+        return None
+    finally:
+        operands.workspace = None
+        spare.free()
+
+
+def allowed_bytes(case: Case, config: Config | None, device: torch.device) -> float | None:
+    """Of the operands' dtype: slots for two calls in turn, of what peers send, and the result where peers write that; A
+    gathered; and with `config` an fp32 tile a program. None for ops that no bound is stated for.
+
+    fp32 partial sums of 16-bit operands take twice the slots: that is not allowed for here.
+    """
+    M, N, K, ranks = case.M, case.N, case.K, case.ranks
+    slots = 2 * (ranks - 1) / ranks * M * N
+    elements = {
+        "gemm": 0.0,
+        "gemm_reduce_scatter": slots,
+        "gemm_all_reduce": slots + M * N,
+        "all_gather_gemm": float(M * K),
+    }
+    if case.op not in elements or config is None:
+        return None
+    return elements[case.op] * getattr(torch, case.dtype).itemsize + fix_up_bytes(config, device)
+
+
+def fix_up_bytes(config: Config, device: torch.device) -> int:
+    """An fp32 tile a program."""
+    programs = config.num_programs or num_multiprocessors(device)
+    return 4 * programs * config.block_m * config.block_n
