@@ -31,6 +31,8 @@ def check_bytes(x: Operands) -> None:
 def ours(x: Operands, **options: Any) -> Run:
     """`collectives`' function."""
     function = public(collectives, x.case.op)
+    if x.case.op == "barrier":
+        return meeting(x, lambda: function(group=x.heap, workspace=x.workspace))
     out = x.new(*x.result_shape())
     return Run(lambda: function(x.x, group=x.heap, out=out, workspace=x.workspace, **options), out)
 
@@ -38,6 +40,10 @@ def ours(x: Operands, **options: Any) -> Run:
 def library(x: Operands) -> Run:
     """torch.distributed's, on buffers of its own."""
     op, (M, N) = x.case.op, (x.case.M, x.case.N)
+    if op == "barrier":
+        # Not dist.barrier, for which the host waits.
+        token = torch.zeros(1, device=x.device)
+        return meeting(x, lambda: dist.all_reduce(token))
     roundings = x.ranks if op in SUMS else 0
     given = x.new(M, N).copy_(x.x)
     if op in ("all_reduce", "broadcast"):
@@ -61,6 +67,22 @@ def library(x: Operands) -> Run:
         return Run(gather, out, library=True)
     function = getattr(reference_ops, op)
     return Run(lambda: function(given, out=out), out, roundings=roundings, library=True)
+
+
+def meeting(x: Operands, wait: Callable[[], object]) -> Run:
+    """A barrier, which has no result of its own: before it every rank writes its number of calls to all others, and the
+    result is 1 for each rank whose last write can be read after it."""
+    seen = x.heap.zeros(x.ranks, dtype=torch.float32)
+    places = [x.heap.peer_view(seen, peer)[x.rank : x.rank + 1] for peer in range(x.ranks)]
+    calls = 0
+
+    def announce() -> None:
+        nonlocal calls
+        calls += 1
+        for place in places:
+            place.fill_(calls)
+
+    return Run(wait, seen, prepare=announce, as_result=lambda found: (found == calls).to(x.dtype)[None])
 
 
 def torch_shot(x: Operands, algorithm: str) -> Run:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import collectives
 import stream_k
-from benchmarks.collective_providers import Sum, flashinfer_workspace, torch_sum
+from benchmarks.collective_providers import Sum, check_bytes, flashinfer_workspace, torch_sum
 from benchmarks.operands import EPS, Operands
 from benchmarks.provider import Run, Unavailable, public
 from benchmarks.shapes import DECODE_ROWS, NORMS
@@ -52,6 +52,13 @@ def blas_torch_two_shot(x: Operands) -> Run:
     """The BLAS, then PyTorch's two-shot on symmetric memory."""
     _check_rows(x)
     return _chain(x, torch_sum(x, "two_shot"))
+
+
+def blas_torch_one_shot(x: Operands) -> Run:
+    """The BLAS, then PyTorch's one-shot on symmetric memory, where that may pay."""
+    check_bytes(x)
+    _check_rows(x)
+    return _chain(x, torch_sum(x, "one_shot"))
 
 
 def torch_shot_with_norm(x: Operands, algorithm: str) -> Run:

@@ -65,7 +65,8 @@ def _derived(record: dict[str, Any]) -> dict[str, Any]:
         median[name] for name in ("blas", "ours_gemm" if op.kind != "gemm" else "ours") if name in median
     ]
     known = on_gpu and (bool(alone) or op.kind == "collective")
-    floor = max([link_us, min(alone, default=0.0)]) if known else None
+    # A barrier moves nothing: it has none.
+    floor = max([link_us, min(alone, default=0.0)]) or None if known else None
     found: dict[str, Any] = {"link_bytes": nbytes, "floor_us": floor, "efficiency": {}}
     if floor is not None and not record["dropped"]:
         fused = {name: us for name, us in median.items() if name not in ("blas", "ours_gemm")}

@@ -40,7 +40,8 @@ two_shot): where that is not the default; a third of the samples. `ours_whole_ti
 where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
 ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
 `unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
-symmetric windows. `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
+symmetric windows. Where a norm's result is on all ranks, unfused gathers the columns, which PyTorch then normalizes.
+`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
 and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
 `torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with the
 workspace that it needs.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import GRAPH_CALLS, NORMS, OPS, Case
+from benchmarks.shapes import COLUMN_NORMS, GRAPH_CALLS, NORMS, OPS, Case
 from reference.accuracy import make_operand
 from reference.ops import shard_range
 
@@ -25,6 +25,8 @@ CHECKED_ELEMENTS = 1 << 20
 # between two readings of one. At least twice the L2 of any GPU here (H200: 60 MB).
 COLD_BYTES = 128 << 20
 EPS = 1e-6
+# Every rank has the same A, and columns of B of its own.
+_SAME_A = ("gemm_all_scatter", "gemm_rms_norm_all_scatter")
 # Of a broadcast.
 ROOT = 0
 
@@ -51,8 +53,8 @@ class Operands:
 
     all_gather_gemm: a is this rank's share of the M rows, [M/R, K]; gemm_all_scatter: a is the same on all
     ranks. `share` is what the rank holds of the result's rows in gemm_reduce_scatter and reduce_scatter.
-    Of ops with a norm (`NORMS`): residual [M, N] and gain [N], the same on all ranks. num_weights: copies of b.
-    workspace: of calls of ours; None: that of the heap, or of the device.
+    Of ops with a norm (`NORMS`): residual [M, N] and gain [N], the same on all ranks; of `COLUMN_NORMS` gain [N], of
+    this rank's columns. num_weights: copies of b. workspace: of calls of ours; None: the heap's or the device's.
     """
 
     def __init__(self, case: Case, heap: Any, device: torch.device, seed: int = 0) -> None:
@@ -69,11 +71,13 @@ class Operands:
         if case.op in NORMS:
             self.residual = self._random((M, N), 0, "residual")
             self.gain = self._random((1, N), 0, "gain")[0]
+        if case.op in COLUMN_NORMS:
+            self.gain = self._random((1, N), self.rank, "gain")[0]
         if self.kind == "collective":
             self.x = self._random((M, N), self.rank, "x")
             return
         rows = self.share[1] - self.share[0] if case.op == "all_gather_gemm" else M
-        self.a = self._random((rows, K), 0 if case.op == "gemm_all_scatter" else self.rank, "a")
+        self.a = self._random((rows, K), 0 if case.op in _SAME_A else self.rank, "a")
         weights = [self._random((K, N), self.rank, "b")]
         if case.timing == "graph":
             copies = COLD_BYTES // (weights[0].numel() * self.dtype.itemsize) + 1
@@ -101,13 +105,17 @@ class Operands:
     def result_shape(self) -> tuple[int, int]:
         """Rows and columns of this rank's result."""
         M, N = self.case.M, self.case.N
-        if self.case.op in ("gemm_all_scatter", "all_scatter"):
+        if self.case.op in (*_SAME_A, "all_scatter", "rms_norm_replicated"):
             return M, N * self.ranks
         if self.case.op == "all_gather":
             return M * self.ranks, N
         if self.case.op in ("gemm_reduce_scatter", "reduce_scatter"):
             return self.share[1] - self.share[0], N
         return M, N
+
+    def whole_gain(self) -> torch.Tensor:
+        """[R x N] of `COLUMN_NORMS`."""
+        return torch.cat([self._random((1, self.case.N), rank, "gain")[0] for rank in range(self.ranks)])
 
     def whole_a(self) -> torch.Tensor:
         """A [M, K] of the local product, gathered where ranks have shares. Collective for all_gather_gemm."""
@@ -149,6 +157,8 @@ class Operands:
             if case.op in NORMS:
                 return self._normalized(rows, ref, magnitude, partials)
             return self._own_rows(Truth(rows, ref, magnitude, partials, case.K * self.ranks))
+        if case.op in COLUMN_NORMS:
+            return self._normalized_columns(rows, ref, magnitude)
         ref, magnitude = self._side_by_side(ref), self._side_by_side(magnitude)
         return Truth(rows, ref, magnitude, ref.abs(), case.K)
 
@@ -174,8 +184,29 @@ class Operands:
         magnitude = magnitude * each + value.abs()
         return Truth(rows, value, magnitude, (partials + residual.abs()) * each, terms, steps=2)
 
+    def _normalized_columns(self, rows: torch.Tensor, mine: torch.Tensor, magnitude: torch.Tensor) -> Truth:
+        """RMSNorm over all ranks' columns, of which `mine` are this rank's. A product is rounded before that, which
+        moves value and root."""
+        K, columns = self.case.K, self.ranks * self.case.N
+        squares = mine.square().sum(1, keepdim=True)
+        self._sum(squares)
+        scale = torch.rsqrt(squares / columns + EPS) * self.gain.double()
+        value = mine * scale
+        magnitude = magnitude * scale.abs() + value.abs()
+        if self.case.op != "rms_norm":
+            value, magnitude = self._side_by_side(value), self._side_by_side(magnitude)
+        return Truth(rows, value, magnitude, value.abs(), max(K, 1) + columns + 16, steps=2 if K else 0)
+
     def _of_collective(self) -> Truth:
         op = self.case.op
+        if op == "barrier":
+            # Of every rank, whether what it did before is seen.
+            seen = torch.ones(1, self.ranks, dtype=torch.float64, device=self.device)
+            return Truth(torch.zeros(1, dtype=torch.int64), seen, torch.zeros_like(seen), seen, 1)
+        if op in COLUMN_NORMS:
+            rows = self._rows()
+            mine = self.x[rows].double()
+            return self._normalized_columns(rows, mine, torch.zeros_like(mine))
         if op in ("all_gather", "all_scatter"):
             rows = self._rows()
             parts = self._gathered(self.x[rows].double())

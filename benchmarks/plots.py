@@ -52,6 +52,8 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
     paths: list[Path] = []
     with mpl.rc_context(_STYLE):
         for op in whole:
+            if op.op == "barrier":  # a point, at no bytes
+                continue
             name = f"{op.op}-{op.dtype}-{op.ranks}{'-cpu' if op.device == 'cpu' else ''}".replace("_", "-")
             paths += _save(_panels(op, op.providers, _time, "us"), folder / f"{name}-time")
             if TIMED[op.op].kind == "collective":

@@ -62,12 +62,13 @@ class Run:
         return self.as_result(self.out) if self.as_result is not None else self.out
 
     def checksum(self) -> torch.Tensor | None:
-        """An int64 on the device, alike for equal bits of the output; None where nothing is written here.
+        """An int64 on the device, alike for equal bits of the output; None where nothing is written here, or what
+        is there depends on the calls before (`prepare`).
 
         Words are summed by rows and by columns of a grid, weighted by their place: two errors that make up for one
         another would have to share both.
         """
-        if self.out is None:
+        if self.out is None or self.prepare is not None:
             return None
         words = self.out.reshape(-1).view(_WORDS[self.out.element_size()])
         width = math.gcd(words.numel(), _CHECKSUM_COLUMNS)

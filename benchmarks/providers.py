@@ -10,7 +10,6 @@ table of all; `collective_providers` and `decode_providers` have the others.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import stream_k
-from benchmarks import collective_providers, decode_providers
+from benchmarks import collective_providers, decode_providers, norm_providers, peer_providers
 from benchmarks.collective_providers import check_bytes
 from benchmarks.operands import Operands
-from benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, group_name, need_gpus, public
-from benchmarks.shapes import NORMS, OPS
+from benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, need_gpus, public
+from benchmarks.shapes import COLUMN_NORMS, NORMS, OPS
 from reference import ops as reference_ops
 from stream_k.config import PLACEMENTS
 
@@ -50,6 +49,8 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
     """Ours with these fields of the configuration changed; Unavailable where that changes nothing."""
 
     def prepare_ours(x: Operands) -> Run:
+        if x.case.op in COLUMN_NORMS:
+            return norm_providers.ours(x)
         if x.case.op in NORMS:
             return decode_providers.ours_with_norm(x)
         if x.kind == "collective":
@@ -103,6 +104,8 @@ def _blas(x: Operands) -> Run:
 
 
 def _unfused(x: Operands) -> Run:
+    if x.case.op in COLUMN_NORMS:
+        return norm_providers.library(x)
     if x.case.op in NORMS:
         return decode_providers.library_with_norm(x)
     if x.kind == "collective":
@@ -184,53 +187,12 @@ def _flashinfer(x: Operands) -> Run:
     return decode_providers.blas_flashinfer(x) if x.case.op in NORMS else collective_providers.flashinfer(x)
 
 
-def _torch_symm_mem(x: Operands) -> Run:
-    need_gpus(x)
-    _equal_rows(x)
-    # Registers the ops.
-    importlib.import_module("torch.distributed._symmetric_memory")
-    group = group_name()
-    if x.case.op == "all_gather_gemm":
-        fused = torch.ops.symm_mem.fused_all_gather_matmul
-        call = lambda: fused(x.a, [x.b], 0, group, return_A=False)[1][0]  # noqa: E731
-        return Run(call, None, returns=True, library=True)
-    scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
-    call = lambda: scatter(x.a, x.b, "sum", 0, group)  # noqa: E731
-    return Run(call, None, returns=True, roundings=1, library=True)
-
-
-def _kraken(x: Operands) -> Run:
-    try:
-        fused = importlib.import_module("kraken.fused")
-    except ImportError as error:
-        raise Unavailable(f"not importable: {error}") from None
-    need_gpus(x)
-    _equal_rows(x)
-    # Its kernels read B by columns, and A's shares from symmetric memory.
-    b = x.b.T.contiguous().T
-    if x.case.op == "all_gather_gemm":
-        symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-        a = symmetric_memory.empty(x.a.shape, dtype=x.dtype, device=x.device)
-        symmetric_memory.rendezvous(a, group_name())
-        a.copy_(x.a)
-        return Run(lambda: fused.all_gather_matmul(a, b)[1], None, returns=True, library=True)
-    names = {
-        "gemm_reduce_scatter": "gemm_reduce_scatter",
-        "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
-    }
-    function = public(fused, names[x.case.op])
-    return Run(lambda: function(x.a, b), None, returns=True, roundings=x.ranks, library=True)
-
-
-def _equal_rows(x: Operands) -> None:
-    if x.case.M % x.ranks:
-        raise Unavailable(f"M = {x.case.M} is not divisible by the {x.ranks} ranks")
-
-
-_FUSED = tuple(op.name for op in OPS.values() if op.kind in ("row", "column") and op.name not in NORMS)
+_PRODUCTS = tuple(op.name for op in OPS.values() if op.kind in ("row", "column"))
+_FUSED = tuple(name for name in _PRODUCTS if name not in (*NORMS, *COLUMN_NORMS))
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
 _NORMED = ("gemm_all_reduce_rms_norm",)
 _DECODED = ("gemm_all_reduce", *_NORMED)
+_ROWS_DIVIDED = ("all_gather_gemm", "gemm_reduce_scatter")
 _SUMMED = ("all_reduce", "all_reduce_rms_norm")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(OPS), _ours()),
@@ -239,19 +201,22 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours_one_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("one_shot")),
     "ours_two_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
-    "ours_gemm": ((*_FUSED, *_NORMED), _ours_gemm),
-    "blas": (("gemm", *_FUSED, *_NORMED), _blas),
-    "unfused": ((*_FUSED, *_NORMED, *_ALONE), _unfused),
+    "ours_gemm": (_PRODUCTS, _ours_gemm),
+    "blas": (("gemm", *_PRODUCTS), _blas),
+    "unfused": ((*_PRODUCTS, *_ALONE), _unfused),
     "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
-    "nccl_window": ((*_FUSED, *_NORMED, *_ALONE), _nccl_window),
+    "nccl_window": ((*_PRODUCTS, *_ALONE), _nccl_window),
     "blas_ours": (_DECODED, decode_providers.blas_ours),
     "blas_torch_two_shot": (_DECODED, decode_providers.blas_torch_two_shot),
     "blas_flashinfer": (_DECODED, decode_providers.blas_flashinfer),
-    "torch_symm_mem": (("all_gather_gemm", "gemm_reduce_scatter"), _torch_symm_mem),
+    "torch_symm_mem": ((*_ROWS_DIVIDED, "barrier"), peer_providers.torch_symm_mem),
     "torch_one_shot": (_SUMMED, _torch_shot("one_shot")),
     "torch_two_shot": (_SUMMED, _torch_shot("two_shot")),
     "flashinfer": (_SUMMED, _flashinfer),
-    "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), _kraken),
+    "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), peer_providers.kraken),
+    "blas_torch_one_shot": (_DECODED, decode_providers.blas_torch_one_shot),
+    "transformer_engine": (_ROWS_DIVIDED, peer_providers.without_adapter("transformer_engine")),
+    "flux": (_ROWS_DIVIDED, peer_providers.without_adapter("flux")),
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
 # Ours, otherwise configured than by default: for orientation, so timed less often.

@@ -91,6 +91,11 @@ class Op:
             "gemm_reduce_scatter": share * M * N,
             "gemm_all_reduce": 2 * share * M * N,
             "gemm_all_scatter": (ranks - 1.0) * M * N,
+            # Beside columns, the sum of squares of a row, in fp32.
+            "gemm_rms_norm_all_scatter": (ranks - 1.0) * M * (N + 4 / itemsize),
+            "rms_norm": (ranks - 1.0) * M * 4 / itemsize,
+            "rms_norm_replicated": (ranks - 1.0) * M * (N + 4 / itemsize),
+            "barrier": 0.0,
             "all_reduce": 2 * share * M * N,
             "all_reduce_rms_norm": 2 * share * M * N,
             "gemm_all_reduce_rms_norm": 2 * share * M * N,
@@ -111,20 +116,26 @@ OPS = {
         Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode", "batches")),
         Op("gemm_all_scatter", "column", ("llama3", "sweep")),
         Op("gemm_all_reduce_rms_norm", "row", ("decode", "batches")),
+        Op("gemm_rms_norm_all_scatter", "column", ("decode", "llama3")),
         Op("all_reduce", "collective", ("sizes",)),
         Op("all_reduce_rms_norm", "collective", ("norm-rows",)),
         Op("all_gather", "collective", ("sizes",)),
         Op("reduce_scatter", "collective", ("sizes",)),
         Op("all_scatter", "collective", ("sizes",)),
         Op("broadcast", "collective", ("sizes",)),
+        Op("rms_norm", "collective", ("norm-rows",)),
+        Op("rms_norm_replicated", "collective", ("norm-rows",)),
+        Op("barrier", "collective", ("once",)),
     )
 }
 # Those that end with a residual and a norm.
 NORMS = ("gemm_all_reduce_rms_norm", "all_reduce_rms_norm")
+# Those with a norm of rows whose columns lie on all ranks, N on each.
+COLUMN_NORMS = ("rms_norm", "rms_norm_replicated", "gemm_rms_norm_all_scatter")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS
-SETS = ("llama3", *DECODE_ROWS, "sweep", "stream-k-corpus", "sizes", "norm-rows", "tiny")
+SETS = ("llama3", *DECODE_ROWS, "sweep", "stream-k-corpus", "sizes", "norm-rows", "once", "tiny")
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,8 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
     kind = TIMED[op].kind
     if kind == "layer":
         return _layer_cases(op, shapes, ranks, dtype, on_gpu)
+    if op == "barrier" and shapes not in ("once", "tiny"):
+        raise ValueError(f"barrier takes once or tiny, which are the same: it has no data; not {shapes!r}")
     name = "custom" if shapes not in SETS else shapes
     found: Sequence[tuple[int, ...]]
     if shapes.endswith(".toml"):
@@ -162,6 +175,8 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
     else:
         found = _set(op, shapes)
     local = [_shape_of_size(op, shape[0], ranks, dtype) if len(shape) == 1 else shape for shape in found]
+    if name == "norm-rows" and op in COLUMN_NORMS:
+        local = [(rows, hidden // ranks, 0) for rows, hidden, _ in local]
     made = []
     for M, N, K in local:
         small = kind == "collective" or 2 * M * N * K < _GRAPH_SECONDS * _ROUGH_FLOPS
@@ -182,10 +197,12 @@ def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> li
 
 def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
     kind = OPS[op].kind
-    if (name in ("sizes", "norm-rows") and name not in OPS[op].sets) or (
+    if (name in ("sizes", "norm-rows", "once") and name not in OPS[op].sets) or (
         name == "stream-k-corpus" and op != "gemm"
     ):
         raise ValueError(f"{op} has no shapes {name!r}")
+    if op == "barrier":
+        return [(1, 0, 0)]
     if name == "norm-rows":
         return [(*shape, 0) for shape in NORM_ROWS]
     if kind == "collective":
@@ -193,7 +210,7 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
             raise ValueError(f"{op} takes {OPS[op].sets[0]} or tiny, or bytes, not {name!r}")
         return [(size,) for size in (SIZES if name == "sizes" else TINY_SIZES)]
     if name == "tiny":
-        return list(TINY_NORM if op.endswith("rms_norm") else TINY)
+        return list(TINY_NORM if op in (*NORMS, *COLUMN_NORMS) else TINY)
     if name == "stream-k-corpus":
         return corpus()
     if name in DECODE_ROWS:
@@ -223,6 +240,9 @@ def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int
     if op == "all_reduce_rms_norm":
         columns = min(elements, NORM_ROWS[-1][1])
         return elements // columns, columns, 0
+    if op in COLUMN_NORMS:
+        columns = min(elements, NORM_ROWS[-1][1]) // ranks
+        return elements // ranks // columns, columns, 0
     if op in ("all_reduce", "broadcast"):
         return 1, elements, 0
     mine = max(1, elements // ranks)
@@ -233,7 +253,7 @@ def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int
 
 def tensor_bytes(op: str, M: int, N: int, ranks: int, dtype: str) -> int:
     """Of the whole tensor of a collective: what gathers give, what is reduced or sent."""
-    return M * N * _width(dtype) * (ranks if op in ("all_gather", "all_scatter") else 1)
+    return M * N * _width(dtype) * (ranks if op in ("all_gather", "all_scatter", *COLUMN_NORMS) else 1)
 
 
 def graph_calls(case: Case) -> int:

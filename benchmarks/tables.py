@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import stats
 from benchmarks.notes import NO_NOTES, Notes
 from benchmarks.records import File, median
-from benchmarks.shapes import MEMORY_BYTES_PER_S, NORMS, TIMED, tensor_bytes
+from benchmarks.shapes import COLUMN_NORMS, MEMORY_BYTES_PER_S, NORMS, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 EFFICIENCY = "efficiency"
@@ -41,8 +41,10 @@ def ratio(value: float | None, peer: bool) -> str:
 
 def shape(case: dict[str, Any]) -> str:
     """Of a product, or of rows that are normed; of another collective, the bytes of the whole tensor."""
-    if case["op"] in NORMS and not case["K"]:
-        return f"{case['M']} x {case['N']}"
+    if case["op"] == "barrier":
+        return "no data"
+    if case["op"] in (*NORMS, *COLUMN_NORMS) and not case["K"]:
+        return f"{case['M']} x {case['N'] * (case['ranks'] if case['op'] in COLUMN_NORMS else 1)}"
     if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
     nbytes = tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))

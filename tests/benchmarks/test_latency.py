@@ -2,13 +2,18 @@
 element, where ours is behind.
 """
 
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import check, plots, providers, records, tables
+from benchmarks.collective_providers import meeting
 from benchmarks.operands import COLD_BYTES, Operands
+from benchmarks.provider import Unavailable
 from benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
 from pyrocshmem import Heap, target
 from tests.benchmarks import made_up
@@ -67,7 +72,7 @@ def spoilt(rank: int, world_size: int) -> list[str]:
     wrong = []
     device = target.device(rank)
     with Heap(1 << 20) as heap:
-        for op in (*ALONE, "gemm_all_reduce_rms_norm"):
+        for op in (*ALONE, "gemm_all_reduce_rms_norm", "gemm_rms_norm_all_scatter"):
             K = 16 if op.startswith("gemm") else 0
             M = 1 if op in ("all_reduce", "broadcast") else 6
             operands = Operands(Case(op, "tiny", M, 24, K, "float16", world_size, "eager"), heap, device)
@@ -90,6 +95,71 @@ def spoilt(rank: int, world_size: int) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_one_wrong_element_is_seen() -> None:
     assert values(run_ranks(spoilt, 2)) == [[], []]
+
+
+def hurries(rank: int, world_size: int) -> list[int]:
+    """Wrong elements of a barrier that nobody waits for, and of one that does its work, where rank 1 is late."""
+    device, found = target.device(rank), []
+    with Heap(8 << 20) as heap:
+        operands = Operands(Case("barrier", "once", 1, 0, 0, "float16", world_size, "eager"), heap, device)
+        for run in (meeting(operands, lambda: None), providers.prepare("ours", operands)):
+            run.call()  # the first one plans, for which hosts meet
+            heap.synchronize()
+            time.sleep(0.5 * rank)
+            run.reset()
+            run.call()
+            found.append(check.error_of(run, operands.truth("result"), world_size)["num_bad"])
+            heap.synchronize()
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_a_barrier_that_does_not_wait_is_seen() -> None:
+    assert values(run_ranks(hurries, 2)) == [[1, 0], [0, 0]]
+
+
+@pytest.mark.cpu
+def test_shapes_of_norms_over_columns() -> None:
+    """Rows are as those of other norms, each rank has its share of their columns."""
+    whole = [(case.M, case.N) for case in cases_of("all_reduce_rms_norm", "norm-rows", 4, "bfloat16", True)]
+    for op in ("rms_norm", "rms_norm_replicated"):
+        cases = cases_of(op, "norm-rows", 4, "bfloat16", True)
+        assert [(case.M, 4 * case.N) for case in cases] == whole
+        assert tables.shape(made_up.case(op, "norm-rows", 8, 2048, 0)) == "8 x 8192"
+        sized = cases_of(op, "1024,65536", 4, "bfloat16", True)
+        assert [(case.M, case.N) for case in sized] == [(1, 128), (4, 2048)]
+    assert OPS["rms_norm"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * 4
+    assert OPS["rms_norm_replicated"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * (2 * 2048 + 4)
+    decode = cases_of("gemm_rms_norm_all_scatter", "decode", 4, "bfloat16", True)
+    assert {(case.N, case.K) for case in decode} == {(1024, 4096), (3584, 4096), (2048, 8192), (7168, 8192)}
+
+
+@pytest.mark.cpu
+def test_a_barrier_has_no_shapes() -> None:
+    (case,) = cases_of("barrier", "once", 4, "bfloat16", True)
+    assert (case.M, case.N, case.K, case.timing, graph_calls(case)) == (1, 0, 0, "graph", 20)
+    assert tables.shape(made_up.case("barrier", "once", 1, 0, 0)) == "no data"
+    for op, shapes, text in (
+        ("barrier", "1024", "barrier takes once or tiny"),
+        ("all_reduce", "once", "no shapes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            cases_of(op, shapes, 4, "bfloat16", True)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["transformer_engine", "flux"])
+def test_libraries_without_an_adapter_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = Operands(
+        Case("all_gather_gemm", "x", 8, 8, 8, "float16", 1, "eager"), None, torch.device("cpu")
+    )
+    assert name in providers.providers_of("gemm_reduce_scatter")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Unavailable, match="not importable"):
+        providers.prepare(name, operands)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__="1.2"))
+    with pytest.raises(Unavailable, match=r"no adapter for version 1\.2"):
+        providers.prepare(name, operands)
 
 
 @pytest.mark.cpu
