@@ -21,6 +21,7 @@ WORKSPACE, GEMM, SCHEDULES = (
     f"tests/stream_k/test_{name}.py" for name in ("workspace", "gemm", "gemm_schedules")
 )
 HARNESS, LITMUS = "tests/compile/test_harness.py", "tests/litmus/test_litmus.py"
+GPU_ALLOC = "tests/finegrained_alloc/test_gpu.py"
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ CASES = (
             "another_file_under_the_same_name_is_not_mapped",
             "a_file_that_others_may_use_is_not_mapped",
         )
-        + tests_in(f"{FAULTS}test_security.py", "a_peer_s_size_is_checked_before_it_is_used"),
+        + tests_in(f"{FAULTS}test_security.py", "a_peer_s_size_is_checked_before_it_is_used")
+        + tests_in(GPU_ALLOC, "handle_of_memory_that_is_gone", "pool_memory_can_be_exported"),
     ),
     Fault(
         18,
@@ -245,7 +247,8 @@ CASES = (
         "the C library not built, allocation fails",
         "the build command in the message; MemoryError; the process lives",
         tests_in(ALLOC, "library_not_built", "library_damaged", "more_memory_than_there_is")
-        + tests_in(ALLOC, "no_file_may_grow", "no_address_space", "no_gpu_runtime"),
+        + tests_in(ALLOC, "no_file_may_grow", "no_address_space", "no_gpu_runtime")
+        + tests_in(GPU_ALLOC, "out_of_memory_and_the_process_lives", "pool_out_of_memory"),
     ),
     Fault(
         26,
