@@ -103,7 +103,9 @@ class FakeNvml:
             values = {"nvmlDeviceGetClockInfo": 1755, "nvmlDeviceGetPowerUsage": 650_000}
             if name in values:
                 arguments[-1]._obj.value = values[name]
-            return int(name == self.fails)
+            # The clock of the multiprocessors is number 1.
+            wrong = name == "nvmlDeviceGetClockInfo" and arguments[1] != 1
+            return int(wrong or name == self.fails)
 
         return call
 

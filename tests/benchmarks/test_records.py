@@ -80,6 +80,7 @@ def test_report(tmp_path: Path) -> None:
         *FUSED,
         made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12),
         made_up.case("all_reduce", "sizes", 1, 2048, 0, ours=10, unfused=20, torch_one_shot=9),
+        made_up.case("barrier", "once", 1, 0, 0, ours=3, unfused=9),
     ]
     root = tmp_path
     (root / "docs").mkdir()
@@ -102,6 +103,8 @@ def test_report(tmp_path: Path) -> None:
     assert names == {path.stem for path in drawn if path.suffix == ".png"}
     for part in ("-time", "-efficiency", "-bandwidth", "-utilisation", "roofline", "speedup"):
         assert any(name.endswith(part) for name in names), part
+    assert not any(name.startswith("barrier") for name in names)  # one point
+    assert "| no data | eager | 3 | 9 (3.00) |" in text
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert all(f"(results/{name}.png)" in text for name in names)
 

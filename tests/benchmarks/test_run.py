@@ -1,6 +1,7 @@
 """Runs of the harness: small shapes, on ranks, with the records that come out of them."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import ahead, providers, records, run, tables
+from benchmarks import ahead, memory, providers, records, run, tables
 from benchmarks.__main__ import app
 from benchmarks.measure import measure_cases
+from benchmarks.operands import Operands
 from benchmarks.providers import Run
 from benchmarks.shapes import OPS, Case
 from pyrocshmem import Heap, target
@@ -173,6 +175,17 @@ def other_bits_each_time(rank: int, world_size: int) -> list[dict[str, Any]]:
         return _measured(heap, iters=2)
 
 
+def held_weights(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Records whose memory says 7 where B had stopped changing when it was read."""
+
+    def used_by(run: Run, operands: Operands, spare: object) -> int:
+        return 7 if isinstance(operands._weights, itertools.repeat) else 0
+
+    memory.used_by = used_by  # type: ignore[assignment]
+    with Heap(16 << 20) as heap:
+        return _measured(heap)
+
+
 def breaks_on_a_rank(rank: int, world_size: int) -> list[dict[str, Any]]:
     """A provider that one rank can't prepare."""
 
@@ -203,6 +216,12 @@ def test_results_that_differ_from_run_to_run_fail_the_case() -> None:
         assert record["bits"]["ours"]["distinct"] == 2
         assert record["wrong"] == ["ours"]
         assert "WRONG: 2 results of ours in" in run.problems([record])[0]
+
+
+@pytest.mark.num_ranks(2)
+def test_host_time_and_memory_are_of_a_repeated_call() -> None:
+    for (record,) in values(run_ranks(held_weights, 2)):
+        assert record["workspace_bytes"] == {"ours": 7}
 
 
 @pytest.mark.num_ranks(2)
