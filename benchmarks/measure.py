@@ -23,6 +23,7 @@ from benchmarks.meter import Meter, Samples
 from benchmarks.operands import Operands
 from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import Case, graph_calls
+from pyrocshmem.errors import HeapOutOfMemory
 from reference.timing import host_seconds
 from stream_k.workspace import Workspace
 
@@ -84,8 +85,10 @@ class Table:
             reason = str(error)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            # A variant may refuse what it is not made for, before it launches anything; the default may not.
-            fault = name.startswith("ours") and not (isinstance(error, ValueError) and name != "ours")
+            # A variant may refuse what it is not made for, or find no room, before it launches anything; the default
+            # may not.
+            refused = isinstance(error, ValueError | HeapOutOfMemory) and name != "ours"
+            fault = name.startswith("ours") and not refused
         found: list[Any] = [(reason, fault)]
         if self.ranks > 1:
             found = [None] * self.ranks

@@ -102,10 +102,12 @@ def _replaced(make: Callable[[Any], Run]) -> None:
     providers._PROVIDERS["ours"] = (ops, make)
 
 
-def _measured(heap: Heap, iters: int = 1) -> list[dict[str, Any]]:
+def _measured(
+    heap: Heap, iters: int = 1, names: tuple[str, ...] = ("ours", "unfused")
+) -> list[dict[str, Any]]:
     device = target.device(heap.rank)
     case = Case("gemm_all_reduce", "tiny", 40, 24, 16, "float16", heap.world_size, "eager")
-    return [record for _, record in measure_cases([case], ("ours", "unfused"), iters, heap, device)]
+    return [record for _, record in measure_cases([case], names, iters, heap, device)]
 
 
 def off_by_one_element(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -186,6 +188,12 @@ def held_weights(rank: int, world_size: int) -> list[dict[str, Any]]:
         return _measured(heap)
 
 
+def no_room(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Messages, and the same as a variant, on a heap that their slots don't fit on."""
+    with Heap(1 << 20) as heap:
+        return _measured(heap, names=("ours", "ours_unfused"))
+
+
 def breaks_on_a_rank(rank: int, world_size: int) -> list[dict[str, Any]]:
     """A provider that one rank can't prepare."""
 
@@ -230,6 +238,13 @@ def test_ours_failing_on_one_rank_is_a_problem_and_hangs_nobody() -> None:
         assert record["failed"] == {"ours": "MemoryError: no room on rank 1"}
         assert list(record["us"]) == ["unfused"]
         assert "ours failed" in run.problems([record])[0]
+
+
+@pytest.mark.num_ranks(2)
+def test_a_variant_without_room_is_skipped_and_the_default_is_a_problem() -> None:
+    for (record,) in values(run_ranks(no_room, 2)):
+        assert record["skipped"]["ours_unfused"].startswith("HeapOutOfMemory")
+        assert record["failed"].keys() == {"ours"}
 
 
 @pytest.mark.num_ranks(2)
