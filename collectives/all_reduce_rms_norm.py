@@ -167,10 +167,12 @@ def normalized(
     """(the norm, total + residual), by PyTorch."""
     if residual is not None:
         total = total + residual
+    # A plain number: of a symbolic one torch 2.11's kernel on GPUs makes another.
+    columns = (int(weight.shape[0]),)
     if weight.dtype == total.dtype:
-        return functional.rms_norm(total, weight.shape, weight, eps), total
+        return functional.rms_norm(total, columns, weight, eps), total
     # PyTorch wants one type: neither total nor weight is rounded for that.
-    return functional.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
+    return functional.rms_norm(total.float(), columns, weight.float(), eps).to(total.dtype), total
 
 
 def gradients(
