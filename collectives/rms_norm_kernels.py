@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from collectives import row_sums
-from collectives.row_sums import Blocks
+from collectives.row_sums import Blocks, TileSquares
 from collectives.tensors import agree, run
 from pyrocshmem import chain, message, signal, status, trace
 from pyrocshmem.device import others
@@ -60,12 +60,13 @@ def _squares(
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, updated, weight, out, scales, messages, slot_quads, flags, context,
-    M, N, H, column, x_stride, residual_stride, out_stride, eps, events,
-    ADDS: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, residual, updated, weight, squares, out, scales, messages, slot_quads, flags, context,
+    M, N, H, column, tiles_n, x_stride, residual_stride, out_stride, eps, events,
+    ADDS: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WORLD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, N], this rank's columns of H, from `column` on. out: its columns, or (REPLICATED) all of them.
+    """x [M, N], this rank's columns of H, from `column` on. out: its columns, or (REPLICATED) all of them. TILES:
+    0, or as many parts at a time are added of `squares` [tiles_n, M], the sums of squares that came with x.
 
     Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
     (1/3, 1) and (5/3, 1/3) times the weights.
@@ -87,7 +88,12 @@ def rms_norm_kernel(
     for ahead in range(program, blocks + programs, programs):
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
-            sums = _squares(x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, ROWS, COLUMNS)
+            if TILES:
+                sums = row_sums.of_tiles(squares, ahead, M, tiles_n, ROWS, TILES)
+            else:
+                sums = _squares(
+                    x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, ROWS, COLUMNS
+                )
             row_sums.send(sums, ahead, slot, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:
@@ -216,9 +222,10 @@ def forward(
     replicated: bool,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    squares: TileSquares | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(result, x + residual, scale [M] of each row in fp32) of arguments that are checked. Without a residual the
-    second is x itself."""
+    second is x itself. squares: those of x, a product, without a residual; it is enqueued with the norm."""
     heap = workspace.heap
     assert heap is not None
     world, device = heap.world_size, heap.device
@@ -247,31 +254,25 @@ def forward(
     messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
     flags = workspace.flags(blocks.count if replicated else 1)
     added = rows if residual is None else as_rows(residual)
+    sums, before = (scales, None) if squares is None else squares
+    tiles_n = 0 if squares is None else len(sums)
     constants = {
         "ADDS": residual is not None,
         "REPLICATED": replicated,
+        "TILES": Blocks.of(M, tiles_n, device).columns if tiles_n else 0,
         "ROWS": blocks.rows,
         "COLUMNS": blocks.columns,
         "WORLD": world,
         "RANKS": triton.next_power_of_2(world),
     }
-    tensors = (rows, added, updated, weight, target, scales)
+    tensors = (rows, added, updated, weight, sums, target, scales)
     strides = (rows.stride(0), added.stride(0), target.stride(0))
-    sizes = (M, N, hidden, first if replicated else 0)
+    sizes = (M, N, hidden, first if replicated else 0, tiles_n)
     key = ("rms_norm", *constants.values(), *sizes, strides, eps, call, tuple(map(_kind, tensors)))
     args = (*tensors, messages, slot_quads, flags, workspace.context, *sizes, *strides, eps)
     copied = (given, target.view(shape)) if target.data_ptr() != given.data_ptr() else None
-    run(
-        workspace,
-        key,
-        f"{call}: plan",
-        rms_norm_kernel,
-        constants,
-        blocks.count,
-        args,
-        blocks.programs,
-        copied,
-    )
+    how = (rms_norm_kernel, constants, blocks.count, args, blocks.programs, copied, before)
+    run(workspace, key, f"{call}: plan", *how)
     return given, updated, scales
 
 

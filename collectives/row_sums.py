@@ -13,7 +13,9 @@ a grid's programs are resident at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,9 +54,28 @@ class Blocks:
         return cls(rows, columns, count, min(count, share))
 
 
+class TileSquares(NamedTuple):
+    """The squares of a matrix that a product leaves: `sums`, fp32 [tiles_n, M], of the columns of each tile, there once
+    `enqueue` has enqueued the product."""
+
+    sums: torch.Tensor
+    enqueue: Callable[[], None]
+
+
 def slot_bytes(M: int, world_size: int) -> int:
     """Bytes of one of the slots of messages for M rows."""
     return M * world_size * message.QUAD_BYTES
+
+
+@triton.jit
+def of_tiles(parts, block, M, tiles_n, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Sums [ROWS] of a block of rows over `parts`, fp32 [tiles_n, M], in one order, always."""
+    i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
+    total = tl.zeros((ROWS, TILES), tl.float32)
+    for first in range(0, tiles_n, TILES):
+        j = first + tl.arange(0, TILES)[None, :]
+        total += tl.load(parts + j * tl.cast(M, tl.int64) + i, mask=(i < M) & (j < tiles_n), other=0.0)
+    return tl.sum(total, axis=1)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others
-from stream_k.epilogue import activate, add_bias, store_block
+from stream_k.epilogue import finished, row_squares, store_block
 from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
@@ -87,10 +87,10 @@ def publish_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
+        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
         store_block(c, row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
         if OPTIONS[_SQUARES]:
-            sums += _row_squares(value, col, N, PART_N)
+            sums += row_squares(value, col, N, PART_N)
     if OPTIONS[_SQUARES]:
         rows = row + tl.arange(0, BLOCK_M)
         tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
@@ -109,13 +109,13 @@ def push_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = _finish(parts[i], bias, col, N, PART_N, OPTIONS)
+        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
         for k in tl.static_range(WORLD):
             store_block(
                 places[k], row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N
             )
         if OPTIONS[_SQUARES]:
-            sums += _row_squares(value, col, N, PART_N)
+            sums += row_squares(value, col, N, PART_N)
     if OPTIONS[_SQUARES]:
         rows = row + tl.arange(0, BLOCK_M)
         square_places = _peers(squares, context, WORLD) + (squares,)
@@ -124,19 +124,6 @@ def push_output(
                 square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
             )
     _raise_arrived(tile, 1, epoch, flags, context, WORLD)
-
-
-@triton.jit
-def _finish(part, bias, col, N, PART_N: tl.constexpr, OPTIONS: tl.constexpr):
-    if OPTIONS[1]:
-        part = add_bias(part, bias, col, N, PART_N)
-    return activate(part, OPTIONS[0])
-
-
-@triton.jit
-def _row_squares(value, col, N, PART_N: tl.constexpr):
-    inside = (col + tl.arange(0, PART_N) < N)[None, :]
-    return tl.sum(tl.where(inside, value * value, 0.0), axis=1)
 
 
 @triton.jit

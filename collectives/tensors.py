@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ def run(
     args: tuple[Any, ...],
     programs: int | None = None,
     copied: tuple[torch.Tensor, torch.Tensor] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Launch `kernel` with at most `blocks` programs, and at most `programs` (one a multiprocessor unless given). The
     first call of a kind is compared between ranks, compiled and loaded by all. copied: (to, from), what is then copied
-    out of the workspace, before it is another call's."""
+    out of the workspace, before it is another call's. before: enqueues what the kernel reads of the workspace."""
     heap = workspace.heap
     assert heap is not None
     # A kernel that marks its stages is another one; all ranks record, or none.
@@ -44,6 +45,8 @@ def run(
         workspace.planned_together(call, lambda: launch.compile(args))
         workspace.plans[key] = launch
     with workspace.begin(call):
+        if before is not None:
+            before()
         launch(args)
         if copied is not None:
             copied[0].copy_(copied[1])

@@ -1,8 +1,8 @@
 """Epilogues: what happens to a finished tile.
 
-`store_output` is the one of a plain GEMM; those that feed collectives are in `collectives`. To write another,
-give a jit function with the signature that `stream_k.kernel` describes to `Product.launch`; `activate`,
-`add_bias` and `store_block` are its building blocks.
+`store_output` is the one of a plain GEMM, `store_with_squares` that of a GEMM whose rows are normalized next; those
+that feed collectives are in `collectives`. To write another, give a jit function with the signature that
+`stream_k.kernel` describes to `Product.launch`; `finished`, `row_squares` and `store_block` are its building blocks.
 
 OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
     OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`
@@ -12,6 +12,7 @@ OPTIONS is a tuple of constants; the first three places mean the same in every e
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from pyrocshmem import target
 from stream_k.mainloop import POINTER
@@ -46,9 +47,28 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def finished(part, bias, col, N, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
+    """A block [*, WIDTH] of a product, biased and activated."""
+    if OPTIONS[1]:
+        part = add_bias(part, bias, col, N, WIDTH)
+    return activate(part, OPTIONS[0])
+
+
+@triton.jit
+def row_squares(value, col, N, WIDTH: tl.constexpr):
+    """Of each row of fp32 `value` [*, WIDTH] the sum of the squares, but for columns outside of N."""
+    squares = value * value
+    # On NVIDIA masks for every tile take registers: split tiles of 128 x 256 would then need more than there are
+    # (255), and need 206. On AMD a branch takes more than the masks do.
+    if (not _INTERPRETED and target_info.is_hip()) or col + WIDTH > N:
+        squares = tl.where((col + tl.arange(0, WIDTH) < N)[None, :], squares, 0.0)
+    return tl.sum(squares, axis=1)
+
+
+@triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """fp32 values as DTYPE, to nearest, ties to even."""
-    if _INTERPRETED and tl.bfloat16 == DTYPE:
+    """fp32 values, or such as are rounded already, as DTYPE, to nearest, ties to even."""
+    if _INTERPRETED and tl.bfloat16 == DTYPE and value.dtype == tl.float32:
         # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -81,8 +101,26 @@ def store_output(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = parts[i]
-        if OPTIONS[1]:
-            value = add_bias(value, bias, col, N, PART_N)
-        value = activate(value, OPTIONS[0])
+        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
         store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+
+
+@triton.jit
+def store_with_squares(
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """As `store_output`, and of each row of the tile the sum of the squares of what is stored, to `squares`, fp32
+    [tiles_n, M]. `extra` is (bias, stride_cm, stride_cn, squares)."""
+    bias, stride_m, stride_n, squares = extra
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS[2] == _POINTER else c.dtype
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = rounded(finished(parts[i], bias, col, N, PART_N, OPTIONS), DTYPE)
+        sums += row_squares(value.to(tl.float32), col, N, PART_N)
+        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+    rows = row + tl.arange(0, BLOCK_M)
+    tl.store(squares + tl.cast(tile_n, tl.int64) * M + rows, sums, mask=rows < row_end)

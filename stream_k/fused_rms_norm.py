@@ -5,6 +5,8 @@ The squares are always those of reduced, rounded values: of the sum over ranks (
 A product of a wave or less is one GEMM and one exchange by messages, in which whoever sums a row adds the residual,
 and whoever stores it normalizes it: two launches, and one trip of the links or two. Larger ones overlap the all-reduce
 with the GEMM, and normalize afterwards.
+Column-parallel, each tile of the GEMM leaves one float a row, the sum of the squares of what it stores. The norm's
+kernel adds up those of a row, exchanges the sums, and reads the product once, when it normalizes it.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ import torch
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
 from collectives.rms_norm import all_columns
 from collectives.rms_norm_kernels import forward
+from collectives.row_sums import TileSquares
 from pyrocshmem import status, target, trace
 from stream_k.autograd import ranks
 from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import dispatched, name_of, refuse
 from stream_k.fused import chosen_together
 from stream_k.fused_all_reduce import gemm_all_reduce
-from stream_k.gemm import gemm, with_inner_size
+from stream_k.gemm import GemmPlan, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.message_plan import SentProduct
 from stream_k.operands import check_product, kind, left_kind
+from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -151,10 +155,43 @@ def scattered(
     assert heap is not None
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    # Ranks that are threads share what belongs to a device; its own workspace would be busy with another's call.
-    block = gemm(a, b, bias=bias, allow_tf32=allow_tf32, config=config, workspace=workspace)
-    value, _, scales = forward(workspace, block, weight, None, eps, hidden, True, block.dtype)
+    block = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    squares = None
+    if block.numel() > 0:
+        squares = _squared_product(a, b, bias, block, allow_tf32, config, workspace)
+    value, _, scales = forward(
+        workspace, block, weight, None, eps, hidden, True, block.dtype, squares=squares
+    )
     return value, block, scales
+
+
+def _squared_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: torch.Tensor,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace,
+) -> TileSquares:
+    """a @ b + bias, [M, N], none of them 0, which goes to `block` when it is enqueued, and its squares."""
+    recorded = trace.recorder() is not None
+    key = ("squared product", left_kind(a), kind(b), kind(bias), allow_tf32, config, recorded)
+    if target.interpreted() and a.dtype == torch.bfloat16:
+        # As in `gemm`; here the epilogue rounds, for the squares of what is rounded.
+        a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
+    a, b = with_inner_size(a, b)
+    found: tuple[GemmPlan, torch.Tensor] | None = workspace.plans.get(key)
+    if found is None:
+        M, N = block.shape
+        chosen = config or choose("gemm", M, N, a.shape[1], block.dtype, 1, a.device)
+        tiles_n = -(-N // chosen.block_n)
+        buffer = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
+        sums = buffer[: tiles_n * M].view(tiles_n, M)
+        plan = GemmPlan(a, b, chosen, allow_tf32, bias, "none", block, workspace, squares=sums)
+        workspace.plans[key] = found = plan, sums
+    plan, sums = found
+    return TileSquares(sums, lambda: plan.run(a, b, bias, block))
 
 
 class _Plan:

@@ -9,7 +9,7 @@ import torch
 from pyrocshmem import signal, status, target, trace
 from stream_k.config import Config
 from stream_k.dispatch import Options, differentiable, dispatched
-from stream_k.epilogue import ACTIVATIONS, store_output
+from stream_k.epilogue import ACTIVATIONS, store_output, store_with_squares
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.operands import (
@@ -134,12 +134,13 @@ class Sent(NamedTuple):
 
     epilogue: Any
     options: tuple[int, ...]
-    arguments: tuple[int, ...]
+    arguments: tuple[Any, ...]
 
 
 class GemmPlan:
     """The launch of a GEMM for operands of one kind, whose tiles are stored to results like `out`; with `sent`, to that
-    place, in its dtype, otherwise than to a matrix."""
+    place, in its dtype, otherwise than to a matrix. squares: fp32 [tiles_n, M], which then gets, per tile, the sum over
+    its columns of the squares of each row, as it is stored."""
 
     def __init__(
         self,
@@ -152,6 +153,7 @@ class GemmPlan:
         out: torch.Tensor,
         workspace: Workspace,
         sent: Sent | None = None,
+        squares: torch.Tensor | None = None,
     ) -> None:
         self.product = product = make_product(
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
@@ -160,7 +162,11 @@ class GemmPlan:
         # Of one tile a program nothing overlaps, and a loop that only stores it is shorter without.
         flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
         how = how_to_write(out) if sent is None else POINTER
-        sent = sent or Sent(store_output, (), strides_by_pointer(out, how))
+        if sent is None:
+            strides = strides_by_pointer(out, how)
+            sent = Sent(store_output, (), strides)
+            if squares is not None:
+                sent = Sent(store_with_squares, (), (*strides, squares))
         self.c_template = template(out, how, config.block_m, product.part_n)
         own = _counted_apart(workspace)
         self.context = own.context

@@ -21,7 +21,12 @@ BY_MESSAGES = [
 @pytest.mark.parametrize(("case", "target"), [(case, "sm_90") for case in BY_MESSAGES], ids=str)
 def test_polls(case: Case, target: str, compiled: Compile) -> None:
     exchanges = [kernel for kernel in compiled(case, target) if kernel.kernel == "exchange_kernel"]
-    assert exchanges or case.op in ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
+    assert exchanges or case.op in (
+        "gemm",
+        "gemm_reduce_scatter",
+        "all_gather_gemm",
+        "gemm_rms_norm_all_scatter",
+    )
     assert [text for kernel in exchanges for text in repeated_polls(case, kernel)] == []
     assert [text for kernel in exchanges for text in endless_polls(kernel)] == []
 

@@ -121,6 +121,9 @@ def _call(case: "Case") -> None:
         weight = torch.empty(N, dtype=getattr(torch, arguments.get("weight", case.dtype)))
         residual = torch.empty(M, N, dtype=dtype)
         stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, group=heap, config=config)
+    elif case.op == "gemm_rms_norm_all_scatter":
+        weight = torch.empty(N, dtype=dtype)
+        stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=heap, config=config, **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
 
@@ -167,9 +170,10 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
 
     changes = dict(case.changes)
     partial = changes.pop("partial_dtype", None)
-    world = 1 if case.op == "gemm" else case.world_size
     partial_dtype = None if partial is None else getattr(torch, str(partial))
-    op = case.op.removesuffix("_rms_norm")
+    # The latter chooses as a product alone does.
+    alone = case.op in ("gemm", "gemm_rms_norm_all_scatter")
+    op, world = ("gemm", 1) if alone else (case.op.removesuffix("_rms_norm"), case.world_size)
     facts = (op, *case.shape, dtype, world, device, partial_dtype)
     config = stream_k.choose(*facts)
     placement = changes.get("placement", config.placement)

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 import stream_k
 from pyrocshmem import CallMismatch, Heap, message
+from pyrocshmem.errors import WorkspaceBusy
 from reference import rms_norm as reference
-from reference.accuracy import bound, compare, make_operand
+from reference.accuracy import EPS32, bound, compare, make_operand
 from reference.ops import shard_range
+from stream_k import fused_rms_norm
 from stream_k.config import BY_MESSAGE
 from stream_k.workspace import Workspace
 from tests.fused.cases import digest
@@ -222,6 +224,49 @@ def same_bits(heap: Heap) -> list[str]:
     bits = [(digest(wholes[call % 2].all_scatter()),) for call in range(CALLS)]
     if (len(set(bits[::2])), len(set(bits[1::2])), len(set(bits))) != (1, 1, 2):
         wrong.append("all_scatter")
+    return wrong
+
+
+def squares(heap: Heap, case: Case, **changes: Any) -> list[str]:
+    """Of one rank: whether the tiles of `case`'s product leave the sums of the squares of what is stored, and whether
+    it is these that the norm takes, while no other call gets between the two."""
+    wrong: list[str] = []
+    honest, config, workspace = fused_rms_norm.forward, small_config(**changes), Workspace(heap)
+    whole = Whole(case, heap, 5, scattered=True)
+
+    def watched(space: Workspace, x: torch.Tensor, *args: Any, squares: Any, **more: Any) -> Any:
+        sums = squares.sums
+
+        def enqueue() -> None:
+            sums.fill_(torch.nan)
+            squares.enqueue()
+            tiles = x.double().square().split(config.block_n, dim=1)
+            exact = torch.stack([tile.sum(dim=1) for tile in tiles])
+            # Of positive terms, each of which is rounded, and every sum.
+            if sums.shape != exact.shape or not ((sums - exact).abs() <= 32 * EPS32 * exact).all():
+                wrong.append("the squares' sums")
+            try:
+                with space.begin(None):
+                    wrong.append("another call gets between product and norm")
+            except WorkspaceBusy:
+                pass
+            sums.mul_(4)
+
+        return honest(space, x, *args, squares=squares._replace(enqueue=enqueue), **more)
+
+    y = whole.all_scatter(0.0, config=config, workspace=workspace)
+    fused_rms_norm.forward = watched
+    try:
+        halved = whole.all_scatter(0.0, config=config, workspace=workspace)
+    finally:
+        fused_rms_norm.forward = honest
+    heap.synchronize()
+    normal = halved.abs() >= torch.finfo(case.dtype).tiny
+    if not torch.equal((2 * halved)[normal], y[normal]) or not normal.any():
+        wrong.append("the norm is not of those squares")
+    product = stream_k.gemm(whole.a, whole.b, bias=whole.bias, config=config)
+    if text := whole.wrong_norm(whole.all_scatter(config=config, workspace=workspace), product):
+        wrong.append(text)
     return wrong
 
 

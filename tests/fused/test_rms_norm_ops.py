@@ -6,14 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from pyrocshmem import Heap, target
+from pyrocshmem import Heap, target  # before Triton
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
 from reference import rms_norm as reference
+from stream_k.epilogue import row_squares
 from tests.fused import norm_bodies as bodies
 from tests.fused.cases import HEAP_BYTES
 from tests.fused.norm_bodies import BF16, F16, F32, Case
 from tests.fused.norm_gradients import gradients
 from tests.ranks import run_ranks, values
+from tests.stream_k.products import device
 
 TIER = 3
 TIMEOUT_S = 110.0
@@ -33,6 +40,17 @@ def cases(few: bool) -> list[Case]:
         Case(34, 40, 130, F16, F32, wire=F16, config=TWO),
         Case(6, 9, 25, F16, F32, residual=False, bias=F32, hidden=11),
         Case(4, 5, 8, F32, F32, residual=False, hidden=1),
+        Case(
+            34,
+            70,
+            130,
+            BF16,
+            F32,
+            residual=False,
+            bias=F32,
+            config=(("split", "stream_k"), ("num_programs", 3)),
+        ),
+        Case(5, 80, 40, F16, F32, residual=False, config=(("block_m", 16), ("block_n", 64))),
         *(
             []
             if few
@@ -122,6 +140,46 @@ def test_two_ranks() -> None:
 @pytest.mark.num_ranks(1)
 def test_one_rank() -> None:
     assert_right(values(run_ranks(body, 1, True, timeout=TIMEOUT_S)))
+
+
+SPLIT = {"split": "stream_k", "num_programs": 3}
+FEW_ROWS = {"block_m": 16, "block_n": 64}
+
+
+@pytest.mark.num_ranks(1)
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        (Case(40, 70, 33, F16, F32), {"subtiles": 1}),
+        (Case(40, 70, 33, BF16, F32, bias=F32), {}),
+        (Case(64, 64, 40, BF16, F32, bias=BF16), {}),
+        (Case(70, 100, 200, F32, F32), SPLIT),
+        (Case(70, 180, 200, F16, F32, bias=F16), {**SPLIT, "block_n": 128, "subtiles": 4}),
+        (Case(3, 150, 70, F16, F16), {**FEW_ROWS, "subtiles": 1}),
+        (Case(20, 150, 200, BF16, F32, bias=F32), {**FEW_ROWS, **SPLIT}),
+        (Case(1, 1, 1, F16, F32), {}),
+    ],
+    ids=str,
+)
+def test_the_norm_takes_the_squares_of_the_tiles(case: Case, changes: dict[str, Any]) -> None:
+    """Whole tiles and split ones, of few rows, partly outside; of the rounded product, with a bias too."""
+    with Heap(1 << 22) as heap:
+        assert bodies.squares(heap, case, **changes) == []
+
+
+@triton.jit
+def squares_of_twos(sums, col, N, WIDTH: tl.constexpr):
+    twos = tl.full((4, WIDTH), 2.0, tl.float32)
+    tl.store(sums + tl.arange(0, 4), row_squares(twos, col, N, WIDTH))
+
+
+@pytest.mark.num_ranks(1)
+@pytest.mark.parametrize("N", [33, 45, 48, 70])
+def test_columns_outside_do_not_count(N: int) -> None:
+    """A copy of B has memory for whole tiles, and anything in it."""
+    sums = torch.empty(4, device=device())
+    squares_of_twos[(1,)](sums, 32, N, WIDTH=16)
+    assert sums.tolist() == [4.0 * min(N - 32, 16)] * 4
 
 
 @pytest.mark.num_ranks(1)
