@@ -69,20 +69,27 @@ def cases(few: bool) -> list[Case]:
     ]
 
 
-def body(rank: int, world_size: int, few: bool) -> dict[str, Any]:
+def body(rank: int, world_size: int, few: bool) -> tuple[list[str], list[str]]:
     with Heap(HEAP_BYTES) as heap:
-        found: dict[str, Any] = {"forward": bodies.forward(heap, cases(few))}
-        if not few:
-            found["late"] = bodies.late(heap, True)
-            found["unguarded"] = bodies.late(heap, False) if target.interpreted() else None
-            found |= {"same_bits": bodies.same_bits(heap), "odd_rows": bodies.odd_rows(heap)}
-            found |= {"mistakes": bodies.mistakes(heap), "gradients": gradients(heap)}
-        return found
+        return bodies.forward(heap, cases(few))
 
 
-def assert_right(found: list[dict[str, Any]]) -> None:
-    assert [wrong for wrong, _ in (each["forward"] for each in found)] == [[]] * len(found)
-    bits = [each["forward"][1] for each in found]
+def besides(rank: int, world_size: int) -> dict[str, Any]:
+    with Heap(HEAP_BYTES) as heap:
+        found: dict[str, Any] = {"late": bodies.late(heap, True)}
+        found["unguarded"] = bodies.late(heap, False) if target.interpreted() else None
+        found |= {"same_bits": bodies.same_bits(heap), "odd_rows": bodies.odd_rows(heap)}
+        return found | {"mistakes": bodies.mistakes(heap)}
+
+
+def derivatives(rank: int, world_size: int) -> list[str]:
+    with Heap(HEAP_BYTES) as heap:
+        return gradients(heap)
+
+
+def assert_right(found: list[tuple[list[str], list[str]]]) -> None:
+    assert [wrong for wrong, _ in found] == [[]] * len(found)
+    bits = [each for _, each in found]
     assert all(each == bits[0] for each in bits)
     assert len(bits[0]) > 2 * len(cases(few=True))
 
@@ -121,14 +128,23 @@ MISTAKES = {
 
 @pytest.mark.num_ranks(2)
 def test_two_ranks() -> None:
-    """All sizes, in one start; late ranks, with their control; the same bits; odd rows; mistakes; gradients."""
-    found = values(run_ranks(body, 2, False, timeout=TIMEOUT_S))
-    assert_right(found)
+    """All sizes, in one start."""
+    assert_right(values(run_ranks(body, 2, False, timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(2)
+def test_gradients() -> None:
+    assert values(run_ranks(derivatives, 2, timeout=TIMEOUT_S)) == [[], []]
+
+
+@pytest.mark.num_ranks(2)
+def test_late_ranks_and_mistakes() -> None:
+    """Late ranks, with their control; the same bits; odd rows; mistakes."""
+    found = values(run_ranks(besides, 2, timeout=TIMEOUT_S))
     for each in found:
         assert each["late"] == 0
         assert each["same_bits"] == []
         assert each["odd_rows"] == []
-        assert each["gradients"] == []
         assert each["mistakes"].keys() == MISTAKES.keys()
         for name, (error, part) in MISTAKES.items():
             assert each["mistakes"][name].startswith(f"{error}: "), f"{name}: {each['mistakes'][name]!r}"
