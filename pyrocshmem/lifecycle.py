@@ -42,6 +42,7 @@ from pyrocshmem.forming import (
     synchronize,
     tensor_on,
 )
+from pyrocshmem.ledger import Ledger
 
 ALIGNMENT = 256
 PADDED_RANKS = 8
@@ -211,6 +212,10 @@ class Lifecycle:
         """Have `recover` call a method of an object that holds call numbers, while no rank writes anything."""
         self._restarts = [each for each in self._restarts if each() is not None]
         self._restarts.append(weakref.WeakMethod(restart))
+
+    def new_ledger(self) -> Ledger | None:
+        """Where ranks write down which calls of a workspace they begin: collective. None: of one rank."""
+        return Ledger(self.group, self.timeout) if self.world_size > 1 else None
 
     def on_check(self, compare: Callable[[], CallMismatch | None]) -> None:
         """Have `check` ask a method of an object that knows the ranks' calls whether they are the same."""

@@ -24,7 +24,6 @@ from pyrocshmem import message, signal, status
 from pyrocshmem.errors import CallMismatch, WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
-from pyrocshmem.ledger import Ledger
 from stream_k.streams import Streams
 
 DEFAULT_WAIT_SECONDS = 10.0
@@ -101,12 +100,10 @@ class Workspace(Streams):
         self.control[int(signal.BUDGET_US.value)] = int(wait_seconds * 1e6)
         self.context = (self.control, abort, self.status, bases)
         self._agree("workspace")
-        self._ledger: Ledger | None = None
+        self._ledger = heap.new_ledger() if heap is not None else None
         if heap is not None:
             heap.on_recovery(self._start_anew)
-            if heap.world_size > 1:
-                self._ledger = Ledger(heap.group, heap.timeout)
-                heap.on_check(self._mismatch)
+            heap.on_check(self._mismatch)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self.heap is not None:
@@ -291,8 +288,7 @@ class Workspace(Streams):
             raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
 
     def _mismatch(self) -> CallMismatch | None:
-        assert self._ledger is not None
-        found = self._ledger.compare()
+        found = self._ledger.compare() if self._ledger is not None else None
         if found is None:
             return None
         names = dict(enumerate(self._calls))

@@ -58,6 +58,12 @@ class PlanningHeap(Heap):
     def on_recovery(self, restart: Callable[[], None]) -> None:
         pass
 
+    def on_check(self, compare: Callable[[], object]) -> None:
+        pass
+
+    def new_ledger(self) -> None:
+        return None
+
 
 def operand(rows: int, cols: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """A matrix [rows, cols]: "row", "column" (a transposed view), or "odd" (strides that TMA can't address)."""

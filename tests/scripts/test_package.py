@@ -4,9 +4,9 @@ The hooks of pyproject.toml's backend are called as pip calls them, without a ne
 """
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -49,8 +49,7 @@ def test_a_wheel_of_the_sdist_holds_a_library_that_loads(tree: Path, tmp_path: P
     out = tmp_path / "out"
     done = call("build_sdist", tree, out)
     assert done.returncode == 0, done.stdout + done.stderr
-    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+    shutil.unpack_archive(next(out.glob("*.tar.gz")), tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert not (unpacked / LIBRARY).exists()
 

@@ -187,7 +187,7 @@ def _check_messages(op: str, config: Config, found: Timeline, tiles: int) -> Non
     for rank in range(WORLD):
         own = [span for span in found.spans if span.rank == rank]
         assert [span.kernel for span in own if span.stage == MMA] == [kernel] * products
-        assert {span.stage for span in own if span.kernel == "exchange_kernel"} == stages
+        assert {span.stage for span in own if span.kernel == "exchange"} == stages
 
 
 def _num_copies(op: str, config: Config) -> int:
