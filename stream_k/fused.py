@@ -289,7 +289,8 @@ def _make_plan(
     longest_k = max(1, workspace.agreed[agreement])
     call = Call(request, a, b, example, offset is not None, config, workspace, heap, num_rows, longest_k)
     plan = op.plan(call)
-    plan.called, plan.shape, plan.graphs = text, shape, Graphs(workspace, getattr(plan, "product", None))
+    plan.called, plan.shape = text, shape
+    plan.graphs = Graphs(workspace, getattr(plan, "product", None), blas=plan.blas)
     plan.compile(a, b, bias, example)
     if new:
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.

@@ -21,6 +21,7 @@ from collectives.rms_norm_kernels import forward
 from collectives.row_sums import TileSquares
 from pyrocshmem import status, target, trace
 from stream_k.autograd import ranks
+from stream_k.blas import BlasPlan
 from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import dispatched, name_of, refuse
 from stream_k.fused import chosen_together
@@ -226,7 +227,8 @@ class _Plan:
             out,
             finish,
         )
-        self.graphs = Graphs(workspace, self.sent.gemm.product)
+        blas = isinstance(self.sent.gemm, BlasPlan)
+        self.graphs = Graphs(workspace, self.sent.gemm.product, blas=blas)
 
     def run(
         self,

@@ -52,15 +52,19 @@ class Graphs:
     A graph keeps addresses and holds none of PyTorch's memory, of the driver's 0.1 to 0.6 MB: it runs only when the
     caller brings tensors that lie there.
     product: the calls', None for those that have none. Where it copies operands to other memory each time no call has a
-    graph, which would keep that. by_places: what came last is the last one; None: it came once. captures: graphs made
-    so far.
+    graph, which would keep that. blas: whether the vendor's library multiplies: then none has one either, since the
+    library's memory is the capturing stream's, and PyTorch gives one stream to several workspaces.
+    by_places: what came last is the last one; None: it came once. captures: graphs made so far.
     """
 
-    def __init__(self, workspace: Workspace, product: Product | None, kept: int = KEPT) -> None:
+    def __init__(
+        self, workspace: Workspace, product: Product | None, kept: int = KEPT, blas: bool = False
+    ) -> None:
         self.workspace, self.kept = workspace, kept
         # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
         self.allowed = os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
         self.allowed &= product is None or product.copies is None or product.copies.kept
+        self.allowed &= not blas
         self.by_places: dict[Places, torch.cuda.CUDAGraph | None] = {}
         self.calls = self.captures = 0
 

@@ -118,7 +118,9 @@ class MessagePlan(FusedPlan):
             bias,
             activation,
         )
-        if self.sent.gemm.product is not None:
+        if isinstance(self.sent.gemm, BlasPlan):
+            self.blas = True
+        else:
             self.product = self.sent.gemm.product
 
     def _finish(self, bias: torch.Tensor | None) -> Finish:
@@ -154,7 +156,7 @@ class GatherPlan(FusedPlan):
         options = (request.bias, request.activation)
         unfused = config.placement == "unfused" and call.out.is_contiguous()
         if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
-            self.gemm = BlasPlan(self.gathered, call.b, call.out)
+            self.gemm, self.blas = BlasPlan(self.gathered, call.b, call.out), True
         elif N > 0:
             self.gemm = GemmPlan(
                 self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace

@@ -25,13 +25,14 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    product: but of a rank without columns. launches: in stream order. result: a buffer of the workspace, to be copied
-    out; None: the op writes `out` itself.
+    product: but of a rank without columns, and where the BLAS multiplies. blas: whether it does. launches: in stream
+    order. result: a buffer of the workspace, to be copied out; None: the op writes `out` itself.
     squares: fp32 [tiles x M], where asked for. called: as the ranks compared it. shape: of the result. graphs: of calls
     that are repeated.
     """
 
     product: Product
+    blas: bool = False
     launches: list[Launch]
     result: torch.Tensor | None
     squares: torch.Tensor

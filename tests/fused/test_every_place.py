@@ -30,7 +30,6 @@ M, N, K = 34, 24, 16
 WAYS = [
     ("all_reduce", "copy_engine"),
     ("all_reduce", "messages"),
-    ("all_reduce", "unfused"),
     ("all_scatter", "copy_engine"),
     ("reduce_scatter", "copy_engine"),
     ("all_gather", "copy_engine"),

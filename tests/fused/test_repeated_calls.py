@@ -39,7 +39,6 @@ WAYS = [
     ("all_scatter", "pull"),
     ("all_reduce", "own_stream"),
     ("all_reduce", "messages"),
-    ("all_reduce", "unfused"),
 ]
 
 

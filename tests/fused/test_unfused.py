@@ -1,5 +1,6 @@
 """The placement "unfused": the BLAS multiplies where it does what `gemm` would, and `gemm` elsewhere."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from pyrocshmem import Heap, target
 from stream_k.blas import BlasPlan
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
+from tests.stream_k.graph_standins import replay_what_was_enqueued
 from tests.stream_k.products import integers, small_config
 
 TIER = 3
@@ -86,3 +88,37 @@ def test_the_blas_multiplies_where_it_may() -> None:
         for (calls, right), case in zip(found, CASES, strict=True):
             # Once to load it, once for the call.
             assert (calls, right) == (2 if case[3] else 0, True), case
+
+
+def what_is_replayed(rank: int, world_size: int) -> dict[str, str]:
+    """Of three calls with the same tensors, whether they were enqueued, captured or replayed."""
+    log: list[str] = []
+    replay_what_was_enqueued(log)
+    a, b, weight = integers(M, K, F16, rank), integers(K, N, F16, 10), integers(1, N, F16, 20)[0]
+    out, gathered, found = torch.empty(M, N, dtype=F16), torch.empty(world_size * M, N, dtype=F16), {}
+    with Heap(HEAP_BYTES) as heap:
+
+        def calls(name: str, **where: Any) -> Any:
+            if name == "sum":
+                return stream_k.gemm_all_reduce(a, b, out=out, **where)
+            if name == "rows":
+                return stream_k.all_gather_gemm(a, b, out=gathered, **where)
+            return stream_k.gemm_all_reduce_rms_norm(a, b, None, weight, 1e-5, **where)
+
+        for placement, name in itertools.product(("messages", "unfused"), ("sum", "rows", "norm")):
+            log.clear()
+            for _ in range(3):
+                calls(name, group=heap, config=small_config(placement=placement))
+            found[f"{name} {placement}"] = "".join(log)
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_no_graph_keeps_memory_of_the_blas() -> None:
+    """It belongs to the stream of a capture, which calls of another workspace may have as well."""
+    for found in values(run_ranks(what_is_replayed, 2, timeout=TIMEOUT_S)):
+        assert {name: log for name, log in found.items() if name.endswith("unfused")} == dict.fromkeys(
+            ("sum unfused", "rows unfused", "norm unfused"), "eee"
+        )
+        assert found["sum messages"] == found["rows messages"] == "ecr"

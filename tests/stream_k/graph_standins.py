@@ -26,7 +26,7 @@ def replay_what_was_enqueued(log: list[str], keyed: bool = True) -> None:
 
     Graphs._find = find  # type: ignore[method-assign]
     Graphs._capture = lambda self, enqueue: SimpleNamespace(replay=enqueue)  # type: ignore[method-assign]
-    Graphs._may_replay = lambda self: True  # type: ignore[method-assign]
+    Graphs._may_replay = lambda self: self.allowed  # type: ignore[method-assign]
 
 
 class Device:
