@@ -217,7 +217,7 @@ def _check_order(found: Timeline) -> None:
             assert first.end_us <= second.begin_us + found.clock_error_us
     for span in found.spans:
         # An exchange numbers its programs, whose parts are no tiles.
-        if span.stage in ("store", "push") and span.tile >= 0 and span.kernel != "exchange_kernel":
+        if span.stage in ("store", "push") and span.tile >= 0 and span.kernel != "exchange":
             assert span.begin_us >= done[span.rank, span.tile]
         if span.kernel == "GEMM + sums" and span.stage == "reduce":
             # Its wait for the peers is part of it.
