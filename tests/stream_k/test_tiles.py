@@ -2,14 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import stream_k
-from pyrocshmem import target
-from stream_k import config, tiles, tuned
+from stream_k import tiles
 from stream_k.product import schedule_of
 from stream_k.tiles import TILES, fastest_tile
 
@@ -65,20 +63,6 @@ def test_choices_are_nearly_the_fastest() -> None:
 def test_a_wrong_constant_shows(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
     monkeypatch.setattr(tiles, name, value)
     assert lost() >= 1.04 or statistics.fmean(errors()) >= 0.2
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A device of as many multiprocessors, for choices: nothing runs there."""
-    monkeypatch.setattr(target, "backend", lambda: "cuda")
-    monkeypatch.setattr(target, "interpreted", lambda: False)
-    monkeypatch.setattr(config, "CPU_PROGRAMS", PROCESSORS)
-    remembered = (config.num_multiprocessors, tuned.choose)
-    for each in remembered:
-        each.cache_clear()
-    yield torch.device("cpu")
-    for each in remembered:
-        each.cache_clear()
 
 
 def test_choose(h200: torch.device) -> None:

@@ -1,16 +1,14 @@
 """When the cost model gives an op of an H200 to the BLAS and an exchange, against readings there."""
 
 import statistics
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from pyrocshmem import target
-from stream_k import config, cost_model
+from stream_k import cost_model
 
 TIER = 0
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
 
 BF16 = torch.bfloat16
 RANKS = 2
@@ -61,16 +59,6 @@ READINGS: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
     ("gemm_all_scatter", 2048, 1792, 4096, None): {"messages": 84.9, "unfused": 71.6},
     ("gemm_all_scatter", 4096, 4096, 3584, None): {"copy_engine": 210.9, "unfused": 260.1, "messages": 282.7},
 }
-
-
-@pytest.fixture(autouse=True)
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(target, "backend", lambda: "cuda")
-    monkeypatch.setattr(target, "interpreted", lambda: False)
-    monkeypatch.setattr(config, "CPU_PROGRAMS", 132)
-    config.num_multiprocessors.cache_clear()
-    yield
-    config.num_multiprocessors.cache_clear()
 
 
 def placement(

@@ -1,0 +1,23 @@
+"""What tests of choices share: an H200 that isn't there."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pyrocshmem import target
+from stream_k import config, tuned
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A device of 132 multiprocessors, for choices: nothing runs there."""
+    monkeypatch.setattr(target, "backend", lambda: "cuda")
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    monkeypatch.setattr(config, "CPU_PROGRAMS", 132)
+    remembered = (config.num_multiprocessors, tuned.choose)
+    for each in remembered:
+        each.cache_clear()
+    yield torch.device("cpu")
+    for each in remembered:
+        each.cache_clear()
