@@ -172,28 +172,26 @@ class Lifecycle:
         """Raise the fault that kernels of this rank have recorded, if any, or `CallMismatch` where ranks have begun
         different calls. Doesn't wait for the device."""
         self._require_usable()
-        fault: ShmemError | None = self._mismatch()
-        if fault is None and self._record[status.Word.CODE]:
+        fault: ShmemError | None = None
+        if self._record[status.Word.CODE]:
             fault = status.to_error(self.status.tolist(), self.rank, self._message_of, self._process_of)
-        elif fault is None and self.device.type == "cpu" and (word := int(self.system[0])) != 0:
+        elif self.device.type == "cpu" and (word := int(self.system[0])) != 0:
             fault = PeerAborted(self.rank, word - 1, self._message_of(word - 1))
+        # Last: a peer that gave up for another call had written that down before.
+        mismatch = self._mismatch()
+        if mismatch is not None:
+            fault = mismatch
         if fault is not None:
-            raise self._broken_by(fault)
+            self._fail(fault)
+            if fault is mismatch:
+                self._set_abort_words()  # kernels that wait for another call's data end
+            raise fault
 
     def _mismatch(self) -> CallMismatch | None:
         for reference in self._comparisons:
             if (compare := reference()) is not None and (found := compare()) is not None:
                 return found
         return None
-
-    def _broken_by(self, fault: ShmemError) -> ShmemError:
-        """`fault`, which breaks the heap; or that ranks have begun different calls, for which a peer gives up, too."""
-        if (mismatch := self._mismatch()) is not None:
-            fault = mismatch
-        self._fail(fault)
-        if mismatch is not None:
-            self._set_abort_words()  # kernels that wait for another call's data end
-        return fault
 
     def abort(self, message: str) -> None:
         """Give up: peers that wait for this rank, on the host or in a kernel, raise `PeerAborted`.
