@@ -103,6 +103,33 @@ def test_case_6_planned_calls_in_another_order() -> None:
             assert (soon, right) == (True, True), name
 
 
+def nobody_recovers(rank: int, world_size: int) -> tuple[str, float]:
+    """(what is raised, after how many seconds) where rank 0 waits in a kernel when rank 1 makes another call."""
+    with Heap(HEAP_BYTES) as heap:
+        calls = PAIRS["sizes"]
+        for call in calls:
+            call(heap)
+        heap.barrier()
+        began = time.monotonic()
+        if rank == 1:
+            time.sleep(0.5)
+        try:
+            calls[rank](heap)
+            heap.synchronize()
+        except ShmemError as error:
+            found = type(error).__name__, time.monotonic() - began
+            time.sleep(SOON_S)
+            return found
+        return "nothing", time.monotonic() - began
+
+
+@pytest.mark.num_ranks(2)
+def test_who_waits_is_told_before_anybody_recovers() -> None:
+    for raised, seconds in values(run_ranks(nobody_recovers, 2, timeout=TIMEOUT_S)):
+        assert raised == CallMismatch.__name__
+        assert seconds < SOON_S
+
+
 def unguarded(rank: int, world_size: int) -> dict[str, tuple[str, bool, bool]]:
     with mock.patch.object(Ledger, "compare", return_value=None):
         return in_another_order(rank, world_size, ["dtypes", "activations"])
