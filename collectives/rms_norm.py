@@ -5,7 +5,8 @@
     y = collectives.rms_norm(x, weight, 1e-6, group=group, replicated=True)       # all columns, on every rank
 
 h = x + residual, rounded to the residual's dtype; result = h * weight / sqrt(mean of h^2 over all columns + eps).
-`rms_norm_kernels` has how; here are the checks, the operators of torch.library and their derivatives.
+`rms_norm_kernels` has how, `rms_norm_plan` the launches; here are the checks, the operators of torch.library and their
+derivatives.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
-from collectives.rms_norm_kernels import as_rows, backward, forward
-from collectives.tensors import DTYPES
+from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
+from collectives.tensors import DTYPES, as_rows
 from reference.ops import shard_range
 from stream_k.autograd import ranks
-from stream_k.dispatch import dispatched, find, name_of
+from stream_k.dispatch import dispatched, find, name_of, refuse
 from stream_k.operands import check_held, check_writable, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
@@ -57,36 +58,39 @@ def rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    dispatches = dispatched(x, weight, residual)
-    if dispatches:
+    by_hand = not dispatched(x, weight, residual)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        rank, world_size = heap.rank, heap.world_size
+    else:
         name = name_of(group, workspace)
         rank, world_size = ranks(name)
-    else:
-        heap, workspace = find_workspace(group, workspace)
-        rank, world_size = heap.rank, heap.world_size
     hidden = all_columns(_width(x), hidden, rank, world_size)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else x.dtype
-    tensors = {"x": x, "weight": weight, "residual": residual, "out": out}
-    _check(tensors, eps, hidden, out_dtype, replicated)
-    if dispatches:
-        if out is not None:
-            raise ValueError(
-                "rms_norm takes no out where a gradient is needed or torch.compile traces it; leave it out, or call "
-                "it eagerly under torch.no_grad()"
-            )
+    norm, tensors = (
+        Norm(eps, hidden, replicated, out_dtype),
+        {"x": x, "weight": weight, "residual": residual, "out": out},
+    )
+    plan: NormPlan | None = None
+    if by_hand:
+        plan = space.plans.get(plan_key(space, x, weight, residual, norm, out))
+    if plan is None:
+        _check(tensors, norm)
+    if not by_hand:
+        refuse("rms_norm", out=out)
         op = torch.ops.collectives.rms_norm
-        result, updated, _ = op(x, weight, residual, eps, hidden, replicated, out_dtype, name)
+        result, updated, _ = op(x, weight, residual, *norm, name)
+        return result if residual is None else (result, updated)
+    if x.device != heap.device:
+        raise ValueError(f"x is on {x.device}, the group's heap on {heap.device}; both must be one device")
+    if out is not None:
+        _check_apart(out, tensors, replicated)
+        tell_autograd(out)
+    if plan is not None:
+        result, updated, _ = plan.run(x, weight, residual, out)
     else:
-        assert workspace is not None
-        if x.device != heap.device:
-            raise ValueError(
-                f"x is on {x.device}, the group's heap on {heap.device}; both must be one device"
-            )
-        if out is not None:
-            _check_apart(out, tensors, replicated)
-            tell_autograd(out)
-        result, updated, _ = forward(workspace, x, weight, residual, eps, hidden, replicated, out_dtype, out)
+        result, updated, _ = forward(space, x, weight, residual, norm, out)
     return result if residual is None else (result, updated)
 
 
@@ -106,9 +110,8 @@ def _run(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(result, x + residual, or nothing without a residual, scales [M])."""
-    result, updated, scales = forward(
-        _workspace(group), x, weight, residual, eps, hidden, replicated, out_dtype
-    )
+    norm = Norm(eps, hidden, replicated, out_dtype)
+    result, updated, scales = forward(_workspace(group), x, weight, residual, norm)
     return result, x.new_empty(0) if residual is None else updated, scales
 
 
@@ -246,19 +249,14 @@ def all_columns(columns: int, hidden: int | None, rank: int, world_size: int) ->
     return hidden
 
 
-def _check(
-    tensors: dict[str, torch.Tensor | None],
-    eps: float,
-    hidden: int,
-    out_dtype: torch.dtype,
-    replicated: bool,
-) -> None:
+def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
     """Raise TypeError or ValueError for what does not fit."""
     x, weight, out = tensors["x"], tensors["weight"], tensors["out"]
     assert x is not None
-    wanted = dict.fromkeys(tensors, tuple(x.shape)) | {"weight": (x.shape[-1],)}
-    if replicated:
-        wanted["out"] = (*x.shape[:-1], hidden)
+    wanted = dict.fromkeys(tensors, tuple(x.shape)) | {
+        "weight": (x.shape[-1],),
+        "out": tuple(norm.shape(x)),
+    }
     for name, tensor in tensors.items():
         if tensor is None and name in ("residual", "out"):
             continue
@@ -271,6 +269,7 @@ def _check(
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} on {tensor.device}, {wanted[name]} on {x.device} is needed"
             )
+    eps, out_dtype = norm.eps, norm.out_dtype
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
         raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")

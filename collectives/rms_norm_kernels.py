@@ -1,4 +1,4 @@
-"""The kernels of `rms_norm`, forward and backward, and their launches.
+"""The kernels of `rms_norm`, forward and backward; `rms_norm_plan` launches them.
 
 M rows of H columns, R ranks, N columns a rank. h is what is normalized (x, or x + residual), s = 1 / sqrt(mean of
 h^2 over H + eps) the scale of a row, w the weight, g the gradient of the result h s w.
@@ -19,20 +19,13 @@ s (g w - h s t), and that of the weight the sum over rows of g h s, which needs 
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
 from collectives import row_sums
-from collectives.row_sums import Blocks, TileSquares
-from collectives.tensors import agree, run
 from pyrocshmem import chain, message, signal, status, trace
 from pyrocshmem.device import others
-from reference.ops import shard_range
 from stream_k.epilogue import rounded
-from stream_k.workspace import Workspace
 
 _OP = tl.constexpr(int(status.Op.RMS_NORM))
 
@@ -210,133 +203,3 @@ def rms_norm_backward_kernel(
     if signal.is_last(context):
         message.advance(messages, count, WORLD * M * 4)
     trace.mark(events, trace.END, -1)
-
-
-def forward(
-    workspace: Workspace,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    hidden: int,
-    replicated: bool,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    squares: TileSquares | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(result, x + residual, scale [M] of each row in fp32) of arguments that are checked. Without a residual the
-    second is x itself. squares: those of x, a product, without a residual; it is enqueued with the norm."""
-    heap = workspace.heap
-    assert heap is not None
-    world, device = heap.world_size, heap.device
-    rows = as_rows(x)
-    M, N = rows.shape
-    first = shard_range(hidden, heap.rank, world)[0]
-    shape = (*x.shape[:-1], hidden if replicated else N)
-    # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
-    given = out if out is not None else torch.empty(shape, dtype=out_dtype, device=device)
-    scales = torch.empty(M, dtype=torch.float32, device=device)
-    updated = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=device)
-    words = f"{M} x {hidden}, {x.dtype}, eps {eps:g}, weight {weight.dtype}, residual " + (
-        "none" if residual is None else str(residual.dtype)
-    )
-    call = f"rms_norm({words}, {'replicated' if replicated else 'sharded'} {out_dtype})"
-    agree(workspace, call)
-    if M == 0 or hidden == 0:
-        return given, updated, scales
-    target = given
-    if replicated:
-        if not (heap.is_symmetric(given) and given.is_contiguous()):
-            target = workspace.buffer("results", M * hidden, out_dtype)[: M * hidden]
-        call = f"{call} at offset {heap.offset(target)}"
-    target = as_rows(target.view(shape) if replicated else given)
-    blocks = Blocks.of(M, N, device)
-    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
-    flags = workspace.flags(blocks.count if replicated else 1)
-    added = rows if residual is None else as_rows(residual)
-    sums, before = (scales, None) if squares is None else squares
-    tiles_n = 0 if squares is None else len(sums)
-    constants = {
-        "ADDS": residual is not None,
-        "REPLICATED": replicated,
-        "TILES": Blocks.of(M, tiles_n, device).columns if tiles_n else 0,
-        "ROWS": blocks.rows,
-        "COLUMNS": blocks.columns,
-        "WORLD": world,
-        "RANKS": triton.next_power_of_2(world),
-    }
-    tensors = (rows, added, updated, weight, sums, target, scales)
-    strides = (rows.stride(0), added.stride(0), target.stride(0))
-    sizes = (M, N, hidden, first if replicated else 0, tiles_n)
-    key = ("rms_norm", *constants.values(), *sizes, strides, eps, call, tuple(map(_kind, tensors)))
-    args = (*tensors, messages, slot_quads, flags, workspace.context, *sizes, *strides, eps)
-    copied = (given, target.view(shape)) if target.data_ptr() != given.data_ptr() else None
-    how = (rms_norm_kernel, constants, blocks.count, args, blocks.programs, copied, before)
-    run(workspace, key, f"{call}: plan", *how)
-    return given, updated, scales
-
-
-def backward(
-    workspace: Workspace,
-    g: torch.Tensor,
-    more: torch.Tensor | None,
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    hidden: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of h in `dtype`, gradient of the weight), from g, that of the result: of the own columns, or of all,
-    as the result was; `more`: that of h itself, as the caller's residual stream brings it back."""
-    heap = workspace.heap
-    assert heap is not None
-    world, device = heap.world_size, heap.device
-    rows = as_rows(h)
-    M, N = rows.shape
-    first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
-    gradient = as_rows(g)[:, first : first + N]
-    blocks = Blocks.of(M, N, device)
-    grad = torch.empty(h.shape, dtype=dtype, device=device)
-    partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
-    call = (
-        f"rms_norm_backward({M} x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})"
-    )
-    agree(workspace, call)
-    if M == 0 or hidden == 0:
-        return grad, torch.zeros_like(weight)
-    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
-    added = gradient if more is None else as_rows(more)
-    constants = {
-        "ADDS": more is not None,
-        "ROWS": blocks.rows,
-        "COLUMNS": blocks.columns,
-        "WORLD": world,
-        "RANKS": triton.next_power_of_2(world),
-    }
-    tensors = (gradient, added, rows, weight, scales, grad, partials)
-    strides = (gradient.stride(0), added.stride(0), rows.stride(0))
-    key = (*constants.values(), M, N, hidden, strides, call, tuple(map(_kind, tensors)))
-    args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
-    run(
-        workspace,
-        key,
-        f"{call}: plan",
-        rms_norm_backward_kernel,
-        constants,
-        blocks.count,
-        args,
-        blocks.programs,
-    )
-    return grad, partials.sum(0).to(weight.dtype)
-
-
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., N] as [M, N] with contiguous rows: a view where memory holds them so."""
-    M, N = math.prod(x.shape[:-1]), x.shape[-1]
-    rows = x.resolve_neg().reshape(M, N)
-    return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
-
-
-def _kind(x: torch.Tensor) -> tuple[torch.dtype, int]:
-    """What the code for a tensor depends on, next to its strides."""
-    return x.dtype, x.data_ptr() % 16

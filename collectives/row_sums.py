@@ -13,9 +13,7 @@ a grid's programs are resident at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -52,14 +50,6 @@ class Blocks:
         columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
         count = -(-M // rows)
         return cls(rows, columns, count, min(count, share))
-
-
-class TileSquares(NamedTuple):
-    """The squares of a matrix that a product leaves: `sums`, fp32 [tiles_n, M], of the columns of each tile, there once
-    `enqueue` has enqueued the product."""
-
-    sums: torch.Tensor
-    enqueue: Callable[[], None]
 
 
 def slot_bytes(M: int, world_size: int) -> int:

@@ -1,14 +1,14 @@
-"""What the collectives on whole tensors share: dtypes, agreeing, launching."""
+"""What the collectives on whole tensors share: dtypes, rows, agreeing, launching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from pyrocshmem import trace
-from stream_k.config import num_multiprocessors
 from stream_k.launch import Launch
 from stream_k.workspace import Workspace
 
@@ -23,33 +23,20 @@ def run(
     call: str,
     kernel: Any,
     constants: dict[str, Any],
-    blocks: int,
+    programs: int,
     args: tuple[Any, ...],
-    programs: int | None = None,
-    copied: tuple[torch.Tensor, torch.Tensor] | None = None,
-    before: Callable[[], None] | None = None,
 ) -> None:
-    """Launch `kernel` with at most `blocks` programs, and at most `programs` (one a multiprocessor unless given). The
-    first call of a kind is compared between ranks, compiled and loaded by all. copied: (to, from), what is then copied
-    out of the workspace, before it is another call's. before: enqueues what the kernel reads of the workspace."""
-    heap = workspace.heap
-    assert heap is not None
+    """Launch `kernel`. The first call of a kind is compared between ranks, compiled and loaded by all."""
     # A kernel that marks its stages is another one; all ranks record, or none.
     recorded = trace.recorder() is not None
     key, call = (key, recorded), f"{call}, recorded" if recorded else call
     launch: Launch | None = workspace.plans.get(key)
     if launch is None:
-        launch = Launch(
-            kernel, min(blocks, programs or num_multiprocessors(heap.device)), constants, NUM_WARPS, 1
-        )
+        launch = Launch(kernel, programs, constants, NUM_WARPS, 1)
         workspace.planned_together(call, lambda: launch.compile(args))
         workspace.plans[key] = launch
     with workspace.begin(call):
-        if before is not None:
-            before()
         launch(args)
-        if copied is not None:
-            copied[0].copy_(copied[1])
 
 
 def agree(workspace: Workspace, call: str) -> None:
@@ -57,3 +44,12 @@ def agree(workspace: Workspace, call: str) -> None:
     if call not in workspace.agreed:
         workspace.compare(call)
         workspace.agreed[call] = 0
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., N] as [M, N] with contiguous rows: a view where memory holds them so."""
+    if x.ndim == 2 and x.is_contiguous() and not x.is_neg():
+        return x
+    M, N = math.prod(x.shape[:-1]), x.shape[-1]
+    rows = x.resolve_neg().reshape(M, N)
+    return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()

@@ -11,14 +11,15 @@ kernel adds up those of a row, exchanges the sums, and reads the product once, w
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
 from collectives.rms_norm import all_columns
-from collectives.rms_norm_kernels import forward
-from collectives.row_sums import TileSquares
+from collectives.rms_norm_plan import Norm, NormPlan
+from collectives.tensors import agree
 from pyrocshmem import status, target, trace
 from stream_k.autograd import ranks
 from stream_k.blas import BlasPlan
@@ -128,16 +129,38 @@ def gemm_rms_norm_all_scatter(
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
+    by_hand = not dispatched(a, b, bias, weight)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+        plan: _ScatteredPlan | None = space.plans.get(key)
+        if plan is not None:
+            return plan.run(a, b, weight, bias)[0]
     M, N, _ = check_product(a, b, bias, "none")
     check_norm(a, (M, N), None, weight, eps)
-    if dispatched(a, b, bias, weight):
+    if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
         op, name = torch.ops.stream_k.gemm_rms_norm_all_scatter, name_of(group, workspace)
         hidden = all_columns(N, hidden, *ranks(name))
         return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
-    heap, space = find_workspace(group, workspace)
-    hidden = all_columns(N, hidden, heap.rank, heap.world_size)
+    if a.device != heap.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]
+
+
+def _scattered_key(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    hidden: int | None,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+) -> Any:
+    given = (left_kind(a), kind(b), kind(weight), kind(bias))
+    recorded = trace.recorder() is not None
+    return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded
 
 
 def scattered(
@@ -145,54 +168,83 @@ def scattered(
     b: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    hidden: int,
+    hidden: int | None,
     bias: torch.Tensor | None,
     allow_tf32: bool,
     config: Config | None,
     workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M])."""
-    heap = workspace.heap
-    assert heap is not None
-    if a.device != heap.device:
-        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    block = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    squares = None
-    if block.numel() > 0:
-        squares = _squared_product(a, b, bias, block, allow_tf32, config, workspace)
-    value, _, scales = forward(
-        workspace, block, weight, None, eps, hidden, True, block.dtype, squares=squares
-    )
-    return value, block, scales
+    """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M]), of
+    arguments that are checked, but for `hidden`."""
+    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+    plan: _ScatteredPlan | None = workspace.plans.get(key)
+    if plan is None:
+        heap = workspace.heap
+        assert heap is not None
+        norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, a.dtype)
+        M = a.shape[0]
+        call = (
+            f"gemm_rms_norm_all_scatter({M} x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
+            f"recorded={trace.recorder() is not None})"
+        )
+        if M == 0 or norm.hidden == 0:
+            agree(workspace, call)
+            block = a.new_empty(M, b.shape[1])
+            result, _, scales = norm.results(block, None, None)
+            return result, block, scales
+        plan = workspace.planned_together(
+            call, lambda: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
+        )
+        plan.norm.called, workspace.plans[key] = call, plan
+    return plan.run(a, b, weight, bias)
 
 
-def _squared_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    block: torch.Tensor,
-    allow_tf32: bool,
-    config: Config | None,
-    workspace: Workspace,
-) -> TileSquares:
-    """a @ b + bias, [M, N], none of them 0, which goes to `block` when it is enqueued, and its squares."""
-    recorded = trace.recorder() is not None
-    key = ("squared product", left_kind(a), kind(b), kind(bias), allow_tf32, config, recorded)
+class _ScatteredPlan:
+    """This rank's columns of a product, and their norm, which is sent to all, for operands of one kind."""
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        weight: torch.Tensor,
+        norm: Norm,
+        bias: torch.Tensor | None,
+        allow_tf32: bool,
+        config: Config | None,
+        workspace: Workspace,
+    ) -> None:
+        block = a.new_empty(a.shape[0], b.shape[1])
+        sums: torch.Tensor | None = None
+        self.gemm: GemmPlan | None = None
+        if block.numel() > 0:
+            M, N = block.shape
+            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
+            tiles_n = -(-N // config.block_n)
+            sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
+            sums = sums.view(tiles_n, M)
+            a, b, bias = _computed(a, b, bias)
+            self.gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=sums)
+        self.norm = NormPlan(workspace, block, weight, None, norm, squares=sums)
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Enqueue the call; returns what `scattered` does."""
+        block = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        product = None
+        if self.gemm is not None:
+            product = functools.partial(self.gemm.run, *_computed(a, b, bias), block)
+        result, _, scales = self.norm.run(block, weight, None, before=product)
+        return result, block, scales
+
+
+def _computed(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The operands as a GEMM gets them whose epilogue rounds: bf16 as fp32 in Triton's interpreter, as in `gemm`."""
     if target.interpreted() and a.dtype == torch.bfloat16:
-        # As in `gemm`; here the epilogue rounds, for the squares of what is rounded.
         a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
-    a, b = with_inner_size(a, b)
-    found: tuple[GemmPlan, torch.Tensor] | None = workspace.plans.get(key)
-    if found is None:
-        M, N = block.shape
-        chosen = config or choose("gemm", M, N, a.shape[1], block.dtype, 1, a.device)
-        tiles_n = -(-N // chosen.block_n)
-        buffer = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
-        sums = buffer[: tiles_n * M].view(tiles_n, M)
-        plan = GemmPlan(a, b, chosen, allow_tf32, bias, "none", block, workspace, squares=sums)
-        workspace.plans[key] = found = plan, sums
-    plan, sums = found
-    return TileSquares(sums, lambda: plan.run(a, b, bias, block))
+    return *with_inner_size(a, b), bias
 
 
 class _Plan:

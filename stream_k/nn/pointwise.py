@@ -19,8 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from collectives.rms_norm_kernels import as_rows
-from collectives.tensors import DTYPES
+from collectives.tensors import DTYPES, as_rows
 from pyrocshmem import chain, target, trace
 from stream_k.config import num_multiprocessors
 from stream_k.epilogue import rounded

@@ -18,7 +18,6 @@ from pyrocshmem.errors import WorkspaceBusy
 from reference import rms_norm as reference
 from reference.accuracy import EPS32, bound, compare, make_operand
 from reference.ops import shard_range
-from stream_k import fused_rms_norm
 from stream_k.config import BY_MESSAGE
 from stream_k.workspace import Workspace
 from tests.fused.cases import digest
@@ -231,35 +230,33 @@ def squares(heap: Heap, case: Case, **changes: Any) -> list[str]:
     """Of one rank: whether the tiles of `case`'s product leave the sums of the squares of what is stored, and whether
     it is these that the norm takes, while no other call gets between the two."""
     wrong: list[str] = []
-    honest, config, workspace = fused_rms_norm.forward, small_config(**changes), Workspace(heap)
+    config, workspace = small_config(**changes), Workspace(heap)
     whole = Whole(case, heap, 5, scattered=True)
+    y = whole.all_scatter(0.0, config=config, workspace=workspace)
+    (plan,) = workspace.plans.values()
+    honest, sums = plan.norm.run, plan.norm.squares
 
-    def watched(space: Workspace, x: torch.Tensor, *args: Any, squares: Any, **more: Any) -> Any:
-        sums = squares.sums
-
+    def watched(x: torch.Tensor, *args: Any, before: Any) -> Any:
         def enqueue() -> None:
             sums.fill_(torch.nan)
-            squares.enqueue()
+            before()
             tiles = x.double().square().split(config.block_n, dim=1)
             exact = torch.stack([tile.sum(dim=1) for tile in tiles])
             # Of positive terms, each of which is rounded, and every sum.
             if sums.shape != exact.shape or not ((sums - exact).abs() <= 32 * EPS32 * exact).all():
                 wrong.append("the squares' sums")
             try:
-                with space.begin(None):
+                with workspace.begin(None):
                     wrong.append("another call gets between product and norm")
             except WorkspaceBusy:
                 pass
             sums.mul_(4)
 
-        return honest(space, x, *args, squares=squares._replace(enqueue=enqueue), **more)
+        return honest(x, *args, before=enqueue)
 
-    y = whole.all_scatter(0.0, config=config, workspace=workspace)
-    fused_rms_norm.forward = watched
-    try:
-        halved = whole.all_scatter(0.0, config=config, workspace=workspace)
-    finally:
-        fused_rms_norm.forward = honest
+    plan.norm.run = watched
+    halved = whole.all_scatter(0.0, config=config, workspace=workspace)
+    plan.norm.run = honest
     heap.synchronize()
     normal = halved.abs() >= torch.finfo(case.dtype).tiny
     if not torch.equal((2 * halved)[normal], y[normal]) or not normal.any():

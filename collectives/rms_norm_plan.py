@@ -1,0 +1,226 @@
+"""The launches of `rms_norm`, forward and backward.
+
+result, updated, scales = forward(workspace, x, weight, residual, Norm(eps, hidden, False, x.dtype))
+grad, of_weight = backward(workspace, g, None, updated, weight, scales, hidden, x.dtype)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from collectives import row_sums
+from collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
+from collectives.row_sums import Blocks
+from collectives.tensors import NUM_WARPS, agree, as_rows, run
+from pyrocshmem import trace
+from reference.ops import shard_range
+from stream_k.launch import Launch
+from stream_k.operands import kind
+from stream_k.workspace import Workspace
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Norm(NamedTuple):
+    """What a call asks for, next to its tensors; `hidden` is the number of columns of all ranks."""
+
+    eps: float
+    hidden: int
+    replicated: bool
+    out_dtype: torch.dtype
+
+    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Of the result."""
+        return (*x.shape[:-1], self.hidden) if self.replicated else x.shape
+
+    def results(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> Tensors:
+        """`out` or memory for the result, memory for x + residual (without one, x), and for the scales."""
+        result = out if out is not None else torch.empty(self.shape(x), dtype=self.out_dtype, device=x.device)
+        updated = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        rows = math.prod(x.shape[:-1])
+        return result, updated, torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+class NormPlan:
+    """The launch of `rms_norm_kernel` for tensors of one kind.
+
+    direct: peers write a replicated result where it belongs, not into a buffer that it is copied from. squares: fp32
+    [tiles_n, M], the sums of the squares of x's columns by tile, where the product that x is leaves them.
+    """
+
+    called: str  # as the ranks compared it
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: Norm,
+        out: torch.Tensor | None = None,
+        direct: bool = False,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        heap = workspace.heap
+        assert heap is not None
+        world, hidden = heap.world_size, norm.hidden
+        self.workspace, self.norm, self.squares = workspace, norm, squares
+        M, N = as_rows(x).shape
+        self.buffer: torch.Tensor | None = None
+        if norm.replicated and not direct:
+            self.buffer = workspace.buffer("results", M * hidden, norm.out_dtype)[: M * hidden].view(
+                -1, hidden
+            )
+        blocks = Blocks.of(M, N, heap.device)
+        place = workspace.messages(row_sums.slot_bytes(M, world))
+        flags = workspace.flags(blocks.count if norm.replicated else 1)
+        tiles_n = 0 if squares is None else len(squares)
+        constants = {
+            "ADDS": residual is not None,
+            "REPLICATED": norm.replicated,
+            "TILES": Blocks.of(M, tiles_n, heap.device).columns if tiles_n else 0,
+            "ROWS": blocks.rows,
+            "COLUMNS": blocks.columns,
+            "WORLD": world,
+            "RANKS": triton.next_power_of_2(world),
+        }
+        self.launch = Launch(rms_norm_kernel, blocks.programs, constants, NUM_WARPS, 1)
+        tensors = self._tensors(x, weight, residual, norm.results(x, residual, out))
+        strides = tuple(tensors[i].stride(0) for i in (0, 1, 5))
+        first = shard_range(hidden, heap.rank, world)[0] if norm.replicated else 0
+        self.rest = (*place, flags, workspace.context, M, N, hidden, first, tiles_n, *strides, norm.eps)
+        self.launch.compile((*tensors, *self.rest))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Tensors:
+        """Enqueue the call, behind what `before` enqueues; returns what `forward` does."""
+        # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
+        results = self.norm.results(x, residual, out)
+        args = (*self._tensors(x, weight, residual, results), *self.rest)
+        with self.workspace.begin(self.called):
+            if before is not None:
+                before()
+            self.launch(args)
+            if self.buffer is not None:
+                results[0].copy_(self.buffer.view(results[0].shape))
+        return results
+
+    def _tensors(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, results: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Those that the kernel gets."""
+        result, updated, scales = results
+        rows = as_rows(x)
+        added = rows if residual is None else as_rows(residual)
+        squares = scales if self.squares is None else self.squares
+        target = as_rows(result) if self.buffer is None else self.buffer
+        return rows, added, updated, weight, squares, target, scales
+
+
+def plan_key(
+    workspace: Workspace,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor | None,
+) -> Any:
+    """Of the plan of such a call, in `Workspace.plans`."""
+    given = (kind(x), kind(weight), kind(residual), kind(out), _offset(workspace, norm, out))
+    return "rms_norm", *given, norm, trace.recorder() is not None
+
+
+def _offset(workspace: Workspace, norm: Norm, out: torch.Tensor | None) -> int | None:
+    """Where on the heap peers can write a replicated result into `out` itself; None where they can't."""
+    heap = workspace.heap
+    assert heap is not None
+    if not norm.replicated or not isinstance(out, torch.Tensor) or not out.is_contiguous():
+        return None
+    return heap.offset(out) if heap.is_symmetric(out) else None
+
+
+def forward(
+    workspace: Workspace,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor | None = None,
+) -> Tensors:
+    """(result, x + residual, scale [M] of each row in fp32) of arguments that are checked. Without a residual the
+    second is x itself."""
+    key = plan_key(workspace, x, weight, residual, norm, out)
+    plan: NormPlan | None = workspace.plans.get(key)
+    if plan is None:
+        place, rows = _offset(workspace, norm, out), math.prod(x.shape[:-1])
+        words = f"{rows} x {norm.hidden}, {x.dtype}, eps {norm.eps:g}, weight {weight.dtype}, residual " + (
+            "none" if residual is None else str(residual.dtype)
+        )
+        words += f", {'replicated' if norm.replicated else 'sharded'} {norm.out_dtype}"
+        words += "" if place is None else f" at offset {place}"
+        call = f"rms_norm({words}, recorded={trace.recorder() is not None})"
+        if rows == 0 or norm.hidden == 0:
+            agree(workspace, call)
+            return norm.results(x, residual, out)
+        direct = place is not None
+        plan = workspace.planned_together(
+            call, lambda: NormPlan(workspace, x, weight, residual, norm, out, direct)
+        )
+        plan.called, workspace.plans[key] = call, plan
+    return plan.run(x, weight, residual, out)
+
+
+def backward(
+    workspace: Workspace,
+    g: torch.Tensor,
+    more: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    hidden: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of h in `dtype`, gradient of the weight), from g, that of the result: of the own columns, or of all,
+    as the result was; `more`: that of h itself, as the caller's residual stream brings it back."""
+    heap = workspace.heap
+    assert heap is not None
+    world, device = heap.world_size, heap.device
+    rows = as_rows(h)
+    M, N = rows.shape
+    first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
+    gradient = as_rows(g)[:, first : first + N]
+    blocks = Blocks.of(M, N, device)
+    grad = torch.empty(h.shape, dtype=dtype, device=device)
+    partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
+    call = (
+        f"rms_norm_backward({M} x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})"
+    )
+    agree(workspace, call)
+    if M == 0 or hidden == 0:
+        return grad, torch.zeros_like(weight)
+    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
+    added = gradient if more is None else as_rows(more)
+    constants = {
+        "ADDS": more is not None,
+        "ROWS": blocks.rows,
+        "COLUMNS": blocks.columns,
+        "WORLD": world,
+        "RANKS": triton.next_power_of_2(world),
+    }
+    tensors = (gradient, added, rows, weight, scales, grad, partials)
+    strides = (gradient.stride(0), added.stride(0), rows.stride(0))
+    key = (call, more is None, *map(kind, tensors))
+    args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
+    run(workspace, key, f"{call}: plan", rms_norm_backward_kernel, constants, blocks.programs, args)
+    return grad, partials.sum(0).to(weight.dtype)
