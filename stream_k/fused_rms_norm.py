@@ -11,7 +11,6 @@ kernel adds up those of a row, exchanges the sums, and reads the product once, w
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -214,27 +213,24 @@ class _ScatteredPlan:
         workspace: Workspace,
     ) -> None:
         block = a.new_empty(a.shape[0], b.shape[1])
-        sums: torch.Tensor | None = None
-        self.gemm: GemmPlan | None = None
+        gemm: GemmPlan | None = None
         if block.numel() > 0:
             M, N = block.shape
             config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
             tiles_n = -(-N // config.block_n)
             sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
-            sums = sums.view(tiles_n, M)
             a, b, bias = _computed(a, b, bias)
-            self.gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=sums)
-        self.norm = NormPlan(workspace, block, weight, None, norm, squares=sums)
+            squares = sums.view(tiles_n, M)
+            gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=squares)
+        self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
+        self.like = block.new_empty(1).expand(block.shape)
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns what `scattered` does."""
-        block = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-        product = None
-        if self.gemm is not None:
-            product = functools.partial(self.gemm.run, *_computed(a, b, bias), block)
-        result, _, scales = self.norm.run(block, weight, None, before=product)
+        block = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+        result, _, scales = self.norm.run(block, weight, None, operands=_computed(a, b, bias))
         return result, block, scales
 
 

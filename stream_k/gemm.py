@@ -168,6 +168,7 @@ class GemmPlan:
             if squares is not None:
                 sent = Sent(store_with_squares, (), (*strides, squares))
         self.c_template = template(out, how, config.block_m, product.part_n)
+        self.squares = squares
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)

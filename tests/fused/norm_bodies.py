@@ -234,29 +234,27 @@ def squares(heap: Heap, case: Case, **changes: Any) -> list[str]:
     whole = Whole(case, heap, 5, scattered=True)
     y = whole.all_scatter(0.0, config=config, workspace=workspace)
     (plan,) = workspace.plans.values()
-    honest, sums = plan.norm.run, plan.norm.squares
+    honest, sums = plan.norm.gemm.run, plan.norm.gemm.squares
 
-    def watched(x: torch.Tensor, *args: Any, before: Any) -> Any:
-        def enqueue() -> None:
-            sums.fill_(torch.nan)
-            before()
-            tiles = x.double().square().split(config.block_n, dim=1)
-            exact = torch.stack([tile.sum(dim=1) for tile in tiles])
-            # Of positive terms, each of which is rounded, and every sum.
-            if sums.shape != exact.shape or not ((sums - exact).abs() <= 32 * EPS32 * exact).all():
-                wrong.append("the squares' sums")
-            try:
-                with workspace.begin(None):
-                    wrong.append("another call gets between product and norm")
-            except WorkspaceBusy:
-                pass
-            sums.mul_(4)
+    def watched(a: Any, b: Any, bias: Any, out: torch.Tensor) -> None:
+        sums.fill_(torch.nan)
+        honest(a, b, bias, out)
+        tiles = out.double().square().split(config.block_n, dim=1)
+        exact = torch.stack([tile.sum(dim=1) for tile in tiles])
+        # Of positive terms, each of which is rounded, and every sum.
+        if sums.shape != exact.shape or not ((sums - exact).abs() <= 32 * EPS32 * exact).all():
+            wrong.append("the squares' sums")
+        try:
+            with workspace.begin(None):
+                wrong.append("another call gets between product and norm")
+        except WorkspaceBusy:
+            pass
+        sums.mul_(4)
 
-        return honest(x, *args, before=enqueue)
-
-    plan.norm.run = watched
+    plan.norm.gemm.run = watched
+    plan.norm.graphs.allowed = False
     halved = whole.all_scatter(0.0, config=config, workspace=workspace)
-    plan.norm.run = honest
+    plan.norm.gemm.run = honest
     heap.synchronize()
     normal = halved.abs() >= torch.finfo(case.dtype).tiny
     if not torch.equal((2 * halved)[normal], y[normal]) or not normal.any():
@@ -265,6 +263,22 @@ def squares(heap: Heap, case: Case, **changes: Any) -> list[str]:
     if text := whole.wrong_norm(whole.all_scatter(config=config, workspace=workspace), product):
         wrong.append(text)
     return wrong
+
+
+def repeated(heap: Heap) -> tuple[list[str], int]:
+    """(what was wrong with calls whose tensors lie at the same places, with other data each time, their graphs)."""
+    wrong, workspace = [], Workspace(heap)
+    whole, *others = (Whole(Case(40, 70, 33, F16, F32), heap, seed, scattered=True) for seed in range(4))
+    for number in range(9):
+        for name in ("a", "b", "weight"):
+            getattr(whole, name).copy_(getattr(others[number % 3], name))
+        y = whole.all_scatter(workspace=workspace)
+        heap.synchronize()
+        wrong += [f"call {number}: {text}" for text in (whole.wrong_norm(y, whole.blocks()),) if text]
+        y.fill_(torch.nan)
+        del y
+    (plan,) = workspace.plans.values()
+    return wrong, plan.norm.graphs.captures
 
 
 def outcome(call: Any, *args: Any, **more: Any) -> str:

@@ -79,6 +79,7 @@ def besides(rank: int, world_size: int) -> dict[str, Any]:
         found: dict[str, Any] = {"late": bodies.late(heap, True)}
         found["unguarded"] = bodies.late(heap, False) if target.interpreted() else None
         found |= {"same_bits": bodies.same_bits(heap), "odd_rows": bodies.odd_rows(heap)}
+        found["repeated"], found["graphs"] = bodies.repeated(heap)
         return found | {"mistakes": bodies.mistakes(heap)}
 
 
@@ -139,12 +140,13 @@ def test_gradients() -> None:
 
 @pytest.mark.num_ranks(2)
 def test_late_ranks_and_mistakes() -> None:
-    """Late ranks, with their control; the same bits; odd rows; mistakes."""
+    """Late ranks, with their control; the same bits; odd rows; other data at the same places; mistakes."""
     found = values(run_ranks(besides, 2, timeout=TIMEOUT_S))
     for each in found:
         assert each["late"] == 0
         assert each["same_bits"] == []
-        assert each["odd_rows"] == []
+        assert each["odd_rows"] == each["repeated"] == []
+        assert (each["graphs"] > 0) == (target.backend() == "cuda" and not target.interpreted())
         assert each["mistakes"].keys() == MISTAKES.keys()
         for name, (error, part) in MISTAKES.items():
             assert each["mistakes"][name].startswith(f"{error}: "), f"{name}: {each['mistakes'][name]!r}"
