@@ -48,7 +48,8 @@ class Config:
     num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
     programs have comm_warps.
     comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that copy engines or pulls move at a
-    time: of each rank's row block, in an all-scatter of the whole product.
+    time: of each rank's row block, in an all-scatter of the whole product. All ranks move as many rows, whatever their
+    tiles.
     partial_dtype: what partial sums travel in, of ops that sum over ranks. None is fp32: they are then as accurate as
     one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once; those of fp32
     results stay fp32.

@@ -47,7 +47,19 @@ def cost_model(
         placement = _placement(op, small, on_sm_90, little, tall, pulled)
         if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, K, tiles, processors):
             placement = "unfused"
-    if placement in BY_ROWS:
+    if op == "all_gather_gemm" and placement == "copy_engine":
+        # The first wave has the own rows alone.
+        rows = -(-M // world_size)
+        if on_sm_90:
+            config = replace(
+                _for_nvidia(max(rows, _FEW_ROWS + 1), N, dtype, processors), partial_dtype=partial_dtype
+            )
+        height = _gathered_rows(rows, K * dtype.itemsize, 64 if target.interpreted() else 256)
+        chunk = height // config.block_m
+        config = replace(
+            config, placement=placement, split="none", chunk=chunk, group_m=min(config.group_m, chunk)
+        )
+    elif placement in BY_ROWS:
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
         config = _by_rows(config, op, placement, -(-rows // config.block_m), -(-N // config.block_n))
@@ -106,6 +118,19 @@ def _faster_unfused(op: str, placement: str, M: int, K: int, tiles: int, process
     if op == "gemm_reduce_scatter" and K > _PAIR_K:
         return False
     return op in ("gemm_all_reduce", "gemm_reduce_scatter") and tiles <= 2 * processors
+
+
+# A block of so many bytes is gathered in two pieces, of twice as many as this each at most: the first one comes in the
+# time that its own rows take a rank. A piece costs 4 us.
+_GATHERED_PIECE = 32 << 20
+
+
+def _gathered_rows(rows: int, row_bytes: int, multiple: int) -> int:
+    """Rows of a piece of a block of `rows`, a multiple of any tile's. Columns must not matter: ranks may have different
+    numbers of them."""
+    size = rows * row_bytes
+    pieces = 1 if size < _GATHERED_PIECE else max(2, size // (2 * _GATHERED_PIECE))
+    return -(-rows // (pieces * multiple)) * multiple
 
 
 # What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.

@@ -238,8 +238,15 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
     if op.shares_k:
         return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
     found = choose(*facts)
-    # Ranks with columns of their own would find different placements in the table.
-    return found if not op.own_columns or found.placement == config.placement else config
+    # Ranks with columns of their own would find different ways of gathering in the table.
+    if op.own_columns and _rows_at_a_time(found) != _rows_at_a_time(config):
+        return config
+    return found
+
+
+def _rows_at_a_time(config: Config) -> int:
+    """That copy engines move; 0: they move none."""
+    return config.chunk * config.block_m if config.placement == "copy_engine" else 0
 
 
 def _make_plan(
@@ -269,7 +276,11 @@ def _make_plan(
         )
     # What each rank multiplies by columns of its own is its own affair, its configuration too.
     if op.own_columns:
-        shown, share, tiling = f"{M} x {K}", 0, f", {config.placement}"
+        shown, share, tiling = (
+            f"{M} x {K}",
+            0,
+            f", {config.placement}, {_rows_at_a_time(config)} rows at a time",
+        )
     else:
         share = K if _depends_on_k(config, M, N, heap.device) else 0
         shown, tiling = f"{M} x {N}", f", {config}"

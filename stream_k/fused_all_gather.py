@@ -1,7 +1,7 @@
 """`all_gather_gemm`: the rows of all ranks times the columns of this one.
 
 The copy engine pushes this rank's rows to its peers, the one that needs them first before the others, while
-the GEMM works on the own rows; then it takes the peers' blocks in the order in which they arrive.
+the GEMM works on the own rows; then it takes the peers' blocks, piece by piece, in the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -99,13 +99,19 @@ class _Plan(FusedPlan):
         self.workspace, self.rank, self.world = workspace, heap.rank, world
         self.result = None
         M, K = call.num_rows, call.a.shape[1]
-        self.flags = workspace.flags(1)
+        # Pieces of a block, which may have fewer rows than the others', on all ranks the same.
+        most = -(-M // world)
+        height = min(call.config.chunk * call.config.block_m, most)
+        self.num_pieces = -(-most // height)
+        self.flags = workspace.flags(self.num_pieces)
         self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
         self.block = first, last = shard_range(M, heap.rank, world)
-        own, flag = self.rows[first:last], self.flags[heap.rank : heap.rank + 1]
-        self.places = [
-            (heap.peer_view(own, peer), heap.peer_view(flag, peer))
-            for peer in ((heap.rank - turn) % world for turn in range(1, world))
+        self.pieces = [
+            self._copy(
+                heap, piece, slice(begin, min(begin + height, last - first)), (heap.rank - turn) % world
+            )
+            for turn in range(1, world)
+            for piece, begin in enumerate(range(0, most, height))
         ]
         self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         op = int(status.Op.ALL_GATHER_GEMM)
@@ -115,6 +121,14 @@ class _Plan(FusedPlan):
         if call.b.shape[1] > 0:
             self.senders = 0  # the GEMM waits for the peers' rows
             self._plan_gemm(call)
+
+    def _copy(
+        self, heap: Heap, piece: int, rows: slice, peer: int
+    ) -> tuple[torch.Tensor, slice, torch.Tensor]:
+        """(to, which of the own rows, flag) of a piece."""
+        word = piece * int(signal.MAX_WORLD.value) + self.rank
+        to = heap.peer_view(self.rows[self.block[0] : self.block[1]][rows], peer)
+        return to, rows, heap.peer_view(self.flags[word : word + 1], peer)
 
     def _plan_gemm(self, call: Call) -> None:
         config, world = call.config, self.world
@@ -132,7 +146,9 @@ class _Plan(FusedPlan):
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         options = call.epilogue_options(self.c_how)
-        self.gemm = product.launch(op, world, store_output, None, None, options, -1, False, gathers=True)
+        self.gemm = product.launch(
+            op, world, store_output, None, None, options, -1, False, gathers=config.chunk
+        )
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -147,7 +163,7 @@ class _Plan(FusedPlan):
         )  # fmt: skip
 
     def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
-        return (self.flags, self.flags, 0, 0, 0, 0, 0, senders, self.workspace.context)
+        return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.gemm is not None:
@@ -167,8 +183,8 @@ class _Plan(FusedPlan):
             self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
-            for place, flag in self.places:
-                trace.copy(place.copy_, a)
+            for to, rows, flag in self.pieces:
+                trace.copy(to.copy_, a[rows])
                 flag.copy_(self.epoch)
         if self.gemm is not None and at_once:
             self.gemm(self._gemm_arguments(a, b, bias, out))

@@ -27,8 +27,8 @@ where a consumer beside the GEMM runs.
 
 Rows from top to bottom, or in one of three other orders, of which `stream_k.order` has the blocks:
   PEERS      the peers' row blocks, the neighbour's first, into `c` of R - 1 blocks of whole tiles
-  GATHERS    the own row block from `a`, then the peers' from `gathered`, each as soon as its flag
-             (word 0 of `arrived`, written by the peer) is up; the result has the rows of all
+  GATHERS    the own row block from `a`, then the peers' from `gathered`, in pieces of GATHERS tile rows, each as soon
+             as its flag (word number `piece` of `arrived`, written by the peer) is up; the result has the rows of all
   SUMS       the own row block, whose epilogue waits for the peers' partials and adds them. It is launched behind the
              one with the peers' rows, counts its tiles on from them, and begins before that one ends
 
@@ -257,19 +257,23 @@ def stream_k_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
-            for step in range(1, WORLD):
-                block = (rank + step) % WORLD
-                flag = signal.word(arrived, 0, block + one)
-                trace.mark(events, trace.WAIT, step * end)
-                if signal.wait(flag, one == 0, epoch, step * end, block, context, OP, WORLD):
-                    begin = step * end
+            pieces = tl.cdiv(tiles_m, GATHERS)
+            for step in range(pieces, WORLD * pieces):
+                block = (rank + step // pieces) % WORLD
+                piece = step % pieces
+                begin = step // pieces * end + piece * GATHERS * tiles_n
+                flag = signal.word(arrived, piece, block + one)
+                trace.mark(events, trace.WAIT, begin)
+                if signal.wait(flag, one == 0, epoch, begin, block, context, OP, WORLD):
                     start = block_start(block, M, WORLD)
                     row_end = start + block_size(block, M, WORLD)
+                    start += piece * GATHERS * BLOCK_M
+                    piece_m = min(tiles_m - piece * GATHERS, GATHERS)
                     turn = program + tl.cdiv(max(begin - program, 0), num_gemm_programs) * num_gemm_programs
                     _whole_tiles(
-                        gathered, b, c, begin, turn, begin + end, tiles_m, start, M, start, row_end, rank, epoch,
-                        extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW,
-                        PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                        gathered, b, c, begin, turn, begin + piece_m * tiles_n, piece_m, start, M, start, row_end, rank,
+                        epoch, extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW,
+                        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
                     )  # fmt: skip
     elif SUMS:
         begin = tiles_m * tiles_n

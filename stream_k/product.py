@@ -75,7 +75,7 @@ class Product:
         lag: int,
         ends: bool,
         peers: bool = False,
-        gathers: bool = False,
+        gathers: int = 0,
         sums: bool = False,
         alone: bool = False,
         flatten: bool = True,

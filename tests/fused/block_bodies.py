@@ -208,6 +208,30 @@ def columns_without_word(rank: int, world_size: int, waits: bool) -> int:
         return int((out[:, 33:] != CANARY).sum())
 
 
+def rows_without_word(rank: int, world_size: int, waits: bool) -> list[int]:
+    """Elements of rank 0's result that are written, by pieces of rank 1's rows, of which it announces the first one."""
+    config = small_config(placement="copy_engine", chunk=1)
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        height = config.block_m
+        a, b = integers(3 * height, 24, torch.float32, 1), integers(24, 33, torch.float32, 2)
+        out = torch.zeros(6 * height, 33)
+        options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, "out": out}
+        stream_k.all_gather_gemm(a, b, **options)
+        heap.vote("planned")
+        (plan,) = workspace.plans.values()
+        workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+        if rank == 1:
+            plan.pieces[1:] = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces[1:]]
+        elif not waits:
+            signal.wait = lambda *args, **more: True
+        out.fill_(CANARY)
+        with contextlib.suppress(ShmemError):
+            stream_k.all_gather_gemm(a, b, **options)
+            heap.vote("done")
+        return [int((rows != CANARY).sum()) for rows in out[3 * height :].split(height)]
+
+
 def keep_back(words: torch.Tensor) -> None:
     """From now on flags that lie in `words` of this rank, or in its peers' at the same place, stay as they are."""
     honest = signal.publish
@@ -222,8 +246,8 @@ def keep_back(words: torch.Tensor) -> None:
 
 def keep_back_copies(plan: Any) -> None:
     """From now on the flags that copy engines raise are raised nowhere."""
-    if hasattr(plan, "places"):
-        plan.places = [(place, torch.empty_like(flag)) for place, flag in plan.places]
+    if hasattr(plan, "pieces"):
+        plan.pieces = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces]
     if hasattr(plan, "copies"):
         plan.copies = [
             [(to, source, torch.empty_like(flag)) for to, source, flag in step] for step in plan.copies

@@ -131,6 +131,15 @@ def test_no_columns_that_were_not_announced() -> None:
         assert (written == 0) if waits else (written > 0), waits
 
 
+@pytest.mark.cpu
+def test_no_rows_that_were_not_announced() -> None:
+    """A piece of a peer's rows is multiplied when it has come, whatever came before it. Then the control, which doesn't
+    wait."""
+    for waits in (True, False):
+        written = values(run_ranks(block_bodies.rows_without_word, 2, waits, timeout=TIMEOUT_S))[0]
+        assert written == ([32 * 33, 0, 0] if waits else [32 * 33] * 3), waits
+
+
 @pytest.mark.parametrize(
     ("op", "placement", "name"),
     [
