@@ -5,17 +5,21 @@ Import it (importing `pyrocshmem` does) before Triton: `TRITON_INTERPRET` is rea
 - `PYROCSHMEM_BACKEND=auto` (the default): a GPU when there is one, otherwise the CPU.
 - `PYROCSHMEM_BACKEND=cpu`: the CPU, GPUs or not.
 - `PYROCSHMEM_BACKEND=gpu`: a GPU, `RuntimeError` without one.
+- What is wrong with these is an exception for programs; commands and examples print it as a line and exit with 2.
 - `TRITON_INTERPRET=0` set by the caller on a machine with no GPU is kept: kernels are then compiled, not run.
 """
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 BACKENDS = ("auto", "gpu", "cpu")
 
-_COMMANDS = {"pyrocshmem", "stream_k", "benchmarks"}
+# Folders of what is run by `python -m`, and of the examples.
+_COMMANDS = {"pyrocshmem", "stream_k", "collectives", "benchmarks", "reference"}
+_EXAMPLES = {("examples", "rms"), ("examples", "training")}
 
 
 def _choose() -> tuple[bool, str]:
@@ -85,14 +89,21 @@ def _apply(on_cpu: bool) -> None:
     check_interpreter()
 
 
+def _is_command() -> bool:
+    """Whether this process runs a command or an example of this project, not a program that imports it."""
+    if sys.argv[0] == "-m":  # so long as the command's package is imported, before its own code
+        return any(arg.partition(".")[0] in _COMMANDS for arg in sys.orig_argv)
+    *_, above, folder, script = ("", "", *Path(sys.argv[0]).resolve().parts)
+    return (script == "__main__.py" and folder in _COMMANDS) or (above, folder) in _EXAMPLES
+
+
 def _settle() -> tuple[bool, str]:
     try:
         chosen = _choose()
         _apply(chosen[0])
     except (RuntimeError, ValueError) as error:
-        # `python -m stream_k` imports this before the command's own code, which prints mistakes, can run: argv[0] is
-        # "-m" so long.
-        if sys.argv[0] == "-m" and _COMMANDS & set(sys.orig_argv):
+        # Commands import this before their own code, which prints mistakes, can run.
+        if _is_command():
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         raise

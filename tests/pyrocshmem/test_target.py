@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,9 @@ from pyrocshmem import target
 
 TIER = 1
 pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+ROCM = "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,15 @@ def test_bad_choice(monkeypatch, asked, interpret, gpus, kind, words):
     ("command", "asked", "text"),
     [
         (("-m", "stream_k", "-n", "2"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
-        (("-m", "pyrocshmem"), "rocm", "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu"),
+        (("-m", "pyrocshmem"), "rocm", ROCM),
+        (("-m", "stream_k.schedule_plot"), "rocm", ROCM),
+        (("-m", "collectives"), "rocm", ROCM),
+        (("-m", "reference", "-n", "2"), "rocm", ROCM),
+        (("-m", "reference", "--backend", "gpu"), "cpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "benchmarks", "gemm"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "benchmarks", "report"), "rocm", ROCM),
+        (("examples/rms/threads.py",), "rocm", ROCM),
+        (("examples/training/tensor_parallel.py", "--steps", "1"), "rocm", ROCM),
     ],
 )
 def test_a_command_answers_a_bad_choice_in_one_line(command, asked, text):
@@ -61,7 +73,7 @@ def test_a_command_answers_a_bad_choice_in_one_line(command, asked, text):
 def test_an_import_raises_for_a_bad_choice():
     code = "try:\n    import stream_k\nexcept ValueError as error:\n    print(error)"
     done = run("-c", code, PYROCSHMEM_BACKEND="rocm")
-    assert (done.returncode, done.stdout) == (0, "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu\n")
+    assert (done.returncode, done.stdout) == (0, ROCM + "\n")
 
 
 def choose(monkeypatch, asked, interpret, gpus):
@@ -82,7 +94,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     inherited.pop("TRITON_DEFAULT_FP_FUSION", None)
     return subprocess.run(
         [sys.executable, *arguments],
-        env=inherited | {"PYROCSHMEM_BACKEND": "cpu"} | environment,
+        cwd=ROOT,
+        env=inherited | {"PYROCSHMEM_BACKEND": "cpu", "PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         timeout=90,

@@ -97,7 +97,7 @@ def test_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = commands.start("reference", "--backend", "gpu")
     assert done.returncode == 2
-    assert "sees no GPU here" in done.stdout
+    assert "sees no GPU here" in done.stderr
     assert "Traceback" not in done.stderr
 
 
