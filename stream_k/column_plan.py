@@ -48,9 +48,13 @@ class ColumnsPlan(FusedPlan):
         op = int(status.Op.GEMM_ALL_SCATTER)
         # LAG 0: what the peers pulled in the call before is overwritten when they are done with that.
         self.gemm = product.launch(
-            op, self.world, row_blocks.store_columns, row_blocks.announce_rows, None, call.epilogue_options(c_how),
-            0, False,
-        )  # fmt: skip
+            op,
+            self.world,
+            row_blocks.store_columns,
+            call.epilogue_options(c_how),
+            announce=row_blocks.announce_rows,
+            lag=0,
+        )
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
         programs = None

@@ -146,9 +146,7 @@ class _Plan(FusedPlan):
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         options = call.epilogue_options(self.c_how)
-        self.gemm = product.launch(
-            op, world, store_output, None, None, options, -1, False, gathers=config.chunk
-        )
+        self.gemm = product.launch(op, world, store_output, options, order="GATHERS")
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor

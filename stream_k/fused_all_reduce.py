@@ -132,11 +132,10 @@ class _Plan(FusedPlan):
                 op,
                 world,
                 epilogue,
-                None if pushed else tiles.announce_partial,
-                consumer,
                 options,
+                announce=None if pushed else tiles.announce_partial,
+                consumer=consumer,
                 lag=1,
-                ends=consumer is not None,
             )
         ]
         if consumer is None:

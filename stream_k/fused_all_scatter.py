@@ -103,9 +103,7 @@ class _Plan(FusedPlan):
         # A gate counts the programs of a rank alone only where they have a LAG (`stream_k.kernel`).
         lag = 0 if inside or world == 1 else -1
         self.launches = [
-            product.launch(
-                op, world, epilogue, announce, consumer, options, lag=lag, ends=consumer is not None
-            )
+            product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
         ]
         if consumer is None:
             self.launches += consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)

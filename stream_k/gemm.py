@@ -180,11 +180,7 @@ class GemmPlan:
             int(status.Op.FIX_UP),
             1,
             sent.epilogue,
-            None,
-            None,
             options,
-            lag=-1,
-            ends=product.split,
             alone=True,
             flatten=flatten,
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,8 @@ from stream_k.mainloop import COLUMN, MASKED, POINTER, ROW
 from stream_k.operands import as_argument, filled, how_to_read, rows_held, strides_by_pointer, template
 from stream_k.schedule import Schedule, make_schedule
 from stream_k.workspace import Workspace
+
+Order = Literal["", "PEERS", "GATHERS", "SUMS"]
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,19 @@ class Product:
         op: int,
         world_size: int,
         epilogue: Any,
-        announce: Any,
-        consumer: Any,
         options: tuple[int, ...],
-        lag: int,
-        ends: bool,
-        peers: bool = False,
-        gathers: int = 0,
-        sums: bool = False,
+        *,
+        announce: Any = None,
+        consumer: Any = None,
+        lag: int = -1,
+        order: Order = "",
         alone: bool = False,
         flatten: bool = True,
     ) -> Launch:
-        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. alone: of
-        `gemm_kernel` instead, which may be made ready while the launch before it ends: nothing communicates. flatten:
-        whether tiles overlap, where the configuration says so."""
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. order: of rows, one
+        of the three there; "": from top to bottom. alone: of `gemm_kernel` instead, which may be made ready while the
+        launch before it ends: nothing communicates. flatten: whether tiles overlap, where the configuration says so.
+        The call ends with it where it consumes; or alone, if a fix-up counts the calls."""
         config = self.config
         constants = {
             "EPILOGUE": epilogue,
@@ -92,10 +93,10 @@ class Product:
             "OP": op,
             "WORLD": world_size,
             "LAG": lag,
-            "ENDS": ends,
-            "PEERS": peers,
-            "GATHERS": gathers,
-            "SUMS": sums,
+            "ENDS": consumer is not None or (alone and self.split),
+            "PEERS": order == "PEERS",
+            "GATHERS": config.chunk if order == "GATHERS" else 0,
+            "SUMS": order == "SUMS",
             "SPLIT": self.split,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
@@ -109,7 +110,7 @@ class Product:
         }
         grid = self.schedule.num_programs + self.comm_programs
         kernel = gemm_kernel if alone else stream_k_kernel
-        chained = sums or (alone and not self._wants_neighbours)
+        chained = order == "SUMS" or (alone and not self._wants_neighbours)
         return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained=chained)
 
     @property

@@ -143,15 +143,7 @@ class RowsPlan(FusedPlan):
         self.fix_up = peers.fix_up(self.workspace)
         # Partials get no bias and no activation: one machine code for all.
         self.peers_gemm = peers.launch(
-            op,
-            world,
-            row_blocks.store_rows,
-            row_blocks.announce_rows,
-            None,
-            (0, 0, how),
-            -1,
-            False,
-            peers=True,
+            op, world, row_blocks.store_rows, (0, 0, how), announce=row_blocks.announce_rows, order="PEERS"
         )
         out = call.out if self.sums is None else self.sums
         self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
@@ -160,7 +152,7 @@ class RowsPlan(FusedPlan):
         announce = row_blocks.announce_rows if self.everywhere else None
         options = (*call.epilogue_options(POINTER), op)
         self.own_gemm = product.launch(
-            op, world, row_blocks.sum_rows, announce, None, options, -1, False, sums=True
+            op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
         self.enter, self.step, self.end = (
             step_launch(op, world, enters=True),
