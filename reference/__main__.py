@@ -78,8 +78,6 @@ def _run(
     from pyrocshmem.launch import spawn
     from reference import report
     from reference.job import Job, check_job, check_name, describe_bound, run_rank
-    from reference.norm_problems import NORMS
-    from reference.problems import find_problem
 
     on_gpu = target.backend() != "host"
     if num_ranks < 1:
@@ -87,16 +85,7 @@ def _run(
     if on_gpu and num_ranks > target.num_devices():
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
     check_name(collective)
-    sizes: tuple[int, ...]
-    if collective in NORMS:
-        norm = NORMS[collective]
-        sizes, steps, share = norm.gpu_shape if on_gpu else norm.cpu_shape, norm.steps, norm.holds
-        letters = "MNK"[: len(sizes)]
-        sizes = parse_sizes(shape, letters) if shape else sizes
-    else:
-        problem, letters = find_problem(collective), "MNK"
-        product = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
-        sizes, steps, share = product, problem.steps, problem.describe_share(product, num_ranks)
+    sizes, steps, share = _problem(collective, shape, num_ranks, on_gpu)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
     job = Job(collective, sizes, getattr(torch, name), seed, iters)
     check_job(job, num_ranks)
@@ -105,7 +94,7 @@ def _run(
         "runs on": target.describe(),
         "op": f"{steps} ({'NCCL/RCCL' if on_gpu else 'gloo'}), {num_ranks} ranks",
         "C = A x B" if len(sizes) == 3 else "sizes": (
-            f"{' '.join(letters)} = {' '.join(map(str, sizes))}, {name}, seed {seed}"
+            f"{' '.join('MNK'[: len(sizes)])} = {' '.join(map(str, sizes))}, {name}, seed {seed}"
         ),
         "per rank": share,
         "bound": describe_bound(job, num_ranks),
@@ -123,6 +112,22 @@ def _run(
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
+
+
+def _problem(
+    collective: str, shape: str | None, num_ranks: int, on_gpu: bool
+) -> tuple[tuple[int, ...], str, str]:
+    """(its sizes, M N K or M N, as asked for or the default ones; its steps; what each rank has), in words."""
+    from reference.norm_problems import NORMS
+    from reference.problems import find_problem
+
+    if collective in NORMS:
+        norm = NORMS[collective]
+        usual = norm.gpu_shape if on_gpu else norm.cpu_shape
+        return parse_sizes(shape, "MNK"[: len(usual)]) if shape else usual, norm.steps, norm.holds
+    problem = find_problem(collective)
+    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
+    return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:

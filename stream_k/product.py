@@ -169,10 +169,7 @@ def make_product(
     when no program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
-    rows = M
-    if row_blocks:
-        blocks = row_blocks if num_blocks is None else num_blocks
-        rows = blocks * tiles_of_block(M, row_blocks, config.block_m) * config.block_m
+    rows = _rows_of_tiles(M, row_blocks, num_blocks, config.block_m)
     schedule = schedule_of(config, rows, N, max(K, longest_k), a.device, comm_programs)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
@@ -204,6 +201,14 @@ def make_product(
         subtiles,
         copies,
     )
+
+
+def _rows_of_tiles(M: int, row_blocks: int, num_blocks: int | None, block_m: int) -> int:
+    """M; of blocks, the rows of all their tiles, which begin anew in each."""
+    if not row_blocks:
+        return M
+    blocks = row_blocks if num_blocks is None else num_blocks
+    return blocks * tiles_of_block(M, row_blocks, block_m) * block_m
 
 
 def _as_read(

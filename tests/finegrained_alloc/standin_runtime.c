@@ -26,9 +26,7 @@ FGA_HIP_FUNCTIONS(DECLARE_HIP)
 FGA_CUDA_FUNCTIONS(DECLARE_CUDA)
 
 unsigned standin_sticky(void);
-int standin_device(void);
-int standin_live(void);
-int standin_depth(void);
+int standin_device(void), standin_live(void), standin_depth(void);
 
 typedef struct {
     char *base;
@@ -149,11 +147,10 @@ static unsigned enable(int from, int to) {
 
 /* -- HIP ---------------------------------------------------------------------------------------------------------------- */
 
-#define BEGIN(name, ...)                 \
-    record(__VA_ARGS__);                 \
-    unsigned error_ = planted(name);     \
-    if (error_ != 0)                     \
-        return error_;
+#define BEGIN(name, ...)       \
+    record(__VA_ARGS__);       \
+    if (planted(name) != 0)    \
+        return sticky;
 
 const char *hipGetErrorString(hipError_t error) { return error == 2 ? "stand-in out of memory" : "stand-in error"; }
 
