@@ -5,7 +5,7 @@
 
 A world of one runs the kernels against its own heap. Where a rank alone would run the plain GEMM, or copy, the plans
 are made all the same, but for sums of row blocks, which take two. Several ranks, one process each, go round the GPUs,
-and take a GPU's time in turns where there are more of them. The kernels of tests alone (tests/litmus) are not here.
+and take a GPU's time in turns where there are more of them. They run the kernels of tests/litmus, too, guards and all.
 No call is replayed as a graph, whose kernels a sanitizer runs one at a time, in its own order (`stream_k.graphs`).
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
@@ -45,6 +45,7 @@ from stream_k.timeline import meet_kernel
 from stream_k.workspace import Workspace, workspace_for
 from tests import sharing
 from tests.fused.norm_bodies import EPS
+from tests.litmus.bodies import Litmus, litmus
 from tests.stress.ops import OPS, Facts
 
 # What a rank alone has a part of, of ops by row blocks and by messages; sums of row blocks take two.
@@ -263,6 +264,19 @@ def _calls() -> Iterator[tuple[str, Facts]]:
             yield name, {**_FACTS, "options": {}}
 
 
+# Rounds enough that every place is used twice, and, of copies, a batch.
+_LITMUS = [Litmus(how, 60) for how in ("push", "pull", "buffering")]
+_LITMUS += [Litmus("tma", 60, pieces=8), Litmus("copies", 200)]
+
+
+def _memory_order(rank: int, world_size: int) -> Iterator[tuple[str, bool]]:
+    """The kernels that the tests of the memory order play with, in both directions of every pair."""
+    for found in litmus(rank, world_size, _LITMUS):
+        sends = found.litmus.how != "buffering" and rank == found.pair[0]
+        played = found.played > 0 if sends else found.played == found.litmus.rounds
+        yield f"litmus {found.litmus.how} {found.pair}", played and found.bad == 0 and not any(found.missed)
+
+
 def together(rank: int, world_size: int, meeting: str) -> int:
     """One of several ranks, which meet in a file and may share GPUs: the number of wrong results."""
     device = sharing.device(rank)
@@ -290,6 +304,9 @@ def together(rank: int, world_size: int, meeting: str) -> int:
             wrong += not ok
             print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()
+    for name, ok in _memory_order(rank, world_size):
+        wrong += not ok
+        print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
     dist.destroy_process_group()
     return wrong
 
