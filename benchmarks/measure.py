@@ -8,7 +8,6 @@ of one call, and count its share.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from benchmarks.operands import Operands
 from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import Case, graph_calls
 from pyrocshmem.errors import HeapOutOfMemory
-from reference.timing import host_seconds
+from reference.timing import host_seconds, repeated
 from stream_k.workspace import Workspace
 
 _HOST_CALLS = 20
@@ -184,27 +183,7 @@ def _call_of(run: Run, case: Case) -> Callable[[], object]:
     if case.timing != "graph":
         run.call()
         return run.call
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run.call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Not torch.cuda.graph, which collects garbage first: a tenth of a second in each of a thousand captures.
-    with torch.cuda.stream(stream):
-        # Other threads (NCCL's watchdog) may query events meanwhile.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(graph_calls(case)):
-                run.call()
-        except Exception:
-            # It fails too, by then; the first error is the one that tells.
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return graph.replay
+    return repeated(run.call, graph_calls(case))
 
 
 def _close(run: Run) -> None:

@@ -17,13 +17,11 @@ import torch.distributed as dist
 from benchmarks.shapes import COLUMN_NORMS, GRAPH_CALLS, NORMS, OPS, Case
 from reference.accuracy import make_operand
 from reference.ops import shard_range
+from reference.timing import cold_copies
 
 # Rows of a result that are held to float64, spread evenly over it; all of them up to this many.
 CHECKED_ROWS = 192
 CHECKED_ELEMENTS = 1 << 20
-# Calls of a graph read copies of B in turn, so that B comes from memory and not from L2: copies of so many bytes lie
-# between two readings of one. At least twice the L2 of any GPU here (H200: 60 MB).
-COLD_BYTES = 128 << 20
 EPS = 1e-6
 # Every rank has the same A, and columns of B of its own.
 _SAME_A = ("gemm_all_scatter", "gemm_rms_norm_all_scatter")
@@ -80,8 +78,7 @@ class Operands:
         self.a = self._random((rows, K), 0 if case.op in _SAME_A else self.rank, "a")
         weights = [self._random((K, N), self.rank, "b")]
         if case.timing == "graph":
-            copies = COLD_BYTES // (weights[0].numel() * self.dtype.itemsize) + 1
-            weights += [weights[0].clone() for _ in range(min(copies, GRAPH_CALLS - 1))]
+            weights = cold_copies(weights[0], GRAPH_CALLS)
         self.num_weights = len(weights)
         self._weights: Iterator[torch.Tensor] = itertools.cycle(weights)
 

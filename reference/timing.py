@@ -5,10 +5,12 @@
 Per sample on a GPU: poison the provider's output, flush the L2 cache, keep the device busy while the host
 enqueues, line the ranks up by a tiny all-reduce, then start event, call, end event. A sample is this rank's
 own; the time of a call is the largest of all ranks (`reference.report.slowest`). On a CPU: wall clock.
+A call of microseconds is timed as a share of many in a graph (`repeated`), which the host can't hold up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -21,6 +23,10 @@ Calls = Mapping[str, tuple[Callable[[], object], torch.Tensor]]
 _FLUSH_BYTES = 256 << 20
 _SLEEP_CYCLES = 1_000_000  # about 0.5 ms
 _GPU_WARM_UP, _CPU_WARM_UP = 3, 1
+
+# Calls of a graph read copies of B in turn, so that B comes from memory and not from L2: copies of so many bytes lie
+# between two readings of one. At least twice the L2 of any GPU here (H200: 60 MB).
+COLD_BYTES = 128 << 20
 
 
 def time_in_turn(calls: Calls, iters: int, device: torch.device) -> dict[str, tuple[float, ...]]:
@@ -47,6 +53,38 @@ def time_in_turn(calls: Calls, iters: int, device: torch.device) -> dict[str, tu
             if i >= 0:
                 seconds[name].append(spent)
     return {name: tuple(samples) for name, samples in seconds.items()}
+
+
+def repeated(call: Callable[[], object], calls: int) -> Callable[[], None]:
+    """The replay of a CUDA graph of `calls` calls. One more is made before, on the stream of the capture: it loads
+    what the call launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph, which collects garbage first: a tenth of a second in each of a thousand captures.
+    with torch.cuda.stream(stream):
+        # Other threads (NCCL's watchdog) may query events meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                call()
+        except Exception:
+            # It fails too, by then; the first error is the one that tells.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph.replay
+
+
+def cold_copies(b: torch.Tensor, calls: int) -> list[torch.Tensor]:
+    """`b` and copies of it, which the `calls` calls of a graph are to read in turn."""
+    copies = COLD_BYTES // b.nbytes + 1
+    return [b, *(b.clone() for _ in range(min(copies, calls - 1)))]
 
 
 def host_seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -3,12 +3,14 @@
     outcome = tune_case(case, heap, device, iters=7, run=0)     # on every rank, the same everywhere
 
 All candidates get a few samples, the best of them and the cost model's choice more. A time is the maximum over the
-ranks; rank 0 decides. Every element of every candidate's result is held to the result of the cost model's choice.
+ranks; rank 0 decides. On a GPU cases of microseconds are timed as replays of a CUDA graph. Every element of every
+candidate's result is held to the result of the cost model's choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,12 +25,15 @@ from pyrocshmem.heap import Heap
 from reference.accuracy import bound, compare, make_operand
 from reference.ops import shard_range
 from reference.problems import PROBLEMS
-from reference.timing import time_in_turn
+from reference.timing import cold_copies, repeated, time_in_turn
 from stream_k import tuned
 from stream_k.candidates import candidates
 from stream_k.config import Config, num_multiprocessors
 
 _QUICK_ITERS = 2
+# By device: where the cost model's choice takes less, graphs of several calls are timed.
+_GRAPH_BELOW_S = {"cuda": 200e-6}
+_GRAPH_CALLS = 20
 _FINALISTS = 3
 # What a candidate must win by; otherwise the cost model's choice stays.
 _GAIN = 1.01
@@ -79,6 +84,9 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
     fit = [config for config in fit if config not in wrong]
     if base not in fit:
         raise RuntimeError(f"{case}: the cost model's choice, {base}, does not run")
+    below = _GRAPH_BELOW_S.get(device.type)
+    if below is not None and trial.medians([base], _QUICK_ITERS)[base] < below:
+        trial.weights = cold_copies(trial.b, _GRAPH_CALLS)
     quick = trial.medians(fit, _QUICK_ITERS)
     finalists = sorted(fit, key=lambda config: quick[config])[:_FINALISTS]
     final = trial.medians(dict.fromkeys([base, *finalists]), iters)
@@ -105,6 +113,7 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
         us=round(1e6 * final[best], 2),
         cost_model_us=round(1e6 * final[base], 2),
         run=run,
+        timing="graph" if trial.weights else "eager",
     )
     usual = dataclasses.asdict(base)
     differs = {name: value for name, value in dataclasses.asdict(best).items() if value != usual[name]}
@@ -112,7 +121,8 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
 
 
 class _Trial:
-    """Operands of a case on this rank, and the result that all candidates must give."""
+    """Operands of a case on this rank, and the result that all candidates must give. weights: copies of b, where graphs
+    are timed."""
 
     def __init__(self, case: Case, heap: Heap | None, device: torch.device) -> None:
         self.heap, self.device = heap, device
@@ -130,6 +140,7 @@ class _Trial:
             (last - first, case.K), case.dtype, 0, rank if a_cut else 0, tag="a", device=device
         )
         self.b = make_operand((case.K, case.N), case.dtype, 0, rank, tag="b", device=device)
+        self.weights: list[torch.Tensor] = []
         self.options: dict[str, Any] = {} if heap is None else {"group": heap}
         if self.problem is not None:
             self.options |= self.problem.op_arguments(self.shape)
@@ -151,9 +162,17 @@ class _Trial:
         dist.all_reduce(partials)
         return magnitude, partials[self.problem.part(self.shape, self.rank, self.case.ranks)]
 
-    def call(self, config: Config) -> None:
-        """One call of the op, into `out`."""
-        getattr(stream_k, self.case.op)(self.a, self.b, out=self.out, config=config, **self.options)
+    def call(self, config: Config, b: torch.Tensor | None = None) -> None:
+        """One call of the op, into `out`. b: a copy of its own."""
+        b = self.b if b is None else b
+        getattr(stream_k, self.case.op)(self.a, b, out=self.out, config=config, **self.options)
+
+    def _timed(self, config: Config) -> Callable[[], object]:
+        """What a sample calls: one call, or the replay of a graph of several."""
+        if not self.weights:
+            return partial(self.call, config)
+        weights = itertools.cycle(self.weights)
+        return repeated(lambda: self.call(config, next(weights)), _GRAPH_CALLS)
 
     def runs(self, config: Config) -> bool:
         """Whether all ranks can run with it: ValueError is how an op refuses a configuration."""
@@ -191,9 +210,10 @@ class _Trial:
         calls: dict[str, tuple[Callable[[], object], torch.Tensor]] = {}
         configs = list(configs)
         for i, config in enumerate(configs):
-            calls[str(i)] = partial(self.call, config), self.out
+            calls[str(i)] = self._timed(config), self.out
         seconds = time_in_turn(calls, iters, self.device)
         slowest = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.device)
+        slowest /= _GRAPH_CALLS if self.weights else 1
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         found = [dict(zip(configs, map(statistics.median, slowest.tolist()), strict=True))]
         dist.broadcast_object_list(found, src=0)

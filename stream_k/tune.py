@@ -105,12 +105,13 @@ def _run(
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     found = spawn(_rank_main, ranks, cases, iters, out, table, timeout=_LIMIT_S)[0]
     rows = Table(title="medians of the slowest rank", title_justify="left")
-    for name in ("case", "cost model", "fastest", "gain", "what differs"):
-        rows.add_column(name, justify="left" if name in ("case", "what differs") else "right")
+    for name in ("case", "timing", "cost model", "fastest", "gain", "what differs"):
+        rows.add_column(name, justify="left" if name in ("case", "timing", "what differs") else "right")
     for case, outcome in zip(cases, found, strict=True):
         usual, best = outcome.entry.cost_model_us, outcome.entry.us
         differs = ", ".join(f"{name}={value}" for name, value in outcome.differs.items())
-        rows.add_row(str(case), f"{usual:.1f} us", f"{best:.1f} us", f"{usual / best:.3f}", differs)
+        times = f"{usual:.1f} us", f"{best:.1f} us", f"{usual / best:.3f}"
+        rows.add_row(str(case), outcome.entry.timing, *times, differs)
     console.print(rows)
     return [text for outcome in found for text in outcome.wrong]
 

@@ -61,7 +61,8 @@ class Entry:
     arch: as `architecture` gives it. gpu: its name, for people. partial_dtype: None is fp32. config: the fields of
     a `Config` but for partial_dtype; None: the cost model's choice is the fastest. most_programs, comm_each: as in
     `Variant`. us, cost_model_us: medians of it and of the cost model's choice, on the slowest rank, in
-    microseconds. run: number of the run, in the table's list, that measured it.
+    microseconds. run: number of the run, in the table's list, that measured it. timing: "eager", or "graph" (replays of
+    many calls), as in the records of benchmarks.
     """
 
     arch: str
@@ -80,6 +81,7 @@ class Entry:
     us: float
     cost_model_us: float
     run: int
+    timing: str = "eager"
 
     @property
     def shape(self) -> Shape:

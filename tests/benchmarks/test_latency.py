@@ -12,10 +12,11 @@ import torch
 
 from benchmarks import check, plots, providers, records, tables
 from benchmarks.collective_providers import meeting
-from benchmarks.operands import COLD_BYTES, Operands
+from benchmarks.operands import Operands
 from benchmarks.provider import Unavailable
 from benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
 from pyrocshmem import Heap, target
+from reference.timing import COLD_BYTES
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 

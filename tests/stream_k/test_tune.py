@@ -1,6 +1,7 @@
 """`python -m stream_k tune`: what it tries, what it takes for right, and the whole of it."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,53 @@ def passes_over_a_sum(rank: int, world_size: int) -> tuple[bool, bool]:
         assert found.expected is not None
         found.expected[:32, :32] -= (found.a @ found.b)[:32, :32]
         return right, found.is_right(base)
+
+
+def times_calls_of(microseconds: float) -> dict[str, Any]:
+    """An entry for two configurations, the other one a fifth faster, as if a call took so long; how many calls were
+    made in each graph, of how many copies of B."""
+    base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
+    other = dataclasses.replace(base, group_m=1)
+    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+    trial._GRAPH_BELOW_S = {"cpu": 200e-6}
+    graphs: list[list[int]] = []
+    read: list[tuple[int, Config]] = []
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
+        read.append((b.data_ptr(), config))
+        return out.copy_(a @ b)
+
+    def repeated(call: Callable[[], object], calls: int) -> Callable[[], None]:
+        def replay() -> None:
+            for _ in range(calls):
+                call()
+
+        return replay
+
+    def time_in_turn(calls: Any, iters: int, device: torch.device) -> dict[str, tuple[float, ...]]:
+        found = {}
+        for name, (call, _) in calls.items():
+            read.clear()
+            call()
+            graphs.append([len(read), len({place for place, _ in read})])
+            found[name] = (1e-6 * microseconds * len(read) * (0.8 if read[0][1] == other else 1),) * iters
+        return found
+
+    stream_k.gemm, trial.repeated, trial.time_in_turn = gemm, repeated, time_in_turn
+    entry = tune_case(Case("gemm", 64, 48, 32, HALF, 1), None, CPU, 3, 0).entry
+    return {"entry": (entry.us, entry.cost_model_us, entry.timing), "graphs": graphs}
+
+
+def times_short_and_long(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [times_calls_of(microseconds) for microseconds in (50, 250)]
+
+
+@pytest.mark.num_ranks(1)
+def test_cases_of_microseconds_are_timed_as_graphs() -> None:
+    """Of 20 calls that read copies of B in turn; times are a call's."""
+    ((short, long),) = values(run_ranks(times_short_and_long, 1))
+    assert short == {"entry": (40.0, 50.0, "graph"), "graphs": [[1, 1], *[[20, 20]] * 4]}
+    assert long == {"entry": (200.0, 250.0, "eager"), "graphs": [[1, 1]] * 5}
 
 
 @pytest.mark.num_ranks(2)
