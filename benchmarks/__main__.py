@@ -147,7 +147,7 @@ def summary(
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
 
 
-for _name in (*OPS, *_SEVERAL):
+for _name in (*OPS, *LAYERS, *_SEVERAL):
     _what = {
         "all": "every op at its own sets of shapes",
         "collectives": "every collective alone",

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from benchmarks import layers, plots, records, run, tables
+from benchmarks.__main__ import app
 from benchmarks.layers import Problem, Step
 from benchmarks.shapes import LAYERS, cases_of
 from pyrocshmem import Heap, target
+from tests import commands
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -71,6 +73,14 @@ def test_layers(tmp_path: Path) -> None:
     on = "-cpu" if target.interpreted() else ""
     assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.png" for op in LAYERS} <= drawn
     assert "speedup.png" in drawn
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("op", LAYERS)
+def test_each_step_has_a_command(op: str) -> None:
+    done = commands.invoke(app, op, "--shapes", "llama3-70b", "--providers", "torch_tp_async", "--iters", "0")
+    assert done.returncode == 2
+    assert "iters is 0, allowed 1 or more" in done.stdout
 
 
 def test_shapes_of_layers() -> None:
