@@ -44,13 +44,13 @@ class Attention(nn.Module):
         self.attend: Callable[..., torch.Tensor] = attend
 
     def forward(self, x: torch.Tensor, *, place: Place, cache: KVCache | None) -> torch.Tensor:
-        """[B, S, hidden] -> [B, S, hidden]."""
-        B, S = x.shape[:2]
+        """[B, S, hidden], or [S, hidden] -> the same."""
+        B, S = x.shape[:-1] if x.ndim == 3 else (1, *x.shape[:-1])
         heads = (layer(x).view(B, S, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (each.transpose(1, 2) for each in heads)
         q, k = rotate(q, place.turn), rotate(k, place.turn)
         y = self.attend(q, k, v, True) if cache is None else attend_cached(q, k, v, cache, place.positions)
-        return self.o_proj(y.transpose(1, 2).reshape(B, S, -1))
+        return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
 class MLP(nn.Module):
@@ -76,7 +76,7 @@ class Layer(nn.Module):
         self.attn, self.mlp = Attention(size), MLP(size)
 
     def forward(self, x: torch.Tensor, place: Place, cache: KVCache | None = None) -> torch.Tensor:
-        """[B, S, hidden] -> [B, S, hidden]."""
+        """[B, S, hidden], or of one sequence [S, hidden] -> the same."""
         x = x + self.attn(self.norm1(x), place=place, cache=cache)
         return x + self.mlp(self.norm2(x))
 

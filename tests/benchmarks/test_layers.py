@@ -1,7 +1,10 @@
 """The benchmark of layers, tiny: its records, what is made of them, and that a wrong result is seen."""
 
+import contextlib
+import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +76,39 @@ def test_layers(tmp_path: Path) -> None:
     on = "-cpu" if target.interpreted() else ""
     assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.png" for op in LAYERS} <= drawn
     assert "speedup.png" in drawn
+
+
+def compiled_ops(rank: int, world_size: int) -> set[str]:
+    """Of the graph that torch_tp_async compiles, as if there were symmetric memory; it is not run."""
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    found: set[str] = set()
+
+    def note(graph: torch.fx.Graph) -> None:
+        found.update(str(node.target) for node in graph.nodes)
+        raise RuntimeError("seen")
+
+    (case,) = cases_of("layer_forward", "tiny", world_size, "float32", False)
+    with Heap(32 << 20) as heap, contextlib.ExitStack() as stack:
+        for where, name in (
+            (layers, "_need_gpus"),
+            (symmetric_memory, "enable_symm_mem_for_group"),
+            (symmetric_memory, "is_symm_mem_enabled_for_group"),
+            (torch.distributed, "is_nccl_available"),
+        ):
+            stack.enter_context(mock.patch.object(where, name))
+        inductor = importlib.import_module("torch._inductor.config")
+        stack.enter_context(inductor.patch(post_grad_custom_post_pass=note))
+        with pytest.raises(Exception, match="seen"):
+            layers._torch_tp_async(Problem(case, heap, target.device(rank)))
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_the_asynchronous_peer_has_both_fused_ops() -> None:
+    for found in values(run_ranks(compiled_ops, 2, timeout=100)):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            assert f"symm_mem.fused_{op}.default" in found
 
 
 @pytest.mark.cpu
