@@ -9,7 +9,7 @@ import torch
 from pyrocshmem import target
 from stream_k.config import BY_MESSAGE, BY_ROWS, SPARE, Config, num_multiprocessors
 from stream_k.schedule import make_schedule
-from stream_k.tiles import Tile, fastest_tile
+from stream_k.tiles import Tile, fastest_gathering, fastest_tile
 
 
 def cost_model(
@@ -48,18 +48,8 @@ def cost_model(
         if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, K, tiles, processors):
             placement = "unfused"
     if op == "all_gather_gemm" and placement == "copy_engine":
-        # The first wave has the own rows alone.
-        rows = -(-M // world_size)
-        if on_sm_90:
-            config = replace(
-                _for_nvidia(max(rows, _FEW_ROWS + 1), N, dtype, processors), partial_dtype=partial_dtype
-            )
-        height = _gathered_rows(rows, K * dtype.itemsize, 64 if target.interpreted() else 256)
-        chunk = height // config.block_m
-        config = replace(
-            config, placement=placement, split="none", chunk=chunk, group_m=min(config.group_m, chunk)
-        )
-    elif placement in BY_ROWS:
+        return _gathering(config, M, N, K, dtype, world_size, processors, on_sm_90)
+    if placement in BY_ROWS:
         blocks = 1 if op == "gemm_all_scatter" else world_size
         rows = -(-M // blocks)
         config = _by_rows(config, op, placement, -(-rows // config.block_m), -(-N // config.block_n))
@@ -120,17 +110,33 @@ def _faster_unfused(op: str, placement: str, M: int, K: int, tiles: int, process
     return op in ("gemm_all_reduce", "gemm_reduce_scatter") and tiles <= 2 * processors
 
 
-# A block of so many bytes is gathered in two pieces, of twice as many as this each at most: the first one comes in the
-# time that its own rows take a rank. A piece costs 4 us.
-_GATHERED_PIECE = 32 << 20
+# A block of more bytes is gathered in two pieces, of four times as many each at most: where a rank has few columns its
+# own rows are soon multiplied, and the peers' come late. A piece costs copy engines 4 us.
+_GATHERED_PIECE = 16 << 20
 
 
-def _gathered_rows(rows: int, row_bytes: int, multiple: int) -> int:
-    """Rows of a piece of a block of `rows`, a multiple of any tile's. Columns must not matter: ranks may have different
-    numbers of them."""
-    size = rows * row_bytes
-    pieces = 1 if size < _GATHERED_PIECE else max(2, size // (2 * _GATHERED_PIECE))
-    return -(-rows // (pieces * multiple)) * multiple
+def _gathering(
+    config: Config,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    processors: int,
+    on_sm_90: bool,
+) -> Config:
+    """`all_gather_gemm` by copy engine. How many rows a piece has is for all ranks alike, which may have different
+    columns: a multiple of any tile's, by the size of a block."""
+    rows, multiple = -(-M // world_size), 64 if target.interpreted() else 256
+    size = rows * K * dtype.itemsize
+    pieces = 1 if size <= _GATHERED_PIECE else max(2, size // (4 * _GATHERED_PIECE))
+    height = -(-max(rows, 1) // (pieces * multiple)) * multiple
+    config = replace(config, placement="copy_engine")
+    if on_sm_90 and dtype != torch.float32:
+        tile, programs = fastest_gathering(max(M, 1), N, K, world_size, height, processors - SPARE)
+        config = replace(with_tile(config, tile), num_programs=programs)
+    chunk = height // config.block_m
+    return replace(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
 
 
 # What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.

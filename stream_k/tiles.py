@@ -3,6 +3,7 @@
 Usage::
 
     tile, schedule = fastest_tile(M, N, K, processors=132)
+    tile, programs = fastest_gathering(M, N, K, ranks=4, rows=1024, processors=128)    # behind an all-gather of A
 
 The time of a product is that of its busiest program, or of the memory that is read and written, whichever is longer:
 
@@ -70,6 +71,64 @@ def fastest_tile(M: int, N: int, K: int, processors: int) -> tuple[Tile, Schedul
     """The tile of a product [M, K] x [K, N] on so many multiprocessors, and its schedule."""
     found = [(tile, _schedule(tile, M, N, K, processors)) for tile in TILES]
     return min(found, key=lambda each: _time(each[0], each[1], M, N, K, processors))
+
+
+# Of rows that copy engines bring: microseconds until the first ones move and between two copies, kilobytes in one.
+_COPIES_START, _COPY_GAP, _LINK = 15.0, 4.0, 375.0
+# What the end of a largest tile takes longer whose rows are not all its rank's, so that it is stored by pointers.
+_POINTERS = 15.0
+# Waves of the largest tile beyond which waits for rows hardly count.
+_MANY_WAVES = 64
+# Programs that are looked at, of all.
+_SAMPLED = 16
+
+
+def fastest_gathering(M: int, N: int, K: int, ranks: int, rows: int, processors: int) -> tuple[Tile, int]:
+    """(the tile, the programs) with which [M, K] x [K, N] ends first where each rank has its block of the M rows, and
+    the others come `rows` at a time, a block behind another.
+
+    Every program does its tiles in turn, each when its rows are there. Of 144 readings of 18 products on 2 x H200
+    (2026-11-23) this is 5% off, and what it chooses takes 1.01 times as long as the fastest, 1.05 at worst.
+    """
+    found = []
+    most = -(-M // ranks)
+    for tile in TILES:
+        tiles = ranks * -(-most // tile.block_m) * -(-N // tile.block_n)
+        programs = -(-tiles // -(-tiles // processors))
+        if tile is TILES[0] and tiles > _MANY_WAVES * processors:
+            return tile, programs
+        if tile.resident == 1:
+            found.append((_gathering_time(tile, M, N, K, ranks, rows, programs), tile, programs))
+    _, tile, programs = min(found, key=lambda each: each[0])
+    return tile, programs
+
+
+def _gathering_time(tile: Tile, M: int, N: int, K: int, ranks: int, rows: int, programs: int) -> float:
+    """Microseconds."""
+    tiles_n, most = -(-N // tile.block_n), -(-M // ranks)
+    block, pieces, piece = (
+        -(-most // tile.block_m) * tiles_n,
+        -(-most // rows),
+        rows // tile.block_m * tiles_n,
+    )
+    copy = min(rows, most) * K * 2e-3 / _LINK + _COPY_GAP
+    each = -(-K // tile.block_k) * tile.iteration_us + _END * tile.area
+    if tile is TILES[0] and M % (ranks * tile.block_m) != 0:
+        each += _POINTERS
+    last = 0.0
+    for program in {
+        *range(0, programs, -(-programs // _SAMPLED)),
+        programs - 1,
+        (ranks * block - 1) % programs,
+    }:
+        now = _START
+        for number in range(program, ranks * block, programs):
+            turn, within = divmod(number, block)
+            if turn > 0:
+                now = max(now, _COPIES_START + ((turn - 1) * pieces + within // piece + 1) * copy)
+            now += each
+        last = max(last, now)
+    return last
 
 
 def _schedule(tile: Tile, M: int, N: int, K: int, processors: int) -> Schedule:

@@ -1,26 +1,61 @@
 """In which pieces an all-gather of an H200 brings the rows of its peers, and by which tiles they are multiplied."""
 
+import statistics
+
 import pytest
 import torch
 
-from stream_k import Config, cost_model
+from stream_k import Config, cost_model, tiles
 
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
 
 RANKS = 2
-# M, N, K of a rank's product: microseconds on 2 x H200, bf16, eager, by the height and width of tiles and the pieces of
-# a block.
+# Height and width of tiles, pieces of a block.
+WAYS = (
+    (128, 256, 1),
+    (128, 256, 2),
+    (128, 256, 4),
+    (128, 128, 1),
+    (128, 128, 2),
+    (64, 256, 1),
+    (64, 256, 2),
+    (64, 128, 1),
+    (64, 128, 2),
+    (64, 64, 1),
+    (64, 64, 2),
+    (64, 32, 1),
+    (64, 32, 2),
+)
+# M, N, K of a rank's product: microseconds of these ways, 0 where there is no reading; 2 x H200, bf16, eager.
+# fmt: off
 READINGS = {
-    (1024, 3584, 8192): {(128, 256, 1): 133, (128, 128, 1): 118},
-    (2048, 1792, 4096): {(128, 256, 1): 88, (128, 128, 1): 74, (128, 128, 2): 78},
-    (2048, 3584, 8192): {(128, 256, 1): 182, (128, 128, 1): 218, (64, 128, 1): 203, (128, 256, 4): 187},
-    (4096, 1792, 4096): {(128, 256, 1): 114, (128, 256, 2): 118, (128, 128, 1): 123},
-    (4096, 3584, 8192): {(128, 256, 1): 341, (128, 256, 2): 342, (128, 256, 8): 352},
-    (8192, 1792, 4096): {(128, 256, 1): 195, (128, 256, 2): 187, (128, 256, 4): 189, (128, 256, 8): 193},
-    (8192, 3584, 8192): {(128, 256, 1): 617, (128, 256, 2): 618, (128, 256, 8): 625},
-    (16384, 1792, 4096): {(128, 256, 1): 365, (128, 256, 2): 323, (128, 256, 4): 326, (128, 256, 8): 330},
+    (1024, 3584, 8192):  (131,   0,   0, 111,   0, 105,   0, 119,   0, 153,   0,   0,   0),
+    (2048, 1024, 8192):  (146,   0,   0, 115,   0, 109,   0,  95,   0, 103,   0,   0,   0),
+    (2048, 1792, 4096):  ( 86,   0,   0,  71,   0,  68,   0,  71,   0,  85,   0,   0,   0),
+    (2048, 3584, 8192):  (182, 182, 187, 218, 223, 219, 220, 203, 205,   0,   0,   0,   0),
+    (3072, 512, 8192):   (167, 171,   0, 139, 141, 136, 141, 115, 118,   0, 111,   0,   0),
+    (3072, 1024, 8192):  (169, 175,   0, 140, 147, 137, 142, 141, 122,   0,   0,   0,   0),
+    (4096, 64, 8192):    (  0, 192,   0,   0, 157,   0, 155,   0, 137,   0, 132,   0, 138),
+    (4096, 256, 8192):   (  0, 193,   0,   0, 159,   0, 157,   0, 141,   0, 136,   0, 138),
+    (4096, 1024, 8192):  (190, 197,   0, 165, 167, 161, 166, 166, 144,   0,   0,   0,   0),
+    (4096, 1792, 4096):  (114, 118, 126, 123, 120, 123, 121, 122, 110,   0,   0,   0,   0),
+    (4096, 3584, 8192):  (341, 342, 345, 387, 383, 372, 373, 388, 389,   0,   0,   0,   0),
+    (5000, 1792, 4096):  (164, 144,   0, 155, 144, 160, 163, 170, 175,   0,   0,   0,   0),
+    (6000, 1000, 4096):  (185, 161,   0, 151, 132, 176, 151, 165, 162,   0,   0,   0,   0),
+    (6000, 1024, 4096):  (169, 144,   0, 137, 120, 135, 120, 128, 120,   0,   0,   0,   0),
+    (6144, 1000, 4096):  (140, 140,   0, 156, 130, 178, 150, 169, 166,   0,   0,   0,   0),
+    (6144, 1024, 4096):  (131, 137,   0, 142, 121, 139, 121, 128, 119,   0,   0,   0,   0),
+    (6144, 1792, 4096):  (176, 151,   0, 171, 174, 168, 170, 193, 198,   0,   0,   0,   0),
+    (6144, 2560, 4096):  (193, 194,   0, 229, 230, 224, 225, 220, 221,   0,   0,   0,   0),
+    (8192, 640, 4096):   (  0, 157,   0,   0, 142,   0, 152,   0, 144,   0, 144,   0,   0),
+    (8192, 1280, 8192):  (  0, 283,   0,   0, 298,   0, 288,   0, 294,   0, 455,   0,   0),
+    (8192, 1792, 4096):  (195, 187, 189,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0),
+    (8192, 3584, 8192):  (617, 618, 621,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0),
+    (16384, 512, 4096):  (240, 245,   0, 251, 229, 253, 231, 257, 231,   0,   0,   0,   0),
+    (16384, 1792, 4096): (365, 323, 326,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0),
 }
+# fmt: on
 
 
 def chosen(M: int, N: int, K: int, ranks: int = RANKS, dtype: torch.dtype = torch.bfloat16) -> Config:
@@ -28,12 +63,28 @@ def chosen(M: int, N: int, K: int, ranks: int = RANKS, dtype: torch.dtype = torc
     return cost_model.cost_model("all_gather_gemm", M, N, K, dtype, ranks, where, placement="copy_engine")
 
 
-@pytest.mark.parametrize("shape", READINGS, ids=str)
-def test_choices_are_nearly_the_fastest(shape: tuple[int, int, int]) -> None:
-    config = chosen(*shape)
-    pieces = -(-shape[0] // RANKS // (config.chunk * config.block_m))
-    readings = READINGS[shape]
-    assert readings[config.block_m, config.block_n, pieces] <= 1.01 * min(readings.values())
+def lost() -> list[float]:
+    """Ratios of the readings of what is chosen to the shortest, of products that have one."""
+    found = []
+    for shape, row in READINGS.items():
+        config = chosen(*shape)
+        pieces = -(-shape[0] // RANKS // (config.chunk * config.block_m))
+        reading = row[WAYS.index((config.block_m, config.block_n, pieces))]
+        if reading:
+            found.append(reading / min(filter(None, row)))
+    return found
+
+
+def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = lost()
+    assert len(ratios) == len(READINGS)
+    assert statistics.geometric_mean(ratios) < 1.015
+    assert max(ratios) < 1.06
+    # Nor would it do to take whole blocks always, or to think that rows are there at once.
+    for module, name, value in ((cost_model, "_GATHERED_PIECE", 1 << 40), (tiles, "_LINK", 1e9)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert statistics.geometric_mean(lost()) > 1.03, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
