@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 _turn = threading.Lock()
@@ -81,18 +81,40 @@ def _remembering(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _remembered_blocks() -> Callable[..., None]:
-    """`core.block_type.__init__`, which checks each shape and writes a name for it."""
-    initialize, known = core.block_type.__init__, {}
+    """`core.block_type.__init__`, which checks each shape and writes a name for it. Types of one shape share it."""
+    initialize = core.block_type.__init__
+    known: dict[tuple[str, object], tuple[Any, int, str]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def remembered(self: Any, element_type: Any, shape: Any) -> None:
-        key = element_type.name, *(core._unwrap_if_constexpr(size) for size in shape)
-        if key not in known:
-            initialize(self, element_type, shape)
-            known[key] = self.shape, self.numel, self.name
+        # By its identity, which is that of no other: a shape that types share is kept.
+        found = known.get((element_type.name, id(shape)))
+        if found is None:
+            sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
+            key = element_type.name, sizes
+            if key not in known:
+                initialize(self, element_type, shape)
+                shared = shapes.setdefault(sizes, self.shape)
+                known[key] = known[element_type.name, id(shared)] = shared, self.numel, self.name
+            found = known[key]
         self.element_ty = element_type
-        self.shape, self.numel, self.name = known[key]
+        self.shape, self.numel, self.name = found
 
     return remembered
+
+
+def _quick_broadcast() -> Callable[..., Any]:
+    """`TritonSemantic.broadcast_impl_value`, which compares all sizes of two shapes, mostly of one with itself."""
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def quick(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block():
+            fit = right.type.is_block() and left.type.shape is right.type.shape
+        else:
+            fit = not right.type.is_block()
+        return (left, right) if fit else broadcast(self, left, right)
+
+    return quick
 
 
 def _remembered_tensors() -> Callable[..., None]:
@@ -115,6 +137,7 @@ def _quicker() -> list[tuple[Any, str, Any]]:
     return [
         (core.block_type, "__init__", _remembered_blocks()),
         (core.tensor, "__init__", _remembered_tensors()),
+        (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast()),
     ]
 
 
