@@ -117,6 +117,30 @@ def _quick_broadcast() -> Callable[..., Any]:
     return quick
 
 
+def _quick_cast() -> Callable[..., Any]:
+    """`TritonSemantic.cast`, which compares types, mostly one with itself, part by part."""
+    cast = semantic.TritonSemantic.cast
+
+    def quick(self: Any, value: Any, wanted: Any, *rounding: Any) -> Any:
+        return value if value.type.scalar is wanted else cast(self, value, wanted, *rounding)
+
+    return quick
+
+
+def _remembered_promotion() -> Callable[..., Any]:
+    """`TritonSemantic.computation_type_impl`, which asks a dozen questions about two types."""
+    promote = semantic.TritonSemantic.computation_type_impl
+    known: dict[tuple[object, ...], Any] = {}
+
+    def remembered(self: Any, left: Any, left_scalar: bool, right: Any, *others: bool) -> Any:
+        key = left.name, left_scalar, right.name, *others
+        if key not in known:
+            known[key] = promote(self, left, left_scalar, right, *others)
+        return known[key]
+
+    return remembered
+
+
 def _remembered_tensors() -> Callable[..., None]:
     """`core.tensor.__init__`, which makes a tuple of each shape, with a type of its own."""
     initialize, known = core.tensor.__init__, {}
@@ -138,6 +162,8 @@ def _quicker() -> list[tuple[Any, str, Any]]:
         (core.block_type, "__init__", _remembered_blocks()),
         (core.tensor, "__init__", _remembered_tensors()),
         (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast()),
+        (semantic.TritonSemantic, "cast", _quick_cast()),
+        (semantic.TritonSemantic, "computation_type_impl", _remembered_promotion()),
     ]
 
 

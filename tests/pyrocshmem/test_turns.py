@@ -107,7 +107,7 @@ def test_ordinary_functions_are_back_when_all_have_ended() -> None:
     def now() -> tuple[Any, ...]:
         module = turns.interpreter
         own = module._patch_lang, module._get_np_dtype, module.interpreter_builder.options
-        own += (semantic.TritonSemantic.broadcast_impl_value,)
+        own += tuple(vars(semantic.TritonSemantic).values())
         return tl.multiple_of, tl.reduce, tl.arange, *own
 
     ordinary = now()
@@ -137,20 +137,36 @@ def sums(group: Any, wait_seconds: float) -> tuple[bool, bool]:
         return bool((total == expected).all()), bool((product == 24 * expected).all())
 
 
-def test_equal_shapes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most operands have one shape, and to compare all sizes took up to a quarter of a kernel's time."""
-    compared = []
-    honest = semantic.TritonSemantic.broadcast_impl_value
+def asked(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """The arguments of every call that reaches a method of Triton's own during kernels of several types."""
+    found: list[Any] = []
+    honest = getattr(semantic.TritonSemantic, name)
 
-    def spy(self: Any, left: Any, right: Any) -> Any:
-        compared.append([each.type.is_block() and list(each.type.shape) for each in (left, right)])
-        return honest(self, left, right)
+    def spy(self: Any, *arguments: Any) -> Any:
+        found.append(arguments)
+        return honest(self, *arguments)
 
-    monkeypatch.setattr(semantic.TritonSemantic, "broadcast_impl_value", spy)
+    monkeypatch.setattr(semantic.TritonSemantic, name, spy)
     monkeypatch.setattr(turns, "_quicker", turns._quicker.__wrapped__)
     assert spawn_threads(sums, 1, 60.0) == [(True, True)]
-    assert compared
-    assert all(left != right for left, right in compared)
+    assert found
+    return found
+
+
+def test_equal_shapes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most operands have one shape and one type; to compare them part by part took up to a third of a kernel's time."""
+    for pair in asked(monkeypatch, "broadcast_impl_value"):
+        shapes = [each.type.is_block() and list(each.type.shape) for each in pair]
+        assert shapes[0] != shapes[1]
+
+
+def test_equal_types_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(value.type.scalar is wanted for value, wanted, *_ in asked(monkeypatch, "cast"))
+
+
+def test_types_are_promoted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [tuple(map(str, each)) for each in asked(monkeypatch, "computation_type_impl")]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
