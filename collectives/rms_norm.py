@@ -12,6 +12,7 @@ derivatives.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,13 +69,10 @@ def rms_norm(
     hidden = all_columns(_width(x), hidden, rank, world_size)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else x.dtype
-    norm, tensors = (
-        Norm(eps, hidden, replicated, out_dtype),
-        {"x": x, "weight": weight, "residual": residual, "out": out},
-    )
-    plan: NormPlan | None = None
-    if by_hand:
-        plan = space.plans.get(plan_key(space, x, weight, residual, norm, out))
+    norm = Norm(eps, hidden, replicated, out_dtype)
+    tensors = {"x": x, "weight": weight, "residual": residual, "out": out}
+    key = plan_key(space, x, weight, residual, norm, out) if by_hand else None
+    plan: NormPlan | None = space.plans.get(key) if by_hand else None
     if plan is None:
         _check(tensors, norm)
     if not by_hand:
@@ -87,10 +85,8 @@ def rms_norm(
     if out is not None:
         _check_apart(out, tensors, replicated)
         tell_autograd(out)
-    if plan is not None:
-        result, updated, _ = plan.run(x, weight, residual, out)
-    else:
-        result, updated, _ = forward(space, x, weight, residual, norm, out)
+    run = plan.run if plan is not None else partial(forward, space, norm=norm)
+    result, updated, _ = run(x, weight, residual, out=out)
     return result if residual is None else (result, updated)
 
 

@@ -11,6 +11,7 @@ kernel adds up those of a row, exchanges the sums, and reads the product once, w
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -83,19 +84,13 @@ def gemm_all_reduce_rms_norm(
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if config is None:
-        facts = (max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
-        config = chosen_together("gemm_all_reduce", *facts)
+        config = chosen_together("gemm_all_reduce", max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
     exact = target.interpreted() and a.dtype == torch.bfloat16
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
-        call = (
-            f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, residual={residual is not None}, "
-            f"weight={weight.dtype}, eps={eps}, bias={bias is not None}, tf32={allow_tf32}, "
-            f"recorded={recorded}, {config})"
-        )
-        chosen = config
-        plan = space.planned_together(
-            call, lambda: _Plan(a, b, residual, weight, eps, bias, allow_tf32, chosen, space)
-        )
+        added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
+        call = f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, {added}, tf32={allow_tf32}, {recorded=}, {config})"
+        make = functools.partial(_Plan, a, b, residual, weight, eps, bias, allow_tf32, config, space)
+        plan = space.planned_together(call, make)
         plan.called, space.plans[key] = call, plan
         return plan.run(a, b, residual, weight, eps, bias)
     total = gemm_all_reduce(
