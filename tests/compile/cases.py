@@ -14,6 +14,8 @@ FEW = (128, 8192, 2048)
 EVEN = (8192, 3584, 4096)
 # All four stages of A and B on sm_90, and the tile on its way out.
 FULL_PIPELINE_BYTES = 229_408
+# The same of five stages of 128 x 128 x 64: gathered rows that are not in whole tiles.
+GATHERED_PIPELINE_BYTES = 196_648
 # Those stages alone: (128 + 256) x 64 elements of 2 bytes.
 FOUR_STAGES_BYTES = 4 * 49_152
 

@@ -149,15 +149,16 @@ def _norm(x: Any, heap: Any, arguments: dict[str, Any]) -> None:
     """RMSNorm of x, the columns of one rank, and its derivative; with a residual, unless the result is replicated."""
     import torch
 
-    from collectives import rms_norm_kernels as kernels
+    from collectives import rms_norm_plan as plan
     from stream_k.workspace import workspace_for
 
     hidden, replicated = heap.world_size * x.shape[1], arguments.get("replicated", False)
     weight, residual = torch.empty(x.shape[1], dtype=x.dtype), None if replicated else torch.empty_like(x)
     workspace = workspace_for(heap)
-    y, h, scales = kernels.forward(workspace, x, weight, residual, 1e-6, hidden, replicated, x.dtype)
+    norm = plan.Norm(1e-6, hidden, replicated, x.dtype)
+    y, h, scales = plan.forward(workspace, x, weight, residual, norm)
     more = None if replicated else torch.empty_like(x)
-    kernels.backward(workspace, torch.empty_like(y), more, h, weight, scales, hidden, x.dtype)
+    plan.backward(workspace, torch.empty_like(y), more, h, weight, scales, hidden, x.dtype)
 
 
 def _config(case: "Case", dtype: Any, device: Any) -> Any:
