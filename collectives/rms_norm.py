@@ -24,7 +24,7 @@ from collectives.tensors import DTYPES, as_rows
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of, refuse
-from stream_k.operands import check_held, check_writable, share_memory, tell_autograd
+from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -272,6 +272,7 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
     assert weight is not None
+    check_plain("weight", weight)
     if not weight.is_contiguous():
         raise ValueError(f"weight has strides {weight.stride()}; contiguous is needed")
     if out is None:

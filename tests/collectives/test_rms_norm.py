@@ -189,6 +189,8 @@ def mistakes(group: Any) -> None:
             norm(x, weight, EPS, group=heap, residual=residual[:3])
         with pytest.raises(TypeError, match=r"weight has dtype torch.int64"):
             norm(x, weight.long(), EPS, group=heap)
+        with pytest.raises(ValueError, match="weight has PyTorch's negative bit"):
+            norm(x, torch._neg_view(weight), EPS, group=heap)
         with pytest.raises(TypeError, match=r"out_dtype is torch.float64"):
             norm(x, weight, EPS, group=heap, out_dtype=torch.float64)
         for eps in (-1.0, float("nan"), float("inf")):
