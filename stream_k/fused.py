@@ -239,14 +239,14 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
         return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
     found = choose(*facts)
     # Ranks with columns of their own would find different ways of gathering in the table.
-    if op.own_columns and _rows_at_a_time(found) != _rows_at_a_time(config):
-        return config
-    return found
+    return found if not op.own_columns or _gathering(found) == _gathering(config) else config
 
 
-def _rows_at_a_time(config: Config) -> int:
-    """That copy engines move; 0: they move none."""
-    return config.chunk * config.block_m if config.placement == "copy_engine" else 0
+def _gathering(config: Config) -> str:
+    """What ranks with columns of their own must have in common: the placement, and the rows of a copy."""
+    if config.placement != "copy_engine":
+        return config.placement
+    return f"copy_engine, {config.chunk * config.block_m} rows at a time"
 
 
 def _make_plan(
@@ -276,11 +276,7 @@ def _make_plan(
         )
     # What each rank multiplies by columns of its own is its own affair, its configuration too.
     if op.own_columns:
-        shown, share, tiling = (
-            f"{M} x {K}",
-            0,
-            f", {config.placement}, {_rows_at_a_time(config)} rows at a time",
-        )
+        shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config)}"
     else:
         share = K if _depends_on_k(config, M, N, heap.device) else 0
         shown, tiling = f"{M} x {N}", f", {config}"

@@ -101,13 +101,14 @@ def with_a_table(rank: int, world_size: int, path: str) -> list[bool]:
 
 @pytest.mark.num_ranks(2)
 @pytest.mark.cpu
-def test_ranks_choose_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gathering", ["copy_engine", "unfused"])
+def test_ranks_choose_alike(tmp_path: Path, gathering: str) -> None:
     """Entries that reach one rank's share, or columns, and not the other's."""
     cpu, (M, N) = torch.device("cpu"), SHAPE
     entries = []
     for op, rows, width, placement in (
         ("gemm_all_reduce", M, N, "inside"),
-        ("all_gather_gemm", 64, 32, "copy_engine"),
+        ("all_gather_gemm", 64, 32, gathering),
     ):
         model = cost_model(op, rows, width, 64, torch.float32, 2, cpu)
         other = cost_model(op, rows, width, 64, torch.float32, 2, cpu, placement=placement)
