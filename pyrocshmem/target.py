@@ -93,8 +93,11 @@ def _is_command() -> bool:
     """Whether this process runs a command or an example of this project, not a program that imports it."""
     if sys.argv[0] == "-m":  # so long as the command's package is imported, before its own code
         return any(arg.partition(".")[0] in _COMMANDS for arg in sys.orig_argv)
-    *_, above, folder, script = ("", "", *Path(sys.argv[0]).resolve().parts)
-    return (script == "__main__.py" and folder in _COMMANDS) or (above, folder) in _EXAMPLES
+    script = Path(sys.argv[0]).resolve()
+    folder, above = script.parent, script.parent.parent
+    if script.name == "__main__.py" and folder.name in _COMMANDS:
+        return above == Path(__file__).resolve().parent.parent  # others have benchmarks, too
+    return (above.name, folder.name) in _EXAMPLES
 
 
 def _settle() -> tuple[bool, str]:

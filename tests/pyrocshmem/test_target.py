@@ -76,6 +76,14 @@ def test_an_import_raises_for_a_bad_choice():
     assert (done.returncode, done.stdout) == (0, ROCM + "\n")
 
 
+def test_a_program_that_is_called_like_a_command_gets_the_exception(tmp_path):
+    script = tmp_path / "benchmarks" / "__main__.py"
+    script.parent.mkdir()
+    script.write_text("try:\n    import stream_k\nexcept ValueError as error:\n    print(error)")
+    done = run(str(script), PYROCSHMEM_BACKEND="rocm")
+    assert (done.returncode, done.stdout) == (0, ROCM + "\n")
+
+
 def choose(monkeypatch, asked, interpret, gpus):
     monkeypatch.setattr(target, "_num_gpus", lambda: gpus)
     for name, value in (("PYROCSHMEM_BACKEND", asked), ("TRITON_INTERPRET", interpret)):
