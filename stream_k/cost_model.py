@@ -110,8 +110,8 @@ def _faster_unfused(op: str, placement: str, M: int, K: int, tiles: int, process
     return op in ("gemm_all_reduce", "gemm_reduce_scatter") and tiles <= 2 * processors
 
 
-# A block of more bytes is gathered in two pieces, of four times as many each at most: where a rank has few columns its
-# own rows are soon multiplied, and the peers' come late. A piece costs copy engines 4 us.
+# A block of more bytes is gathered in two pieces, of twelve times as many in pieces of four times as many or more:
+# where a rank has few columns its own rows are soon multiplied, and the peers' come late. A piece costs 4 us.
 _GATHERED_PIECE = 16 << 20
 
 
