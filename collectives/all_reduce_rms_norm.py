@@ -158,7 +158,8 @@ def results(
     total = torch.empty_like(out)
     if residual is not None:
         residual = residual.contiguous()
-    return out, Finish(bias, like.shape[-1], "none", residual, total, weight, eps)
+    # A plan's kernel takes a float, whatever the type of a number that is equal.
+    return out, Finish(bias, like.shape[-1], "none", residual, total, weight, float(eps))
 
 
 def normalized(

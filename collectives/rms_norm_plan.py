@@ -196,8 +196,9 @@ def forward(
     plan: NormPlan | None = workspace.plans.get(key)
     if plan is None:
         place, rows = _offset(workspace, norm, out), math.prod(x.shape[:-1])
-        words = f"{rows} x {norm.hidden}, {x.dtype}, eps {norm.eps:g}, weight {weight.dtype}, residual " + (
-            "none" if residual is None else str(residual.dtype)
+        words = (
+            f"{rows} x {norm.hidden}, {x.dtype}, eps {float(norm.eps)!r}, weight {weight.dtype}, residual "
+            + ("none" if residual is None else str(residual.dtype))
         )
         words += f", {'replicated' if norm.replicated else 'sharded'} {norm.out_dtype}"
         words += "" if place is None else f" at offset {place}"

@@ -92,7 +92,8 @@ def _apply(on_cpu: bool) -> None:
 def _is_command() -> bool:
     """Whether this process runs a command or an example of this project, not a program that imports it."""
     if sys.argv[0] == "-m":  # so long as the command's package is imported, before its own code
-        return any(arg.partition(".")[0] in _COMMANDS for arg in sys.orig_argv)
+        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
+        return sys.orig_argv[after].partition(".")[0] in _COMMANDS
     script = Path(sys.argv[0]).resolve()
     folder, above = script.parent, script.parent.parent
     if script.name == "__main__.py" and folder.name in _COMMANDS:

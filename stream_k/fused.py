@@ -8,7 +8,7 @@ plan up and launches it: no rendezvous, no allocation but the result's and those
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -238,15 +238,23 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
     if op.shares_k:
         return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
     found = choose(*facts)
-    # Ranks with columns of their own would find different ways of gathering in the table.
-    return found if not op.own_columns or _gathering(found) == _gathering(config) else config
+    return _gathering_as(config, found) if op.own_columns else found
 
 
-def _gathering(config: Config) -> str:
-    """What ranks with columns of their own must have in common: the placement, and the rows of a copy."""
+def _gathering_as(config: Config, found: Config) -> Config:
+    """`found` in the table, or `config` where ranks that have other columns, and find something else there, would not
+    gather alike: with the placement and the pieces of `config`, which depend on rows alone."""
+    height = config.chunk * config.block_m
+    if found.placement != config.placement or (found.placement == "copy_engine" and height % found.block_m):
+        return config
+    return replace(found, chunk=height // found.block_m) if found.placement == "copy_engine" else found
+
+
+def _gathering(config: Config, rows: int) -> str:
+    """What such ranks must have in common: the placement, and how many of a block's rows a copy has."""
     if config.placement != "copy_engine":
         return config.placement
-    return f"copy_engine, {config.chunk * config.block_m} rows at a time"
+    return f"copy_engine, {min(config.chunk * config.block_m, rows)} rows at a time"
 
 
 def _make_plan(
@@ -276,7 +284,7 @@ def _make_plan(
         )
     # What each rank multiplies by columns of its own is its own affair, its configuration too.
     if op.own_columns:
-        shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config)}"
+        shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config, -(-M // heap.world_size))}"
     else:
         share = K if _depends_on_k(config, M, N, heap.device) else 0
         shown, tiling = f"{M} x {N}", f", {config}"

@@ -156,8 +156,8 @@ class _Plan(FusedPlan):
         extra = (bias if bias is not None else out, *self.strides)
         c = filled(self.c_template, out)
         return (
-            x, self.gathered, y, c, *self.fix_up, self.flags, extra, self.workspace.context, product.problem,
-            product.strides,
+            x, self.gathered, y, c, *self.fix_up, (self.flags, product.config.chunk), extra, self.workspace.context,
+            product.problem, product.strides,
         )  # fmt: skip
 
     def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:

@@ -27,8 +27,9 @@ where a consumer beside the GEMM runs.
 
 Rows from top to bottom, or in one of three other orders, of which `stream_k.order` has the blocks:
   PEERS      the peers' row blocks, the neighbour's first, into `c` of R - 1 blocks of whole tiles
-  GATHERS    the own row block from `a`, then the peers' from `gathered`, in pieces of GATHERS tile rows, each as soon
-             as its flag (word number `piece` of `arrived`, written by the peer) is up; the result has the rows of all
+  GATHERS    the own row block from `a`, then the peers' from `gathered`, in pieces of some tile rows, each as soon
+             as its flag is up; `arrived` is (flags, those tile rows), word number p of a peer's flags is of its p-th
+             piece; the result has the rows of all
   SUMS       the own row block, whose epilogue waits for the peers' partials and adds them. It is launched behind the
              one with the peers' rows, counts its tiles on from them, and begins before that one ends
 
@@ -257,18 +258,19 @@ def stream_k_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
-            pieces = tl.cdiv(tiles_m, GATHERS)
+            flags, height = arrived  # no constant: it changes with M
+            pieces = tl.cdiv(tiles_m, height)
             for step in range(pieces, WORLD * pieces):
                 block = (rank + step // pieces) % WORLD
                 piece = step % pieces
-                begin = step // pieces * end + piece * GATHERS * tiles_n
-                flag = signal.word(arrived, piece, block + one)
+                begin = step // pieces * end + piece * height * tiles_n
+                flag = signal.word(flags, piece, block + one)
                 trace.mark(events, trace.WAIT, begin)
                 if signal.wait(flag, one == 0, epoch, begin, block, context, OP, WORLD):
                     start = block_start(block, M, WORLD)
                     row_end = start + block_size(block, M, WORLD)
-                    start += piece * GATHERS * BLOCK_M
-                    piece_m = min(tiles_m - piece * GATHERS, GATHERS)
+                    start += piece * height * BLOCK_M
+                    piece_m = min(tiles_m - piece * height, height)
                     turn = program + tl.cdiv(max(begin - program, 0), num_gemm_programs) * num_gemm_programs
                     _whole_tiles(
                         gathered, b, c, begin, turn, begin + piece_m * tiles_n, piece_m, start, M, start, row_end, rank,

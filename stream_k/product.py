@@ -95,7 +95,7 @@ class Product:
             "LAG": lag,
             "ENDS": consumer is not None or (alone and self.split),
             "PEERS": order == "PEERS",
-            "GATHERS": config.chunk if order == "GATHERS" else 0,
+            "GATHERS": order == "GATHERS",
             "SUMS": order == "SUMS",
             "SPLIT": self.split,
             "A_HOW": self.a_how,

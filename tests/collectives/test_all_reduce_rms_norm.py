@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 import collectives
+from collectives.all_reduce_rms_norm import results
 from pyrocshmem import CallMismatch, Heap, message
 from reference import rms_norm as reference
 from reference.accuracy import bound, compare, make_operand
@@ -291,3 +292,10 @@ def test_a_spoilt_result_is_seen() -> None:
             spoilt[2, 3] *= 1.0001
             assert "1 of 96 elements bad" in whole.wrong(y, total)
             spoilt[2, 3] /= 1.0001
+
+
+@pytest.mark.cpu
+def test_eps_is_a_float() -> None:
+    """0 and 0.0 are one key of plans, and two types of an argument: a kernel is compiled for one."""
+    x, weight = torch.zeros(1, 8), torch.ones(8)
+    assert {type(results(x, None, weight, eps)[1].eps) for eps in (0, 0.0)} == {float}

@@ -212,15 +212,16 @@ def mistakes(group: Any) -> None:
         with pytest.raises(ValueError, match="takes no out where a gradient"):
             norm(x.requires_grad_(), weight, EPS, group=heap, out=torch.empty_like(x))
         x = x.detach()
-        # Ranks that disagree: on the rows, even where one has none, on the columns, on the kind.
+        # Ranks that disagree: on the rows, even where one has none, on the columns, on the kind, on a digit.
         for mine in (
             {"x": x[: heap.rank]},
             {"x": x[heap.rank :]},
             {"x": x, "replicated": heap.rank == 0},
             {"x": x, "out_dtype": (F16, F32)[heap.rank]},
+            {"x": x, "eps": (0.1234567, 0.123457)[heap.rank]},
         ):
             with pytest.raises(CallMismatch, match="rms_norm"):
-                norm(mine.pop("x"), weight, EPS, group=heap, **mine)
+                norm(mine.pop("x"), weight, mine.pop("eps", EPS), group=heap, **mine)
         out = norm(x, weight, EPS, group=heap)
         assert not Rows(heap, rows.x, rows.weight, None).wrong(out, None, False)
 

@@ -77,11 +77,17 @@ def test_an_import_raises_for_a_bad_choice():
 
 
 def test_a_program_that_is_called_like_a_command_gets_the_exception(tmp_path):
+    code = "try:\n    import stream_k\nexcept ValueError as error:\n    print(error)"
     script = tmp_path / "benchmarks" / "__main__.py"
-    script.parent.mkdir()
-    script.write_text("try:\n    import stream_k\nexcept ValueError as error:\n    print(error)")
-    done = run(str(script), PYROCSHMEM_BACKEND="rocm")
-    assert (done.returncode, done.stdout) == (0, ROCM + "\n")
+    # Of the other the package imports this project, and the command's name is its argument.
+    package = tmp_path / "theirs" / "__init__.py"
+    for path in (script, package):
+        path.parent.mkdir()
+        path.write_text(code)
+    (package.parent / "__main__.py").write_text("")
+    for command in ([str(script)], ["-m", "theirs", "benchmarks"]):
+        done = run(*command, PYROCSHMEM_BACKEND="rocm", PYTHONPATH=f"{ROOT}:{tmp_path}")
+        assert (done.returncode, done.stdout) == (0, ROCM + "\n"), done.stderr
 
 
 def choose(monkeypatch, asked, interpret, gpus):

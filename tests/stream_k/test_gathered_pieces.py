@@ -1,11 +1,13 @@
 """In which pieces an all-gather of an H200 brings the rows of its peers, and by which tiles they are multiplied."""
 
+import dataclasses
 import statistics
 
 import pytest
 import torch
 
-from stream_k import Config, cost_model, tiles
+from stream_k import Config, cost_model, fused, tiles
+from stream_k.product import make_product
 
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
@@ -95,3 +97,26 @@ def test_pieces_do_not_depend_on_columns(ranks: int, dtype: torch.dtype) -> None
         for K in (64, 4096, 16384):
             heights = {chosen(M, N, K, ranks, dtype) for N in (1, 63, 64, 65, 257, 1792, 1793, 28672)}
             assert len({config.chunk * config.block_m for config in heights}) == 1, (M, K)
+
+
+def test_pieces_are_no_constants() -> None:
+    """Batches of other sizes take other pieces: that must not compile the kernel anew."""
+    a, b = torch.zeros(512, 64, dtype=torch.float16), torch.zeros(64, 256, dtype=torch.float16)
+    launches = [
+        make_product(a, b, Config(chunk=chunk), False, row_blocks=2, keeps_a=True).launch(
+            0, 2, None, (), order="GATHERS"
+        )
+        for chunk in (1, 2)
+    ]
+    assert launches[0].constants == launches[1].constants
+
+
+def test_a_table_says_how_and_the_model_in_which_pieces() -> None:
+    model = Config(placement="copy_engine", chunk=6)
+    found = Config(placement="copy_engine", block_m=256, chunk=1, group_m=4)
+    assert fused._gathering_as(model, found) == dataclasses.replace(found, chunk=3)
+    for other in (dataclasses.replace(found, placement="unfused"), dataclasses.replace(found, block_m=512)):
+        assert fused._gathering_as(model, other) == model
+    # What is longer than a block is all of it, by any tile.
+    whole = {fused._gathering(Config(placement="copy_engine", block_m=m), 200) for m in (64, 128)}
+    assert len(whole) == 1
