@@ -193,13 +193,11 @@ def _check_messages(op: str, config: Config, found: Timeline, tiles: int) -> Non
 def _num_copies(op: str, config: Config) -> int:
     """Of a rank, which has one peer: what copy engines move."""
     steps = -(-M // WORLD // config.block_m)
-    # Partials are pushed and, in an all-reduce, sums pulled, from both ranks, as columns are.
+    # Rows or partials are pushed and, in an all-reduce, sums pulled, from both ranks, as columns are.
     columns = 2 * -(-M // config.block_m)
     if config.placement == "pull":
         return 0
-    return {
-        "all_gather_gemm": 1, "gemm_reduce_scatter": steps, "gemm_all_reduce": 3 * steps, "gemm_all_scatter": columns
-    }[op]  # fmt: skip
+    return {"gemm_all_reduce": 3 * steps, "gemm_all_scatter": columns}.get(op, steps)
 
 
 def _check_order(found: Timeline) -> None:
