@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from collectives.exchange import exchange
-from collectives.tensors import DTYPES, agree
+from collectives.tensors import DTYPES, agree, new_like
 from pyrocshmem import status
 from pyrocshmem.heap import Heap
 from reference.ops import shard_range
@@ -201,9 +201,7 @@ def _exchanged(
     if x.numel() == 0:
         agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}, root {root}")
         return given
-    written = (
-        given if given.is_contiguous() else torch.empty_like(given, memory_format=torch.contiguous_format)
-    )
+    written = given if given.is_contiguous() else new_like(given)
     exchange(workspace, op, kind, x.resolve_neg().contiguous(), written, root)
     return given if written is given else given.copy_(written)
 

@@ -15,7 +15,7 @@ import triton
 from collectives import row_sums
 from collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
 from collectives.row_sums import Blocks
-from collectives.tensors import NUM_WARPS, agree, as_rows, run
+from collectives.tensors import NUM_WARPS, agree, as_rows, new_like, run, template
 from pyrocshmem import trace
 from reference.ops import shard_range
 from stream_k.gemm import GemmPlan
@@ -39,12 +39,23 @@ class Norm(NamedTuple):
         """Of the result."""
         return (*x.shape[:-1], self.hidden) if self.replicated else x.shape
 
-    def results(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> Tensors:
-        """`out` or memory for the result, memory for x + residual (without one, x), and for the scales."""
-        result = out if out is not None else torch.empty(self.shape(x), dtype=self.out_dtype, device=x.device)
-        updated = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-        rows = math.prod(x.shape[:-1])
-        return result, updated, torch.empty(rows, dtype=torch.float32, device=x.device)
+    def templates(self, x: torch.Tensor, residual: torch.Tensor | None) -> Tensors:
+        """For `new_results`: of the result, of x + residual, and of the scales."""
+        updated = template(x, x.shape, None if residual is None else residual.dtype)
+        rows = (math.prod(x.shape[:-1]),)
+        return template(x, self.shape(x), self.out_dtype), updated, template(x, rows, torch.float32)
+
+
+def new_results(
+    templates: Tensors, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
+) -> Tensors:
+    """`out` or memory for the result, memory for x + residual (without one, x), and for the scales."""
+    result, updated, scales = templates
+    return (
+        new_like(result) if out is None else out,
+        x if residual is None else new_like(updated),
+        new_like(scales),
+    )
 
 
 class NormPlan:
@@ -83,7 +94,8 @@ class NormPlan:
         blocks = Blocks.of(M, N, heap.device)
         place = workspace.messages(row_sums.slot_bytes(M, world))
         flags = workspace.flags(blocks.count if norm.replicated else 1)
-        tiles_n = 0 if gemm is None or gemm.squares is None else len(gemm.squares)
+        self.squares = None if gemm is None else gemm.squares
+        tiles_n = 0 if self.squares is None else len(self.squares)
         constants = {
             "ADDS": residual is not None,
             "REPLICATED": norm.replicated,
@@ -94,10 +106,8 @@ class NormPlan:
             "RANKS": triton.next_power_of_2(world),
         }
         self.launch = Launch(rms_norm_kernel, blocks.programs, constants, NUM_WARPS, 1)
-        made = norm.results(x, residual, out)
-        # Of what a call makes, but for its memory.
-        self.likes = [t.new_empty(1).expand(t.shape) for t in made]
-        tensors = self._tensors(x, weight, residual, made)
+        self.templates = norm.templates(x, residual)
+        tensors = self._tensors(x, weight, residual, new_results(self.templates, x, residual, out))
         strides = tuple(tensors[i].stride(0) for i in (0, 1, 5))
         first = shard_range(hidden, heap.rank, world)[0] if norm.replicated else 0
         self.rest = (*place, flags, workspace.context, M, N, hidden, first, tiles_n, *strides, norm.eps)
@@ -113,12 +123,7 @@ class NormPlan:
     ) -> Tensors:
         """Enqueue the call, behind the product of `operands`, if x is one; returns what `forward` does."""
         # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
-        result, updated, scales = self.likes
-        results = (
-            _empty_like(result) if out is None else out,
-            x if residual is None else _empty_like(updated),
-            _empty_like(scales),
-        )
+        results = new_results(self.templates, x, residual, out)
         tensors = self._tensors(x, weight, residual, results)
         with self.workspace.begin(self.called):
             if self.graphs is None:
@@ -150,14 +155,9 @@ class NormPlan:
         result, updated, scales = results
         rows = as_rows(x)
         added = rows if residual is None else as_rows(residual)
-        squares = scales if self.gemm is None or self.gemm.squares is None else self.gemm.squares
+        squares = scales if self.squares is None else self.squares
         target = as_rows(result) if self.buffer is None else self.buffer
         return rows, added, updated, weight, squares, target, scales
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    # Microseconds less of the host than torch.empty with a shape.
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def plan_key(
@@ -205,7 +205,7 @@ def forward(
         call = f"rms_norm({words}, recorded={trace.recorder() is not None})"
         if rows == 0 or norm.hidden == 0:
             agree(workspace, call)
-            return norm.results(x, residual, out)
+            return new_results(norm.templates(x, residual), x, residual, out)
         direct = place is not None
         plan = workspace.planned_together(
             call, lambda: NormPlan(workspace, x, weight, residual, norm, out, direct)

@@ -1,4 +1,4 @@
-"""What the collectives on whole tensors share: dtypes, rows, agreeing, launching."""
+"""What the collectives on whole tensors share: dtypes, rows, new tensors, agreeing, launching."""
 
 from __future__ import annotations
 
@@ -53,3 +53,13 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     M, N = math.prod(x.shape[:-1]), x.shape[-1]
     rows = x.resolve_neg().reshape(M, N)
     return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def template(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """All of a tensor on x's device but its memory, for `new_like`. dtype: x's unless given."""
+    return x.new_empty(1, dtype=dtype).expand(shape)
+
+
+def new_like(x: torch.Tensor) -> torch.Tensor:
+    """A new contiguous tensor like `x`, of any strides: microseconds less of the host than by its shape."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

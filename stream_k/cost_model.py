@@ -9,7 +9,7 @@ import torch
 from pyrocshmem import target
 from stream_k.config import BY_MESSAGE, BY_ROWS, SPARE, Config, num_multiprocessors
 from stream_k.schedule import make_schedule
-from stream_k.tiles import Tile, fastest_gathering, fastest_tile
+from stream_k.tiles import Tile, balanced_programs, fastest_gathering, fastest_tile
 
 
 def cost_model(
@@ -266,12 +266,6 @@ def with_tile(config: Config, tile: Tile | Config) -> Config:
         config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages, subtiles=tile.subtiles, split=tile.split,
     )  # fmt: skip
-
-
-def balanced_programs(tiles: int, processors: int) -> int:
-    """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
-    up."""
-    return -(-tiles // -(-tiles // processors))
 
 
 def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processors: int) -> Config:

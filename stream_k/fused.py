@@ -244,10 +244,12 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
 def _gathering_as(config: Config, found: Config) -> Config:
     """`found` in the table, or `config` where ranks that have other columns, and find something else there, would not
     gather alike: with the placement and the pieces of `config`, which depend on rows alone."""
-    height = config.chunk * config.block_m
-    if found.placement != config.placement or (found.placement == "copy_engine" and height % found.block_m):
+    if found.placement != config.placement:
         return config
-    return replace(found, chunk=height // found.block_m) if found.placement == "copy_engine" else found
+    if found.placement != "copy_engine":
+        return found
+    chunk, rest = divmod(config.chunk * config.block_m, found.block_m)
+    return config if rest else replace(found, chunk=chunk)
 
 
 def _gathering(config: Config, rows: int) -> str:

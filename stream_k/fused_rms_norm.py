@@ -18,8 +18,8 @@ import torch
 
 from collectives.all_reduce_rms_norm import check_norm, normalized, results
 from collectives.rms_norm import all_columns
-from collectives.rms_norm_plan import Norm, NormPlan
-from collectives.tensors import agree
+from collectives.rms_norm_plan import Norm, NormPlan, new_results
+from collectives.tensors import agree, new_like, template
 from pyrocshmem import status, target, trace
 from stream_k.autograd import ranks
 from stream_k.blas import BlasPlan
@@ -184,7 +184,7 @@ def scattered(
         if M == 0 or norm.hidden == 0:
             agree(workspace, call)
             block = a.new_empty(M, b.shape[1])
-            result, _, scales = norm.results(block, None, None)
+            result, _, scales = new_results(norm.templates(block, None), block, None, None)
             return result, block, scales
         plan = workspace.planned_together(
             call, lambda: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
@@ -218,13 +218,13 @@ class _ScatteredPlan:
             squares = sums.view(tiles_n, M)
             gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=squares)
         self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
-        self.like = block.new_empty(1).expand(block.shape)
+        self.like = template(block, block.shape)
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns what `scattered` does."""
-        block = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+        block = new_like(self.like)
         result, _, scales = self.norm.run(block, weight, None, operands=_computed(a, b, bias))
         return result, block, scales
 
@@ -257,7 +257,7 @@ class _Plan:
     ) -> None:
         self.workspace, shape = workspace, (a.shape[0], b.shape[1])
         # Of a result, but for its memory.
-        self.like = a.new_empty(1).expand(shape)
+        self.like = template(a, shape)
         out, finish = results(self.like, residual, weight, eps, bias)
         self.sent = SentProduct(
             workspace,

@@ -73,6 +73,12 @@ def fastest_tile(M: int, N: int, K: int, processors: int) -> tuple[Tile, Schedul
     return min(found, key=lambda each: _time(each[0], each[1], M, N, K, processors))
 
 
+def balanced_programs(tiles: int, processors: int) -> int:
+    """The fewest programs that take as many waves as `processors` would: the others' power and bandwidth speed them
+    up."""
+    return -(-tiles // -(-tiles // processors))
+
+
 # Of rows that copy engines bring: microseconds until the first ones move and between two copies, kilobytes in one.
 _COPIES_START, _COPY_GAP, _LINK = 15.0, 4.0, 375.0
 # What the end of a largest tile takes longer whose rows are not all its rank's, so that it is stored by pointers.
@@ -94,7 +100,7 @@ def fastest_gathering(M: int, N: int, K: int, ranks: int, rows: int, processors:
     most = -(-M // ranks)
     for tile in TILES:
         tiles = ranks * -(-most // tile.block_m) * -(-N // tile.block_n)
-        programs = -(-tiles // -(-tiles // processors))
+        programs = balanced_programs(tiles, processors)
         if tile is TILES[0] and tiles > _MANY_WAVES * processors:
             return tile, programs
         if tile.resident == 1:

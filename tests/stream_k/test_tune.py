@@ -16,8 +16,9 @@ from stream_k import trial, tune, tuned
 from stream_k.__main__ import app
 from stream_k.candidates import candidates
 from stream_k.config import Config
-from stream_k.cost_model import _SHARED_BYTES, balanced_programs, cost_model
+from stream_k.cost_model import _SHARED_BYTES, cost_model
 from stream_k.launch import Launch
+from stream_k.tiles import balanced_programs
 from stream_k.trial import Case, tune_case
 from tests import commands
 from tests.ranks import run_ranks, values
