@@ -137,8 +137,6 @@ def gemm_rms_norm_all_scatter(
         op, name = torch.ops.stream_k.gemm_rms_norm_all_scatter, name_of(group, workspace)
         hidden = all_columns(N, hidden, *ranks(name))
         return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
-    if a.device != heap.device:
-        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]
 
 
@@ -175,6 +173,8 @@ def scattered(
     if plan is None:
         heap = workspace.heap
         assert heap is not None
+        if a.device != heap.device:
+            raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
         norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, a.dtype)
         M = a.shape[0]
         call = (

@@ -15,6 +15,8 @@ import triton.language as tl  # isort: skip
 
 from reference import rms_norm as reference
 from stream_k.epilogue import row_squares
+from stream_k.fused_rms_norm import scattered
+from stream_k.workspace import Workspace
 from tests.fused import norm_bodies as bodies
 from tests.fused.cases import HEAP_BYTES
 from tests.fused.norm_bodies import BF16, F16, F32, Case
@@ -220,3 +222,15 @@ def test_a_spoilt_result_is_seen() -> None:
             spoilt = x.clone()
             spoilt[2, 3] *= 1.0001
             assert "1 of 96 elements bad" in judge(spoilt)
+
+
+@pytest.mark.num_ranks(1)
+def test_operands_of_another_device_in_an_operator() -> None:
+    """What torch.library calls looks at that, too, before it allocates."""
+    operands = (
+        torch.empty(4, 8, device="meta"),
+        torch.empty(8, 8, device="meta"),
+        torch.empty(8, device="meta"),
+    )
+    with Heap(1 << 20) as heap, pytest.raises(ValueError, match="a is on meta, the heap of this rank on"):
+        scattered(*operands, 1e-6, None, None, False, None, Workspace(heap))
