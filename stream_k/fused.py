@@ -242,12 +242,10 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
 
 
 def _gathering_as(config: Config, found: Config) -> Config:
-    """`found` in the table, or `config` where ranks that have other columns, and find something else there, would not
-    gather alike: with the placement and the pieces of `config`, which depend on rows alone."""
-    if found.placement != config.placement:
-        return config
-    if found.placement != "copy_engine":
-        return found
+    """`found` in the table, with pieces of `config`, which depend on rows alone; else `config`: ranks gather alike."""
+    alike = found.placement == config.placement
+    if not alike or found.placement != "copy_engine":
+        return found if alike else config
     chunk, rest = divmod(config.chunk * config.block_m, found.block_m)
     return config if rest else replace(found, chunk=chunk)
 
