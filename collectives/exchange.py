@@ -90,7 +90,8 @@ class _Piece(NamedTuple):
 
 class Exchange:
     """The launches of an exchange of tensors of one kind, one a piece. tiles: x is sent by the tiles of a product, in
-    whole units (`sent_by_tiles`); of x itself only shape and dtype count."""
+    whole units (`sent_by_tiles`); of x itself only shape and dtype count. piece_bytes: what a piece takes of a slot, at
+    most; None: PIECE_BYTES."""
 
     def __init__(
         self,
@@ -102,11 +103,12 @@ class Exchange:
         root: int = 0,
         finish: Finish = _NOTHING,
         tiles: bool = False,
+        piece_bytes: int | None = None,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
         world = heap.world_size
-        pieces = _pieces(kind, x, out.dtype, world, finish.by_rows)
+        pieces = _pieces(kind, x, out.dtype, world, finish.by_rows, piece_bytes or PIECE_BYTES)
         norm = finish.weight is not None
         largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world, norm) for piece in pieces)
         place = self.messages, self.slot_quads = workspace.messages(largest)
@@ -134,7 +136,7 @@ def sent_by_tiles(kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size
     """Whether the tiles of a product like `x` can send it: rows and parts are whole units, none is empty, for every
     rank must hear from every rank, and all go in one piece."""
     unit = message.QUAD_BYTES // out_dtype.itemsize
-    first, *more = _pieces(kind, x, out_dtype, world_size, by_rows)
+    first, *more = _pieces(kind, x, out_dtype, world_size, by_rows, PIECE_BYTES)
     last = (world_size - 1) * first.x_part + min(world_size - 1, first.longer) * first.extra
     return not more and x.shape[-1] % unit == 0 and last < x.numel() and first.extra < first.limit
 
@@ -202,9 +204,10 @@ def slot_bytes(
 
 
 def _pieces(
-    kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool
+    kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool, piece_bytes: int
 ) -> list[_Piece]:
-    """How an exchange of `x` is cut. by_rows: parts are whole rows, and so are pieces."""
+    """How an exchange of `x` is cut. by_rows: parts are whole rows, and so are pieces. piece_bytes: what a piece takes
+    of a slot, at most; of a two-shot as much again for its sums."""
     n = x.numel()
     columns = x.shape[-1] if x.ndim else 1
     unit = message.QUAD_BYTES // out_dtype.itemsize
@@ -223,7 +226,7 @@ def _pieces(
     # Pieces are whole rows, even if a part has but one, or runs of units.
     whole_rows = by_rows or kind == "all_scatter"
     width = columns if whole_rows else part
-    step = max(1, PIECE_BYTES // world_size // x.element_size())
+    step = max(1, piece_bytes // world_size // x.element_size())
     step = max(step // width, 1) * width if whole_rows else max(step // unit, 1) * unit
     pieces = []
     for first in range(0, part, step):

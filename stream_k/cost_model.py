@@ -45,7 +45,9 @@ def cost_model(
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
         pulled = world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0
         placement = _placement(op, small, on_sm_90, little, tall, pulled)
-        if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, K, tiles, processors):
+        narrow = (partial_dtype or torch.float32) != torch.float32
+        long = tiles > 2 * processors or (K > _PAIR_K and not narrow)
+        if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, long):
             placement = "unfused"
     if op == "all_gather_gemm" and placement == "copy_engine":
         return _gathering(config, M, N, K, dtype, world_size, processors, on_sm_90)
@@ -93,21 +95,20 @@ def _placement(op: str, small: bool, on_sm_90: bool, little: bool, tall: bool, p
 
 # Rows up to here leave the tiles of a product as messages faster than from memory, and cuBLAS gains little.
 _SENT_ROWS = 128
-# Inner size up to which a reduce-scatter of two waves of tiles is over before its copies have begun.
+# Inner size beyond which the product of an all-reduce is long enough to overlap with copies of fp32 sums.
 _PAIR_K = 2048
 
 
-def _faster_unfused(op: str, placement: str, M: int, K: int, tiles: int, processors: int) -> bool:
+def _faster_unfused(op: str, placement: str, M: int, long: bool) -> bool:
     """Whether the BLAS and an exchange take less time than `placement`: readings of 2 x H200, 16-bit operands
-    (docs/log.md). For the all-gather the number of tiles must not matter."""
+    (docs/log.md). long: beyond two waves of tiles, or, of fp32 sums, `_PAIR_K`; for the all-gather it must not matter.
+    """
     if M <= _SENT_ROWS:
         return False
     if placement == "messages":
         # The partial sums of whole tiles leave as fast as they are made.
         return op != "gemm_reduce_scatter" or M % (2 * _SENT_ROWS) != 0
-    if op == "gemm_reduce_scatter" and K > _PAIR_K:
-        return False
-    return op in ("gemm_all_reduce", "gemm_reduce_scatter") and tiles <= 2 * processors
+    return op == "gemm_all_reduce" and not long
 
 
 # A block of more bytes is gathered in two pieces, of twelve times as many in pieces of four times as many or more:

@@ -16,8 +16,8 @@ _SIDE = 0
 
 
 def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` elements on the heap that peers write once this rank has entered a call, and nobody reads when it is
-    over: one place for all such calls."""
+    """`count` elements on the heap that this rank, and peers once it has entered a call, write, and nobody reads when
+    it is over: one place for all such calls."""
     size = count * dtype.itemsize
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
 

@@ -231,8 +231,9 @@ class Workspace(Streams):
         """(the slots that `pyrocshmem.message` rotates, the quads of one): at least `slot_bytes` each."""
         words, found = -(-slot_bytes // message.QUAD_BYTES) * 4, self._buffers.get(_MESSAGES)
         if found is None or found.numel() < message.HEAD_WORDS + message.NUM_SLOTS * words:
-            # In powers of two: every growth costs the ranks a meeting.
-            words = max(_FEWEST_MESSAGE_WORDS, 1 << (words - 1).bit_length())
+            # In steps of a quarter at least: every growth costs the ranks a meeting.
+            step = max(_FEWEST_MESSAGE_WORDS, (1 << words.bit_length()) // 8)
+            words = -(-words // step) * step
             found = self.buffer("messages", message.HEAD_WORDS + message.NUM_SLOTS * words, torch.int32)
         return found, (found.numel() - message.HEAD_WORDS) // message.NUM_SLOTS // 4
 

@@ -79,5 +79,7 @@ class ParallelMLP(nn.Module):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        inner = swiglu(self.gate_up_proj(x, num_rows))
+        # What a hook has seen may be kept.
+        spent = not self.gate_up_proj._forward_hooks
+        inner = swiglu(self.gate_up_proj(x, num_rows), spent)
         return self.down_proj(inner, residual=residual, norm=norm)

@@ -50,8 +50,9 @@ def _gate_and_up(product, block, F, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def swiglu_kernel(product, out, M, F, stride, events, BLOCK: tl.constexpr):
-    """out [M, F] = silu(gate) * up, of product [M, 2 F]: gate, then up. stride: from one row of it to the next.
+def swiglu_kernel(product, out, M, F, stride, out_stride, events, BLOCK: tl.constexpr):
+    """out [M, F] = silu(gate) * up, of product [M, 2 F]: gate, then up. stride, out_stride: from one row to the next.
+    out may be where the gate is.
 
     Example: a row (0, 2, 5, 3) is (silu(0) 5, silu(2) 3).
     """
@@ -61,7 +62,7 @@ def swiglu_kernel(product, out, M, F, stride, events, BLOCK: tl.constexpr):
         trace.mark(events, trace.STORE, block)
         i, j, gate, up = _gate_and_up(product, block, F, stride, BLOCK)
         value = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(out + i * F + j, rounded(value, out.dtype.element_ty), mask=j < F)
+        tl.store(out + i * out_stride + j, rounded(value, out.dtype.element_ty), mask=j < F)
     trace.mark(events, trace.END, -1)
 
 
@@ -169,13 +170,13 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
     launch(args)
 
 
-def _swiglu(product: torch.Tensor) -> torch.Tensor:
+def _swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:
     rows = as_rows(product)
     M, F = rows.shape[0], rows.shape[1] // 2
-    out = product.new_empty((*product.shape[:-1], F))
-    args = (rows, out, M, F, rows.stride(0))
-    _run(swiglu_kernel, (kind(rows),), M * -(-F // _BLOCK), {"BLOCK": _BLOCK}, args)
-    return out
+    out = rows[:, :F] if spent else product.new_empty((M, F))
+    args = (rows, out, M, F, rows.stride(0), out.stride(0))
+    _run(swiglu_kernel, (kind(rows), spent), M * -(-F // _BLOCK), {"BLOCK": _BLOCK}, args)
+    return out.view(*product.shape[:-1], F)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -252,10 +253,14 @@ def _has_gradient(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def swiglu(product: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of product [.., 2 F], which has the features of gate, then those of up: [.., F]."""
+def swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:
+    """silu(gate) * up of product [.., 2 F], which has the features of gate, then those of up: [.., F].
+
+    spent: nobody reads `product` afterwards. The result may then be a view of it, in the place of the gate: the largest
+    tensor of a layer's forward pass needs no other half as large beside it. Not where there is a gradient.
+    """
     if _by_kernel(product):
-        return _SwiGLU.apply(product) if _has_gradient(product) else _swiglu(product)
+        return _SwiGLU.apply(product) if _has_gradient(product) else _swiglu(product, spent)
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
 

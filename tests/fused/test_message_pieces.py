@@ -1,6 +1,7 @@
 """Messages larger than a slot may be go in pieces: the same results, bias and norm included."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn import functional
 import stream_k
 from collectives import exchange
 from pyrocshmem import Heap, target
+from stream_k import message_plan
+from stream_k.workspace import Workspace
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -19,7 +22,7 @@ PIECE_BYTES = 2048
 
 def in_pieces(rank: int, world_size: int) -> list[str]:
     """Every sum with a bias, in many pieces; what is further from float64 than fp32 sums are."""
-    exchange.PIECE_BYTES = PIECE_BYTES
+    exchange.PIECE_BYTES, message_plan._PIECE = PIECE_BYTES, PIECE_BYTES // 4
     device = target.device(rank)
     wrong = []
     with Heap(32 << 20) as heap:
@@ -34,9 +37,10 @@ def in_pieces(rank: int, world_size: int) -> list[str]:
             product = a.double() @ b.double() + bias.double()
             total = product + residual.double()
             config = stream_k.choose("gemm_all_reduce", M, N, K, a.dtype, world_size, device)
-            for algorithm in ("one_shot", "two_shot"):
-                chosen = dataclasses.replace(config, placement="messages", algorithm=algorithm)
-                common = {"group": heap, "bias": bias, "config": chosen}
+            for placement, algorithm in itertools.product(("messages", "unfused"), ("one_shot", "two_shot")):
+                chosen = dataclasses.replace(config, placement=placement, algorithm=algorithm)
+                workspace = Workspace(heap)
+                common = {"group": heap, "bias": bias, "config": chosen, "workspace": workspace}
                 found = {
                     "sum": (stream_k.gemm_all_reduce(*operands, activation="relu", **common), product.relu()),
                     "rows": (
@@ -49,10 +53,14 @@ def in_pieces(rank: int, world_size: int) -> list[str]:
                 found["norm"] = normed, functional.rms_norm(total, (N,), eps=1e-6)
                 found["total"] = kept, total
                 heap.synchronize()
+                pieces = [len(plan.sent.exchange.launches) for plan in workspace.plans.values()]
+                if SHAPES[0] == (M, N, K) and min(pieces) < 2:
+                    wrong.append(f"{M} x {N}, {placement}, {algorithm}: pieces {pieces}")
                 for name, (value, expected) in found.items():
                     error = (value.double() - expected).abs().max().item()
                     if not error <= 1e-5 * expected.abs().max().item():
-                        wrong.append(f"{name} {M} x {N}, {algorithm}: off by {error}")
+                        wrong.append(f"{name} {M} x {N}, {placement}, {algorithm}: off by {error}")
+                workspace.free()
     return wrong
 
 

@@ -101,6 +101,21 @@ def test_swiglu(dtype: torch.dtype, kernels: list[str]) -> None:
     assert set(kernels) == {"swiglu_kernel", "swiglu_backward_kernel"}
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_in_the_place_of_the_gate(dtype: torch.dtype, kernels: list[str]) -> None:
+    """Of a spent product: the same bits, no memory of its own, nothing written but the gate. Not with a gradient."""
+    for shape in ((3, 10), (2, 3, 68), (1, 2050), (0, 6), (4, 0)):
+        for product in (random(*shape, dtype=dtype), inside(random(*shape, dtype=dtype))):
+            wanted, before = swiglu(product), product.clone()
+            kept = product.clone().requires_grad_()
+            assert torch.equal(swiglu(kept, spent=True), wanted), shape
+            assert torch.equal(kept, before), shape
+            found = swiglu(product, spent=True)
+            assert torch.equal(found, wanted), shape
+            assert found.numel() == 0 or found.data_ptr() == product.data_ptr(), shape
+            assert torch.equal(product.chunk(2, -1)[1], before.chunk(2, -1)[1]), shape
+
+
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp", "ignore:invalid value encountered in multiply"
 )
@@ -245,6 +260,20 @@ def test_layers(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((mlp, _), _) = layers(torch.float32)
     gate, up = mlp.gate_up_proj.split(mlp.gate_up_proj(x))
     torch.testing.assert_close(found[0][0], mlp.down_proj(silu(gate) * up), rtol=1e-5, atol=1e-6)
+
+
+def test_an_mlp_reuses_its_product_unless_a_hook_has_seen_it(kernels: list[str]) -> None:
+    x, ((mlp, _), _) = random(6, HIDDEN), layers(torch.float32)
+    inputs: list[torch.Tensor] = []
+    mlp.down_proj.register_forward_pre_hook(lambda layer, args: inputs.append(args[0]))
+    wanted, seen = mlp(x), []
+    with torch.no_grad():
+        assert torch.equal(mlp(x), wanted)
+        handle = mlp.gate_up_proj.register_forward_hook(lambda layer, args, y: seen.extend((y, y.clone())))
+        assert torch.equal(mlp(x), wanted)
+        handle.remove()
+    assert torch.equal(*seen)
+    assert [each.stride(0) // INTERMEDIATE for each in inputs] == [1, 2, 1]
 
 
 @pytest.mark.gpu
