@@ -7,7 +7,7 @@
 #   tests/run.sh tests/stream_k -k schedule   arguments go to pytest; paths are relative to the repository
 #
 # One pytest process for each target (tests/conftest.py says why): the CPU target, compiling for GPUs that need not be
-# here, and the GPU target where there is a GPU. PYROCSHMEM_BACKEND=cpu leaves the last out, =gpu insists on it.
+# here (beside the end of the one before), and the GPU target where there is a GPU. PYROCSHMEM_BACKEND=cpu leaves the last out, =gpu insists on it.
 # A pass that can't run here says why. The last line is `N passed, N failed, N skipped` over all of them. Exits 0 if nothing failed, 5 if no test was found.
 set -uo pipefail
 unset CDPATH
@@ -27,27 +27,23 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 pass_limit_s=2400
 
 tallies=$(mktemp -d)
-trap 'rm -rf "$tallies"' EXIT
+beside=
+trap '[ -z "$beside" ] || kill -- "-$beside" 2>/dev/null; rm -rf "$tallies"' EXIT
 status=0 found=0 parts=0
 
 workers=${PYROCSHMEM_TEST_WORKERS:-$(python -c 'import importlib.util as u, os
 print(max(3, min(8, os.cpu_count() // 4)) if u.find_spec("xdist") else 1)')}
 
-# run_apart NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...: a pass, in two parts where there are cores for several tests.
-run_apart() {
-  if [ "$workers" -lt 2 ]; then
-    run_pass "$@"
-  else
-    run_pass "$@" --alone without -n "$workers"
-    run_pass "$@" --alone only
-  fi
-}
-
 # run_pass NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...
 run_pass() {
-  local name=$1 variables=() code tally
-  tally=$tallies/$((++parts)).json
-  shift
+  start_pass $((++parts)) "$@"
+  end_pass $? "$parts"
+}
+
+# start_pass PART NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...: its exit status is pytest's.
+start_pass() {
+  local tally=$tallies/$1.json name=$2 variables=()
+  shift 2
   while [ "$1" != -- ]; do
     variables+=("$1")
     shift
@@ -57,7 +53,11 @@ run_pass() {
   env -u TRITON_INTERPRET -u PYROCSHMEM_BACKEND "${variables[@]}" \
     timeout --foreground --kill-after=20 "$pass_limit_s" \
     python -m pytest --pass "$name" --tally "$tally" "$@"
-  code=$?
+}
+
+# end_pass EXIT_STATUS PART
+end_pass() {
+  local code=$1 tally=$tallies/$2.json
   [ "$code" = 5 ] || found=1
   case $code in
     0 | 5) ;;
@@ -81,17 +81,35 @@ no_interpreter() {
     sed -n 's/^RuntimeError: \(the interpreter of Triton\)/\1/p'
 }
 
+# Where there are cores for several tests, a pass has two parts: those that run at once, and those that others disturb.
+apart=()
+[ "$workers" -lt 2 ] || apart=(--alone without -n "$workers")
+
 if [ "$backend" != gpu ]; then
   reason=$(no_interpreter)
   if [ -z "$reason" ]; then
-    run_apart cpu PYROCSHMEM_BACKEND=cpu -- "$@"
+    run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" "${apart[@]}"
   else
     printf '\n=== pass: cpu, not run: %s ===\n' "$reason"
   fi
+  # Compiling takes the cores that the second part of the CPU pass, whose tests mostly wait, leaves it.
+  compiling=$((++parts))
+  set -m # a process group of its own, to end it as a whole
+  {
+    renice -n 19 -p "$BASHPID" >/dev/null
+    start_pass "$compiling" compile TRITON_INTERPRET=0 -- --timeout 400 "$@"
+  } >"$tallies/compile.log" 2>&1 &
+  beside=$!
+  set +m
+  [ -n "$reason" ] || [ "$workers" -lt 2 ] || run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" --alone only
+  wait "$beside"
+  code=$? beside=
+  cat "$tallies/compile.log"
+  end_pass "$code" "$compiling"
 fi
-[ "$backend" = gpu ] || run_pass compile TRITON_INTERPRET=0 -- "$@"
 if [ "$backend" = gpu ] || { [ "$backend" != cpu ] && gpu_present; }; then
-  run_apart gpu PYROCSHMEM_BACKEND=gpu -- "$@"
+  run_pass gpu PYROCSHMEM_BACKEND=gpu -- "$@" "${apart[@]}"
+  [ "$workers" -lt 2 ] || run_pass gpu PYROCSHMEM_BACKEND=gpu -- "$@" --alone only
 else
   printf '\n=== pass: gpu, not run: %s ===\n' "$([ "$backend" = cpu ] && echo PYROCSHMEM_BACKEND=cpu || echo 'no GPU here')"
 fi

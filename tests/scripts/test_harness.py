@@ -108,6 +108,21 @@ def test_several_at_once_and_the_others_alone(tree: Path) -> None:
     assert text.index("test_cheap") < text.index("test_apart PASSED"), "with others around it"
 
 
+def test_compiling_goes_on_beside_the_tests_that_run_alone(tree: Path) -> None:
+    """At a low priority: those are there to be disturbed by nobody."""
+    seen = tree / "compiling"
+    (tree / "tests/compile/test_c.py").write_text(
+        f"import os\ndef test_compiled():\n    open({str(seen)!r}, 'w').write(str(os.nice(0)))\n"
+    )
+    (tree / "tests/b/test_alone.py").write_text(
+        "import os, pytest, time\n@pytest.mark.alone\ndef test_apart():\n    end = time.monotonic() + 60\n"
+        f"    while not os.path.exists({str(seen)!r}): time.sleep(0.05); assert time.monotonic() < end\n"
+    )
+    code, closing, text = run(tree, "tests/b", "tests/compile", PYROCSHMEM_TEST_WORKERS="2")
+    assert (code, closing) == (0, "3 passed, 0 failed, 0 skipped"), text
+    assert seen.read_text() == "19"
+
+
 @pytest.mark.parametrize(
     ("line", "ran"),
     [
