@@ -22,7 +22,7 @@ from tests.stream_k.products import random, small_config
 
 TIER = 2
 # Rows that the ranks don't divide, columns that a tile doesn't.
-M, N, K = 35, 72, 96
+M, N, K = 35, 72, 144
 EPS = 1e-5
 
 
@@ -58,7 +58,7 @@ def _configs(dtype: torch.dtype) -> Iterator[Config]:
         # Partial sums of fp32 results travel in nothing less.
         for partial in (None, torch.float16) if dtype == torch.float16 else (None,):
             yield small_config(placement="messages", algorithm=algorithm, partial_dtype=partial)
-    yield small_config(placement="messages", split="stream_k")
+    yield small_config(placement="messages", split="stream_k", block_k=16, num_programs=4)
     # Multiplied transposed.
     yield small_config(placement="messages", block_m=16, block_n=64, subtiles=1)
 
@@ -81,6 +81,9 @@ def _calls(heap: Heap, workspace: Workspace, dtype: torch.dtype) -> dict[str, to
         normed = stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight[0], EPS, **more)
         found |= {f"norm {i}": normed[0], f"total {i}": normed[1]}
     heap.synchronize()
+    # The one that splits, of three ops and one with a norm.
+    plans = [plan.sent.gemm.product.schedule for plan in workspace.plans.values()]
+    assert sum(schedule.has_shared_tiles for schedule in plans) == 4, plans
     return found
 
 
