@@ -22,6 +22,7 @@ from pyrocshmem import status, trace
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
 from stream_k.operands import check_plain, kind
+from stream_k.operators import ops
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -60,7 +61,7 @@ def all_reduce_rms_norm(
     check_kind(x, dimensions=1)
     check_norm(x, x.shape, residual, weight, eps)
     if not by_hand:
-        op, name = torch.ops.collectives.all_reduce_rms_norm, name_of(group, workspace)
+        op, name = ops.all_reduce_rms_norm, name_of(group, workspace)
         return op(x, residual, weight, eps, algorithm, name)
     check(heap, x)
     if heap.world_size == 1:

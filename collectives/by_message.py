@@ -26,6 +26,7 @@ from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
+from stream_k.operators import ops
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -47,7 +48,7 @@ def all_reduce(
     size. Returns out.
     """
     check_algorithm(algorithm)
-    if dispatched(x):
+    if dispatched(x, whole=out is None):
         return _operator("all_reduce", x, 0, out, algorithm, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
@@ -64,7 +65,7 @@ def all_gather(
     x: [M, ...], the same shape on every rank; float16, bfloat16 or float32; the values arrive bit by bit, but for the
     payload of one NaN. out: [R x M, ...], and x may be its part of it; None: a new tensor. Returns out.
     """
-    if dispatched(x):
+    if dispatched(x, whole=out is None):
         return _operator("all_gather", x, 1, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x, dimensions=1)
@@ -80,7 +81,7 @@ def reduce_scatter(
     x: [M, ...]; float16, bfloat16 or float32. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
     one more on the first M % R ranks. out: these rows, which may be x's own; None: a new tensor. Returns out.
     """
-    if dispatched(x):
+    if dispatched(x, whole=out is None):
         return _operator("reduce_scatter", x, 1, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x, dimensions=1)
@@ -99,7 +100,7 @@ def all_scatter(
     """
     if isinstance(x, torch.Tensor) and x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
-    if dispatched(x):
+    if dispatched(x, whole=out is None):
         return _operator("all_scatter", x, 2, out, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
@@ -120,7 +121,7 @@ def broadcast(
     x: any shape, the same on every rank; float16, bfloat16 or float32; on the others its values don't matter. root: a
     rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out.
     """
-    if dispatched(x):
+    if dispatched(x, whole=out is None):
         return _operator("broadcast", x, 0, out, root, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check(heap, x)
@@ -135,7 +136,7 @@ def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
     The host does not wait; `Heap.barrier` is the one that does. NotImplementedError where torch.compile traces it: a
     graph makes the writes of its inputs at its end, past a barrier. Call it between compiled functions.
     """
-    if dispatched():
+    if dispatched(whole=False):
         raise NotImplementedError(
             "barrier is no part of a graph, which would move writes past it; call it between compiled functions"
         )
@@ -172,14 +173,14 @@ def check_kind(x: torch.Tensor, dimensions: int) -> None:
 def _operator(
     name: str, x: torch.Tensor, dimensions: int, out: torch.Tensor | None, *more: Any
 ) -> torch.Tensor:
-    """The call by way of torch.library."""
+    """The call through its operator."""
     if out is not None:
         raise ValueError(
             f"{name} takes no out where a gradient is needed or torch.compile traces it; leave it out, or call it "
             "eagerly under torch.no_grad()"
         )
     check_kind(x, dimensions)
-    return getattr(torch.ops.collectives, name)(x, *more)
+    return getattr(ops, name)(x, *more)
 
 
 def _exchanged(

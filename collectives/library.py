@@ -2,8 +2,8 @@
 
     torch.ops.collectives.all_reduce(x, "auto", stream_k.dispatch.name_of(group))
 
-A public function (`collectives.by_message`) comes here where a gradient is needed or `torch.compile` traces it, and
-launches its kernel without the dispatcher otherwise. With g the gradient of the result, that of x is
+A public function (`collectives.by_message`) calls these operators (`stream_k.operators`) where a gradient is needed or
+anything watches it, and launches its kernel right away otherwise. With g the gradient of the result, that of x is
 
     all_reduce       g
     all_gather       the own rows of g
@@ -22,13 +22,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from collectives import by_message
 from collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 from stream_k.autograd import ranks
 from stream_k.dispatch import find
+from stream_k.operators import define, ops
 
 _SCHEMAS = {
     "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",
@@ -36,9 +36,6 @@ _SCHEMAS = {
     "reduce_scatter": "(Tensor x, str group) -> Tensor",
     "all_scatter": "(Tensor x, str group) -> Tensor",
     "broadcast": "(Tensor x, int root, str group) -> Tensor",
-    "all_reduce_rms_norm": (
-        "(Tensor x, Tensor? residual, Tensor weight, float eps, str algorithm, str group) -> (Tensor, Tensor)"
-    ),
 }
 
 
@@ -133,7 +130,7 @@ def _of_broadcast(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
 @once_differentiable
 def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
     _, world_size = ranks(ctx.group)
-    gather = torch.ops.collectives.all_gather
+    gather = ops.all_gather
     if ctx.length % world_size == 0:
         return gather(g, ctx.group), None
     # Blocks of one length travel.
@@ -145,24 +142,24 @@ def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.cat([each[:size] for each, size in zip(blocks, sizes, strict=True)]), None
 
 
-def _register() -> None:
+def _define() -> None:
     backward = {
         "all_reduce": _of_all_reduce,
         "all_gather": _of_all_gather,
         "reduce_scatter": _of_reduce_scatter,
         "all_scatter": _of_all_scatter,
         "broadcast": _of_broadcast,
-        "all_reduce_rms_norm": _of_norm,
     }
     for name, schema in _SCHEMAS.items():
-        op = f"collectives::{name}"
-        torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        normed = name == "all_reduce_rms_norm"
-        torch.library.impl(op, "default", _run_norm if normed else _run(name))
-        torch.library.register_fake(op, _norm_shapes if normed else _shape(name))
-        torch.library.register_autograd(op, backward[name], setup_context=_keep_norm if normed else _keep)
-        # Ranks whose graphs differ would wait for one another's.
-        torch.library._register_effectful_op(op, EffectType.ORDERED)
+        define(f"collectives::{name}", schema, _run(name), _shape(name), _keep, backward[name])
+    define(
+        "collectives::all_reduce_rms_norm",
+        "(Tensor x, Tensor? residual, Tensor weight, float eps, str algorithm, str group) -> (Tensor, Tensor)",
+        _run_norm,
+        _norm_shapes,
+        _keep_norm,
+        _of_norm,
+    )
 
 
-_register()
+_define()

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
@@ -25,6 +24,7 @@ from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of, refuse
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
+from stream_k.operators import define, ops
 from stream_k.workspace import Workspace, find_workspace
 
 
@@ -59,7 +59,7 @@ def rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    by_hand = not dispatched(x, weight, residual)
+    by_hand = not dispatched(x, weight, residual, whole=out is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
         rank, world_size = heap.rank, heap.world_size
@@ -77,7 +77,7 @@ def rms_norm(
         _check(tensors, norm)
     if not by_hand:
         refuse("rms_norm", out=out)
-        op = torch.ops.collectives.rms_norm
+        op = ops.rms_norm
         result, updated, _ = op(x, weight, residual, *norm, name)
         return result if residual is None else (result, updated)
     if x.device != heap.device:
@@ -175,9 +175,7 @@ def _differentiate(
         # Of the sum alone: nothing of the norm comes back, on any rank.
         return _cast(more, x_dtype), None, _cast(more, residual_dtype), *(None,) * 5
     dtype = x_dtype if residual_dtype is None else torch.promote_types(x_dtype, residual_dtype)
-    grad, of_weight = torch.ops.collectives.rms_norm_backward(
-        g, more, h, weight, scales, ctx.hidden, dtype, ctx.group
-    )
+    grad, of_weight = ops.rms_norm_backward(g, more, h, weight, scales, ctx.hidden, dtype, ctx.group)
     return _cast(grad, x_dtype), of_weight, _cast(grad, residual_dtype), *(None,) * 5
 
 
@@ -197,31 +195,22 @@ def _check_apart(out: torch.Tensor, tensors: dict[str, torch.Tensor | None], rep
             raise ValueError(f"out shares memory with {name}; give another out, or, sharded, {name} itself")
 
 
-_SCHEMAS = {
-    "rms_norm": (
-        "(Tensor x, Tensor weight, Tensor? residual, float eps, SymInt hidden, bool replicated, ScalarType out_dtype, "
-        "str group) -> (Tensor, Tensor, Tensor)"
-    ),
-    "rms_norm_backward": (
-        "(Tensor g, Tensor? more, Tensor h, Tensor weight, Tensor scales, SymInt hidden, ScalarType dtype, "
-        "str group) -> (Tensor, Tensor)"
-    ),
-}
-
-
-def _register() -> None:
-    functions = {"rms_norm": (_run, _shapes), "rms_norm_backward": (_run_backward, _backward_shapes)}
-    for name, (run, shapes) in functions.items():
-        op = f"collectives::{name}"
-        torch.library.define(op, _SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(op, "default", run)
-        torch.library.register_fake(op, shapes)
-        # A graph keeps each call, and their order: ranks whose graphs differ would wait for one another's.
-        torch.library._register_effectful_op(op, EffectType.ORDERED)
-    torch.library.register_autograd("collectives::rms_norm", _differentiate, setup_context=_remember)
-
-
-_register()
+define(
+    "collectives::rms_norm",
+    "(Tensor x, Tensor weight, Tensor? residual, float eps, SymInt hidden, bool replicated, ScalarType out_dtype, "
+    "str group) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _shapes,
+    _remember,
+    _differentiate,
+)
+define(
+    "collectives::rms_norm_backward",
+    "(Tensor g, Tensor? more, Tensor h, Tensor weight, Tensor scales, SymInt hidden, ScalarType dtype, "
+    "str group) -> (Tensor, Tensor)",
+    _run_backward,
+    _backward_shapes,
+)
 
 
 def _width(x: torch.Tensor) -> int:

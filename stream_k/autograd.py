@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-ops: Any = torch.ops.stream_k
+from stream_k.operators import ops
+
 _Gradients = tuple[torch.Tensor | None, ...]
 
 _sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -217,7 +218,7 @@ def keep_gemm_rms_norm_all_scatter(
 def gemm_rms_norm_all_scatter(ctx: Any, grad: torch.Tensor, *_: Any) -> _Gradients:
     """Backward of `gemm_rms_norm_all_scatter`: one exchange of a float a row, then as that of `gemm_all_scatter`."""
     a, b, block, scales, weight = ctx.saved_tensors
-    columns, of_weight = torch.ops.collectives.rms_norm_backward(
+    columns, of_weight = ops.rms_norm_backward(
         grad, None, block, weight, scales, grad.shape[1], block.dtype, ctx.group
     )
     grad_a, grad_b = _of_columns(ctx, a, b, columns)

@@ -1,8 +1,8 @@
-"""How a public function goes through `torch.library`, where `stream_k.library` registers the ops.
+"""How a public function makes its call through an operator (`stream_k.operators`).
 
-It does where a gradient is needed or `torch.compile` traces it, and launches its kernels without the dispatcher
-otherwise (`dispatched`). A schema has no configuration: calls take what `stream_k.choose` gives. A group travels as a
-string, its name.
+It does where a gradient is needed or anything watches the call, as `torch.compile` does, and launches its kernels
+right away otherwise (`dispatched`). A schema has no configuration: calls take what `stream_k.choose` gives. A group
+travels as a string, its name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
@@ -20,6 +19,7 @@ from pyrocshmem.bootstrap import as_group
 from pyrocshmem.heap import Heap, heap_for
 from stream_k import autograd
 from stream_k.operands import check_product
+from stream_k.operators import is_watched, needs_gradient, ops
 from stream_k.workspace import Workspace, find_workspace
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}
@@ -36,34 +36,13 @@ class Options(NamedTuple):
     save_gathered: bool = False
 
 
-def dispatched(*operands: Any) -> bool:
-    """Whether a call goes through torch.library: where it is traced by torch.compile, has a gradient, is part of what
-    torch.func transforms, or has fake tensors. NotImplementedError for a forward-mode derivative."""
-    if torch.compiler.is_compiling():
-        return True
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(operands)
-    return _needs_gradient(operands) or _is_watched()
+def dispatched(*operands: Any, whole: bool = True) -> bool:
+    """Whether a call goes through an operator: it has a gradient, or something watches it. NotImplementedError for a
+    forward-mode derivative.
 
-
-def _is_watched() -> bool:
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return transformed or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _refuse_tangents(operands: tuple[Any, ...]) -> None:
-    """What torch.library registers has none, and would drop them without a word."""
-    for x in operands:
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("the ops have no forward-mode derivative; use a backward one")
-
-
-def _needs_gradient(operands: tuple[Any, ...]) -> bool:
-    if torch.is_grad_enabled():
-        for x in operands:  # a generator would cost a microsecond more, of every call
-            if getattr(x, "requires_grad", False):
-                return True
-    return False
+    whole: a schema has all of its arguments. A mode that only looks on, such as a counter, does not see other calls.
+    """
+    return is_watched(operands, whole) or needs_gradient(operands)
 
 
 def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
@@ -114,7 +93,7 @@ def find(name: str) -> tuple[Any, Workspace | None]:
 
 
 def refuse(name: str, **unsupported: Any) -> None:
-    """ValueError where one of these arguments is given, to a call of `name` that goes through torch.library."""
+    """ValueError where one of these arguments is given, to a call of `name` that goes through an operator."""
     for argument, value in unsupported.items():
         if value is not None and value is not False:
             raise ValueError(
@@ -133,7 +112,7 @@ def differentiable(
     workspace: Workspace | None = None,
     **unsupported: Any,
 ) -> torch.Tensor:
-    """Make a call of the op `name` that torch.compile traces or that has a gradient.
+    """Make a call of the op `name` that has a gradient or that something watches.
 
     unsupported: arguments that such a call can't have; ValueError where one is given. The others are the public
     functions'. Where there is a gradient, an activation is PyTorch's own, on what the op computes without it: that is
@@ -141,16 +120,16 @@ def differentiable(
     """
     check_product(a, b, bias, options.activation)
     refuse(name, **unsupported)
-    late = options.activation if _needs_gradient((a, b, bias)) else "none"
+    late = options.activation if needs_gradient((a, b, bias)) else "none"
     common = (bias, "none" if late in _ACTIVATIONS else options.activation, options.allow_tf32)
-    op = getattr(torch.ops.stream_k, name)
+    op = getattr(ops, name)
     if name == "gemm":
         value = op(a, b, *common, "" if workspace is None else workspace.label)
     elif name == "all_gather_gemm":
         where = name_of(group, workspace)
         num_rows = options.num_rows if options.num_rows is not None else a.shape[0] * autograd.ranks(where)[1]
         # Only for a gradient of b.
-        save = options.save_gathered and _needs_gradient((b,))
+        save = options.save_gathered and needs_gradient((b,))
         value, _ = op(a, b, where, num_rows, *common, options.partial_dtype, save)
     else:
         value = op(a, b, name_of(group, workspace), *common, options.partial_dtype)

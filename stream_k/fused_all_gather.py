@@ -59,7 +59,7 @@ def all_gather_gemm(
     fault of a peer shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias):
+    if dispatched(a, b, bias, whole=out is None and config is None):
         options = Options(activation, allow_tf32, partial_dtype, num_rows, save_gathered)
         return differentiable(
             "all_gather_gemm", a, b, bias, options, group, workspace, out=out, config=config

@@ -51,7 +51,7 @@ def gemm_all_scatter(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias):
+    if dispatched(a, b, bias, whole=out is None and config is None and not squared_partials):
         options = Options(activation, allow_tf32, partial_dtype)
         unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
         return differentiable("gemm_all_scatter", a, b, bias, options, group, workspace, **unsupported)

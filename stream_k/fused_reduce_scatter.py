@@ -43,7 +43,7 @@ def gemm_reduce_scatter(
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias):
+    if dispatched(a, b, bias, whole=out is None and config is None):
         options = Options(activation, allow_tf32, partial_dtype)
         unsupported = {"out": out, "config": config}
         return differentiable("gemm_reduce_scatter", a, b, bias, options, group, workspace, **unsupported)

@@ -31,6 +31,7 @@ from stream_k.gemm import GemmPlan, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.message_plan import SentProduct
 from stream_k.operands import check_product, kind, left_kind
+from stream_k.operators import ops
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, find_workspace
 
@@ -64,7 +65,7 @@ def gemm_all_reduce_rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
-    by_hand = not dispatched(a, b, bias, residual, weight)
+    by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
         given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
@@ -79,7 +80,7 @@ def gemm_all_reduce_rms_norm(
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
     if not by_hand:
         refuse("gemm_all_reduce_rms_norm", config=config)
-        op, name = torch.ops.stream_k.gemm_all_reduce_rms_norm, name_of(group, workspace)
+        op, name = ops.gemm_all_reduce_rms_norm, name_of(group, workspace)
         return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
@@ -123,7 +124,7 @@ def gemm_rms_norm_all_scatter(
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
-    by_hand = not dispatched(a, b, bias, weight)
+    by_hand = not dispatched(a, b, bias, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
         key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
@@ -134,7 +135,7 @@ def gemm_rms_norm_all_scatter(
     check_norm(a, (M, N), None, weight, eps)
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
-        op, name = torch.ops.stream_k.gemm_rms_norm_all_scatter, name_of(group, workspace)
+        op, name = ops.gemm_rms_norm_all_scatter, name_of(group, workspace)
         hidden = all_columns(N, hidden, *ranks(name))
         return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
     return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]

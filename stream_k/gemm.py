@@ -57,7 +57,7 @@ def gemm(
     """
     if workspace is not None:
         check_workspace(workspace)
-    if dispatched(a, b, bias):
+    if dispatched(a, b, bias, whole=out is None and config is None):
         options = Options(activation, allow_tf32)
         return differentiable("gemm", a, b, bias, options, workspace=workspace, out=out, config=config)
     return run(a, b, bias, activation, out, allow_tf32, config, workspace)

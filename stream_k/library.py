@@ -1,4 +1,4 @@
-"""The public ops in `torch.library`: schemas, shapes for tracing, gradients, order. `stream_k.dispatch` calls them.
+"""The public ops as operators: schemas, shapes for tracing, gradients, order. `stream_k.dispatch` calls them.
 
     torch.ops.stream_k.gemm_all_reduce(a, b, stream_k.dispatch.name_of(group), None, "none", False, None)
 
@@ -13,17 +13,16 @@ import importlib
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 
 from stream_k import autograd
 from stream_k.dispatch import find
 from stream_k.fused import Request
 from stream_k.gemm import run as run_gemm
 from stream_k.operands import check_product
+from stream_k.operators import define
 from stream_k.workspace import find_workspace
 
 FUSED = ("all_gather_gemm", "gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter")
-NORMED = ("gemm_all_reduce_rms_norm", "gemm_rms_norm_all_scatter")
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
 
 # Stands on `collectives`, which stands on this package: loaded when asked for.
@@ -161,13 +160,13 @@ def _shape(name: str) -> Any:
     return make
 
 
-def _register() -> None:
-    runs = {
+def _define() -> None:
+    runs: dict[str, Any] = {
         "gemm": _run_gemm,
         "gemm_all_reduce_rms_norm": _run_all_reduce_norm,
         "gemm_rms_norm_all_scatter": _run_norm_all_scatter,
     }
-    shapes = {
+    shapes: dict[str, Any] = {
         "gemm": _gemm_shape,
         "all_gather_gemm": _all_gather_gemm_shape,
         "gemm_all_reduce_rms_norm": _all_reduce_norm_shapes,
@@ -180,15 +179,15 @@ def _register() -> None:
         "gemm_rms_norm_all_scatter": autograd.keep_gemm_rms_norm_all_scatter,
     }
     for name, schema in _SCHEMAS.items():
-        op = f"stream_k::{name}"
-        torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(op, "default", runs.get(name) or _run_fused(name))
-        torch.library.register_fake(op, shapes.get(name) or _shape(name))
-        torch.library.register_autograd(
-            op, getattr(autograd, name), setup_context=keep.get(name, autograd.keep_sum)
+        define(
+            f"stream_k::{name}",
+            schema,
+            runs.get(name) or _run_fused(name),
+            shapes.get(name) or _shape(name),
+            keep.get(name, autograd.keep_sum),
+            getattr(autograd, name),
+            ordered=name != "gemm",
         )
-        if name in (*FUSED, *NORMED):
-            torch.library._register_effectful_op(op, EffectType.ORDERED)
 
 
-_register()
+_define()

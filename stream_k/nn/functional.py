@@ -20,6 +20,7 @@ import torch
 import stream_k
 from stream_k import autograd
 from stream_k.dispatch import name_of
+from stream_k.operators import ops
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
@@ -101,13 +102,6 @@ def _is_plain(norm: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
     return type(norm) in kinds and not hooks
 
 
-def _all_reduce_product(
-    a: torch.Tensor, b: torch.Tensor, group: str, partial_dtype: torch.dtype | None
-) -> torch.Tensor:
-    """`stream_k.gemm_all_reduce` on the group of a name, which torch.compile can hand to a backward."""
-    return autograd.ops.gemm_all_reduce(a, b, group, None, "none", False, partial_dtype)
-
-
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
@@ -116,7 +110,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.collectives.all_reduce(grads[0], "auto", ctx.group), None
+        return ops.all_reduce(grads[0], "auto", ctx.group), None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -140,7 +134,9 @@ class _ColumnProduct(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
 
         def for_x() -> torch.Tensor:
-            return _all_reduce_product(grad, weight, ctx.group, ctx.partial_dtype)
+            # On the group of a name, which torch.compile can hand to a backward.
+            more = (None, "none", False, ctx.partial_dtype)
+            return ops.gemm_all_reduce(grad, weight, ctx.group, *more)
 
         def for_weight() -> torch.Tensor:
             return stream_k.gemm(grad.t(), x)

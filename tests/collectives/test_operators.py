@@ -1,17 +1,18 @@
 """The collectives on whole tensors in `torch.library`: gradients of the whole model, opcheck, one graph."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives
 import stream_k
 from collectives import by_message
 from pyrocshmem import Heap, target
 from stream_k.dispatch import name_of
+from tests.library.bodies import Ops, eagerly
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -40,19 +41,6 @@ def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tenso
 def call(name: str, x: torch.Tensor, heap: Heap, **more: Any) -> torch.Tensor:
     more |= {"root": ROOT} if name == "broadcast" else {}
     return getattr(collectives, name)(x, group=heap, **more)  # type: ignore[no-any-return]
-
-
-class Ops(TorchDispatchMode):
-    """Names of the operators that go through the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "collectives":
-            self.seen.append(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
 
 
 def twice(heap: Heap) -> list[str]:
@@ -104,6 +92,38 @@ def written(heap: Heap) -> list[str]:
     return wrong
 
 
+class Derived(torch.Tensor):
+    """Of a class of its own, which PyTorch's operators keep."""
+
+
+def watched(heap: Heap) -> list[str]:
+    """What still watches where the kernels run does not see the call again: a mode that is shut out, a tensor's class,
+    a batch of gradients."""
+    wrong = []
+    x = random((4, 3), 1, FLOAT).requires_grad_()
+    rows = collectives.reduce_scatter(x, group=heap)
+    total = collectives.all_reduce(x.detach(), group=heap)
+    with Ops() as mode, torch._C._DisableTorchDispatch():
+        wrong += [] if torch.equal(collectives.all_reduce(x.detach(), group=heap), total) else ["shut out"]
+    wrong += mode.seen
+    with Ops() as mode, torch.no_grad():
+        # No schema has these arguments, nor a barrier.
+        out = torch.empty_like(x)
+        collectives.all_reduce(x, group=heap, out=out)
+        wrong += [] if torch.equal(out, total) else ["a result that is given"]
+        stream_k.gemm(x, x.t(), config=stream_k.choose("gemm", 4, 4, 3, FLOAT, 1, x.device))
+        collectives.barrier(group=heap)
+    wrong += mode.seen
+    found = collectives.all_reduce(x.detach().as_subclass(Derived), group=heap)
+    wrong += [] if type(found) is Derived and torch.equal(found, total) else ["a class"]
+    grads = torch.stack([random(tuple(rows.shape), seed, FLOAT) for seed in (2, 3)])
+    each = [torch.autograd.grad(rows, x, grad, retain_graph=True)[0] for grad in grads]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how slow a loop is
+        (batch,) = torch.autograd.grad(rows, x, grads, is_grads_batched=True)
+    return wrong if torch.equal(batch, torch.stack(each)) else [*wrong, "a batch of gradients"]
+
+
 def gradients(heap: Heap) -> list[str]:
     """Each gradient is that of the loss of the model as one, in float64: values are moved, so it is exact. Twice it is
     not, which is the mistake of tensors that every rank has."""
@@ -133,9 +153,17 @@ def gradients(heap: Heap) -> list[str]:
             if expected.any() and torch.equal(2 * grad.double(), expected):
                 wrong.append(f"{name}: twice the gradient would pass")
             gathers = ["all_gather"] if name == "reduce_scatter" else []
-            if (forward.seen, backward.seen, plain.seen) != ([name], gathers, []):
+            if (forward.seen, backward.seen, plain.seen) != ([name], gathers, [name]):
                 wrong.append(f"{name}: {forward.seen}, {backward.seen}, {plain.seen}")
-            if not torch.equal(found, same):
+
+            def step(name: str = name, x: torch.Tensor = x, mine: torch.Tensor = mine) -> list[torch.Tensor]:
+                found = call(name, x, heap)
+                return [found, *torch.autograd.grad(found, x, mine)]
+
+            (result, again), through = eagerly(step)
+            if through:
+                wrong.append(f"{name}: eagerly {through}")
+            if not (torch.equal(found, same) and torch.equal(found, result) and torch.equal(grad, again)):
                 wrong.append(f"{name}: another result by way of the dispatcher")
     return wrong
 
@@ -222,6 +250,7 @@ def operators(rank: int, world_size: int) -> list[str]:
             collectives.broadcast(x, 2, group=heap)
         wrong = (
             gradients(heap)
+            + watched(heap)
             + twice(heap)
             + written(heap)
             + negative(heap)

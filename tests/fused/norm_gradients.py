@@ -5,6 +5,7 @@ Bodies return what was wrong, in words.
 """
 
 import contextlib
+import functools
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from reference.accuracy import make_operand
 from stream_k import fused_rms_norm
 from stream_k.dispatch import name_of
 from tests.fused.norm_bodies import EPS, F16, F32, Case, Whole
-from tests.library.bodies import Ops
+from tests.library.bodies import Ops, eagerly
 from tests.stream_k.products import device
 
 CASES = (
@@ -99,7 +100,8 @@ def gradients(heap: Heap) -> list[str]:
 
 def operators(heap: Heap) -> list[str]:
     """Of both ops and `all_reduce_rms_norm`: opcheck; that a call with a gradient is the fused one, of the same bits as
-    without, and differentiated by the ops that it should be. What is wrong."""
+    without, and differentiated by the ops that it should be; that none of them goes through the dispatcher eagerly.
+    What is wrong."""
     found = []
     whole = Whole(Case(5, 24, 17, F16, F32, bias=F16), heap, 7)
     columns = Whole(Case(5, 12, 17, F16, F32, bias=F16), heap, 7, scattered=True)
@@ -146,9 +148,14 @@ def operators(heap: Heap) -> list[str]:
             results = call()
         with Ops() as backward:
             torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-        if (forward.seen, backward.seen) != ([op._opname], duals):
-            found.append(f"{op}: {forward.seen}, {backward.seen}")
-        if not all(torch.equal(*pair) for pair in zip(plain, results, strict=True)):
+        again, through = eagerly(call)
+        ones = [torch.ones_like(result) for result in results]
+        _, behind = eagerly(functools.partial(torch.autograd.backward, again, ones))
+        if (forward.seen, backward.seen, through + behind) != ([op._opname], duals, []):
+            found.append(f"{op}: {forward.seen}, {backward.seen}, eagerly {through + behind}")
+        if not all(
+            torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(plain, results, again, strict=True)
+        ):
             found.append(f"{op}: other bits with a gradient")
     return found
 

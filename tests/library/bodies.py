@@ -220,8 +220,17 @@ BACKWARD = {
 }
 
 
-def ways(rank: int, world_size: int) -> dict[str, Any]:
-    """By the case's number: the ops that a call without a gradient, one with it, and its backward go through."""
+def eagerly(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """(what `run` returns, the ops of this package that go through the dispatcher, where no mode watches)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = run()
+    names = [event.name.split("::") for event in profile.events()]
+    return found, [name[1] for name in names if name[0] in ("stream_k", "collectives")]
+
+
+def ways(rank: int, world_size: int) -> dict[int, Any]:
+    """By the case's number: the ops that a call without a gradient, one with it, and its backward go through where a
+    mode watches; those that an eager call and its backward do; whether these have other bits."""
     found = {}
     with Heap(HEAP_BYTES) as heap:
         for number, case in enumerate(BACKWARD):
@@ -235,7 +244,15 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
                 value = call(case, factors, heap)
             with Ops() as backward:
                 value.sum().backward()
-            found[number] = (plain.seen + detached.seen, forward.seen, backward.seen)
+            watched = [value.detach(), *(x.grad for x in factors.values())]
+
+            def step(case: Case = case, factors: dict[str, torch.Tensor] = factors) -> list[torch.Tensor]:
+                value = call(case, factors, heap)
+                return [value.detach(), *torch.autograd.grad(value.sum(), list(factors.values()))]
+
+            results, through = eagerly(step)
+            differ = not all(map(torch.equal, watched, results))
+            found[number] = (plain.seen + detached.seen, forward.seen, backward.seen, through, differ)
     return found
 
 

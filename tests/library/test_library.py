@@ -62,11 +62,13 @@ def test_gradients_on_one_rank() -> None:
 
 
 @pytest.mark.num_ranks(2)
-def test_duals_and_the_way_without_a_gradient() -> None:
-    """Without a gradient nothing goes through the dispatcher; with one, forward does and backward is the dual."""
+def test_duals_and_the_eager_way() -> None:
+    """What watches the dispatcher sees each call, and the duals of its backward; where nothing does, nothing goes
+    through it, and the bits are the same."""
     for found in values(run_ranks(bodies.ways, 2, timeout=TIMEOUT_S)):
         for number, (case, duals) in enumerate(bodies.BACKWARD.items()):
-            assert found[number] == ([], [case.function.__name__], duals), case
+            name = case.function.__name__
+            assert found[number] == ([name, name], [name], duals, [], False), case
 
 
 @pytest.mark.num_ranks(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stream_k
 from tests.stream_k.products import (
@@ -277,8 +278,13 @@ def test_the_negative_bit(name: str) -> None:
         stream_k.gemm(**tensors)
 
 
+class Derived(torch.Tensor):
+    """Of a class of its own, which PyTorch's operators keep."""
+
+
 def test_what_transforms_see() -> None:
-    """No forward-mode derivative is dropped; fake tensors stay fake, and leave nothing behind; vmap maps."""
+    """No forward-mode derivative is dropped; fake tensors stay fake, and leave nothing behind; make_fx has a node,
+    above autograd as below it; a tensor's class is asked; vmap maps."""
     a, b = random(8, 16, torch.float32), random(16, 8, torch.float32)
     with forward_ad.dual_level():
         stream_k.gemm(a, b)
@@ -289,6 +295,10 @@ def test_what_transforms_see() -> None:
         found = stream_k.gemm(mode.from_tensor(a), mode.from_tensor(b))
         assert (type(found), found.shape) == (type(fake), fake.shape)
     check_product(stream_k.gemm(a, b), a, b)
+    for early in (False, True):
+        graph = make_fx(lambda x: stream_k.gemm(x, b), pre_dispatch=early)(a).graph
+        assert torch.ops.stream_k.gemm.default in [node.target for node in graph.nodes]
+    assert type(stream_k.gemm(a.as_subclass(Derived), b)) is Derived
     batch = torch.stack((a, 2 * a))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

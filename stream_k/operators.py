@@ -1,0 +1,153 @@
+"""The operators: each is in `torch.library`, and an eager call of it goes a shorter way.
+
+    ops.gemm_all_reduce(a, b, name_of(group), None, "none", False, None)        # the schema's arguments, all of them
+
+What traces, transforms or watches PyTorch's operators sees a call as one, `torch.ops.stream_k.gemm_all_reduce`. But
+torch.library costs the host more than the launches, so that any other call goes to the kernels at once, and where a
+gradient is needed through a `torch.autograd.Function` of the same `keep` and `backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import (
+    _dispatch_key_parse,
+    _dispatch_tls_is_dispatch_key_included,
+    _get_dispatch_mode,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch._C._functorch import peek_interpreter_stack
+from torch._library.effects import EffectType
+from torch.autograd import forward_ad
+
+# By name, those of `collectives` too, once that is loaded.
+ops: Any = SimpleNamespace()
+
+# What a schema's arguments are, but for tensors whose class wants to see the calls.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
+# Of make_fx above autograd, and of `torch.autograd.grad(is_grads_batched=True)`.
+_TRACING = tuple(_TorchDispatchModeKey.__members__.values())
+_EARLY, _BATCHES = map(_dispatch_key_parse, ("PreDispatch", "VmapMode"))
+
+
+class _Here(threading.local):
+    below = False  # the dispatcher has brought a call of this thread to its kernels
+
+
+_here = _Here()
+
+
+def is_watched(operands: tuple[Any, ...], modes: bool = True) -> bool:
+    """Whether anything but autograd wants to see a call: torch.compile, torch.func, a TorchDispatchMode (fake tensors,
+    make_fx, selective checkpoints, counters), an operand's class. NotImplementedError for a forward-mode derivative.
+
+    modes: of the modes, also those that are no part of PyTorch's tracing.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operands)
+    watched = (
+        (_len_torch_dispatch_stack() > 0 and (modes or any(map(_get_dispatch_mode, _TRACING))))
+        or peek_interpreter_stack() is not None
+        or _dispatch_tls_is_dispatch_key_included(_EARLY)
+        or _dispatch_tls_is_dispatch_key_included(_BATCHES)
+    )
+    for x in operands:  # a generator would cost a microsecond more, of every call
+        if type(x) not in _PLAIN and isinstance(x, torch.Tensor):
+            watched = True
+    # What watches may still be there when the kernels run, and public functions that they call ask once more.
+    return watched and not _here.below
+
+
+def _refuse_tangents(operands: tuple[Any, ...]) -> None:
+    """Nothing here has them, and they would be dropped without a word."""
+    for x in operands:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("the ops have no forward-mode derivative; use a backward one")
+
+
+def needs_gradient(operands: tuple[Any, ...]) -> bool:
+    if torch.is_grad_enabled():
+        for x in operands:
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
+
+
+class Operator(NamedTuple):
+    """Called with its schema's arguments, in their order.
+
+    seen: the call by the dispatcher. run: by the kernels. function: the same with a gradient, if it has one.
+    """
+
+    seen: Any
+    run: Callable[..., Any]
+    function: type[torch.autograd.Function] | None
+
+    def __call__(self, *args: Any) -> Any:
+        if is_watched(args):
+            return self.seen(*args)
+        if self.function is not None and needs_gradient(args):
+            return self.function.apply(*args)
+        return self.run(*args)
+
+
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    shapes: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    *,
+    ordered: bool = True,
+) -> None:
+    """Make an op, "package::op", of torch.library and of `ops`.
+
+    run: makes the call. shapes: its results, for tracing. keep, backward: of its gradient, as
+    `torch.library.register_autograd` takes them. ordered: graphs keep each call, and their order: ranks whose graphs
+    differ would wait for one another's.
+    """
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", _below(run))
+    torch.library.register_fake(name, shapes)
+    if ordered:
+        torch.library._register_effectful_op(name, EffectType.ORDERED)
+    package, op = name.split("::")
+    function = None
+    if keep is not None and backward is not None:
+        torch.library.register_autograd(name, backward, setup_context=keep)
+        function = _function(op, run, keep, backward)
+    setattr(ops, op, Operator(getattr(getattr(torch.ops, package), op), run, function))
+
+
+def _below(run: Callable[..., Any]) -> Callable[..., Any]:
+    def kernels(*args: Any) -> Any:
+        above, _here.below = _here.below, True
+        try:
+            return run(*args)
+        finally:
+            _here.below = above
+
+    return kernels
+
+
+def _function(
+    op: str, run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    # A `setup_context` of its own would make PyTorch bind the arguments by their signature, on every call.
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = run(*args)
+        keep(ctx, args, output)
+        return output
+
+    return type(
+        op, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
