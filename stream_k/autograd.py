@@ -28,6 +28,7 @@ Ops that communicate can be differentiated once.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -36,10 +37,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from stream_k.operators import ops
+from stream_k.streams import CALLS, Streams
 
 _Gradients = tuple[torch.Tensor | None, ...]
-
-_sides: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def ranks(name: str) -> tuple[int, int]:
@@ -87,19 +87,24 @@ def overlapped(
     grad: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(communicating(), local()), the second on a stream of its own where there are streams and peers."""
-    # A traced tensor is of a derived class: there the compiler orders things.
-    if grad.device.type != "cuda" or type(grad) is not torch.Tensor or ranks(name)[1] == 1:
+    # What is traced, as a tensor of a derived class too, the compiler puts in order.
+    traced = torch.compiler.is_compiling() or type(grad) is not torch.Tensor
+    if traced or grad.device.type != "cuda" or ranks(name)[1] == 1:
         return communicating(), local()
-    if grad.device not in _sides:
-        _sides[grad.device] = torch.cuda.Stream(grad.device)
-    here, side = torch.cuda.current_stream(grad.device), _sides[grad.device]
+    streams = _streams(grad.device)
     # Either stream waits for all that the other held, so memory that one frees is safe in the other's hands.
-    side.wait_stream(here)
+    streams.fork(CALLS)
     first = communicating()
-    with torch.cuda.stream(side):
+    with streams.beside(CALLS):
         second = local()
-    here.wait_stream(side)
+    streams.join(CALLS)
     return first, second
+
+
+@functools.cache
+def _streams(device: torch.device) -> Streams:
+    """Only the stream CALLS of these is used: it has no priority over the op that communicates."""
+    return Streams(device)
 
 
 def keep_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

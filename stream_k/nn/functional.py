@@ -141,8 +141,7 @@ class _ColumnProduct(torch.autograd.Function):
         def for_weight() -> torch.Tensor:
             return stream_k.gemm(grad.t(), x)
 
-        # A traced backward is put in order by the compiler.
-        if wants_x and wants_weight and not torch.compiler.is_compiling():
+        if wants_x and wants_weight:
             grad_x, grad_weight = autograd.overlapped(ctx.group, for_x, for_weight, grad)
         else:
             grad_x = for_x() if wants_x else None
