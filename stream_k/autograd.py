@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def overlapped(
     traced = torch.compiler.is_compiling() or type(grad) is not torch.Tensor
     if traced or grad.device.type != "cuda" or ranks(name)[1] == 1:
         return communicating(), local()
-    streams = _streams(grad.device)
+    streams = _streams(grad.device, threading.get_ident())
     # Either stream waits for all that the other held, so memory that one frees is safe in the other's hands.
     streams.fork(CALLS)
     first = communicating()
@@ -102,8 +103,9 @@ def overlapped(
 
 
 @functools.cache
-def _streams(device: torch.device) -> Streams:
-    """Only the stream CALLS of these is used: it has no priority over the op that communicates."""
+def _streams(device: torch.device, thread: int) -> Streams:
+    """A thread's own: between a record of an event and the wait for it there could be another's. Only the stream CALLS of
+    these is used: it has no priority over the op that communicates."""
     return Streams(device)
 
 

@@ -31,8 +31,9 @@ ops: Any = SimpleNamespace()
 
 # What a schema's arguments are, but for tensors whose class wants to see the calls.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
-# Of make_fx above autograd, and of `torch.autograd.grad(is_grads_batched=True)`.
+# Modes that are part of PyTorch's tracing.
 _TRACING = tuple(_TorchDispatchModeKey.__members__.values())
+# Of make_fx above autograd, and of `torch.autograd.grad(is_grads_batched=True)`.
 _EARLY, _BATCHES = map(_dispatch_key_parse, ("PreDispatch", "VmapMode"))
 
 
