@@ -104,8 +104,8 @@ def overlapped(
 
 @functools.cache
 def _streams(device: torch.device, thread: int) -> Streams:
-    """A thread's own: between a record of an event and the wait for it there could be another's. Only the stream CALLS of
-    these is used: it has no priority over the op that communicates."""
+    """A thread's own: between a record of an event and the wait for it there could be another's. Only the stream CALLS
+    of these is used: it has no priority over the op that communicates."""
     return Streams(device)
 
 

@@ -92,7 +92,8 @@ def row_product(
     op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
     y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
     if residual is not None:
-        y = y + residual
+        # Nobody else has y, and no backward reads it: the sum needs no memory of its own.
+        y = y.add_(residual) if alike and y.shape == residual.shape else y + residual
     return y if norm is None else (norm(y), y)
 
 

@@ -58,7 +58,8 @@ def _configs(dtype: torch.dtype) -> Iterator[Config]:
         # Partial sums of fp32 results travel in nothing less.
         for partial in (None, torch.float16) if dtype == torch.float16 else (None,):
             yield small_config(placement="messages", algorithm=algorithm, partial_dtype=partial)
-    yield small_config(placement="messages", split="stream_k", block_k=16, num_programs=4)
+    blocks = {"block_m": 32, "block_n": 32, "block_k": 16, "num_programs": 4}
+    yield small_config(placement="messages", split="stream_k", **blocks)
     # Multiplied transposed.
     yield small_config(placement="messages", block_m=16, block_n=64, subtiles=1)
 

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+import stream_k
 from pyrocshmem import CallMismatch, target
 from stream_k import nn as parallel
+from stream_k.nn.functional import row_product
 from tests.nn import models
 from tests.nn.models import HEAD_DIM, HIDDEN, THETA, Case
 from tests.ranks import run_ranks, values
@@ -312,3 +314,23 @@ def test_every_layer(tmp_path: Path) -> None:
         x = case.inputs(0)[0]
         exact = wanted.double()(x.double(), 1)
         assert off(model(x.to(device), 1, case.rows), exact) <= TOLERANCE
+
+
+@pytest.mark.cpu
+def test_a_residual_is_added_where_the_product_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for one of another dtype, whose sum is of a wider one."""
+    made: list[torch.Tensor] = []
+    product = stream_k.gemm_all_reduce
+
+    def kept(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(product(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(stream_k, "gemm_all_reduce", kept)
+    x, weight = random(4, 6).half(), random(5, 6).half()
+    exact = x.double() @ weight.double().t()
+    for dtype, there in ((torch.float16, True), (torch.float32, False)):
+        residual = random(4, 5).to(dtype)
+        found = row_product(x, weight, None, residual=residual)
+        assert (found.data_ptr() == made[-1].data_ptr(), found.dtype) == (there, dtype)
+        torch.testing.assert_close(found.double(), exact + residual.double(), rtol=1e-2, atol=1e-2)
