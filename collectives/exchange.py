@@ -200,7 +200,9 @@ def slot_bytes(
     quads = row_units * (dtype.itemsize // out_dtype.itemsize + (kind == "two_shot"))
     if norm:
         quads += row_programs(row_units, world_size, target.interpreted())[1]
-    return piece.rows * quads * message.QUAD_BYTES * world_size
+    quads *= piece.rows
+    # A broadcast's has the root's, and a unit of each rank.
+    return (quads + world_size if kind == "broadcast" else quads * world_size) * message.QUAD_BYTES
 
 
 def _pieces(
@@ -226,7 +228,9 @@ def _pieces(
     # Pieces are whole rows, even if a part has but one, or runs of units.
     whole_rows = by_rows or kind == "all_scatter"
     width = columns if whole_rows else part
-    step = max(1, piece_bytes // world_size // x.element_size())
+    # Of a slot (`slot_bytes`) that a source has.
+    room = piece_bytes - world_size * message.QUAD_BYTES if kind == "broadcast" else piece_bytes // world_size
+    step = max(1, room // x.element_size())
     step = max(step // width, 1) * width if whole_rows else max(step // unit, 1) * unit
     pieces = []
     for first in range(0, part, step):

@@ -17,7 +17,7 @@ the same STEP units of every part, on all ranks, so it waits for programs with i
 [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
 still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
 A, [R sources][quads of a unit][units of a part of x], for a two-shot region B, [R sources][units] of sums, and with a
-norm region C, [R sources][programs].
+norm region C, [R sources][programs]. Of a broadcast region A is the root's units, then one of each rank.
 
 What a product makes can be sent by its tiles (`collectives.message_tiles`), by a GEMM before: then nothing is loaded
 here, and nothing but sums is sent. The two kernels may run at once, since messages bring their own flags.
@@ -221,9 +221,14 @@ def exchange_kernel(
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
+    own_a, of_a, used_quads = rank * a_quads, ranks * a_quads, WORLD * part_units * SLOT_QUADS
+    if BROADCASTS:
+        own_a = tl.where(rank == root, 0, a_quads + rank)
+        of_a = tl.where(ranks == root, 0, a_quads + ranks)
+        used_quads = part_units + WORLD
     if not TILES:
         # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
-        units.send(peers, rank * a_quads + units_of, part_units, units.clean(words), sent)
+        units.send(peers, own_a + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
     message.restore(messages, slot_quads, count, STEP * RANKS)
     last = signal.is_last(context, False)
@@ -243,11 +248,10 @@ def exchange_kernel(
         # First the own rank's message for the first unit, which comes when the GEMM does: programs that asked for all
         # of theirs meanwhile would slow it, by a tenth where it takes long (2 x H200).
         at = first + tl.arange(0, 1)
-        message.poll(slot + (rank * a_quads + at) * 4, at * UNIT < in_own, deadline, context)
+        message.poll(slot + (own_a + at) * 4, at * UNIT < in_own, deadline, context)
         # Not before: programs of the next GEMM would begin where this one's are not, in worse places than they leave.
         chain.allow_next()
-    place_a = ranks * a_quads + units_of
-    words, late = message.poll(slot + place_a * 4, heard, deadline, context, part_units * 4, QUADS)
+    words, late = message.poll(slot + (of_a + units_of) * 4, heard, deadline, context, part_units * 4, QUADS)
     if not TILES:
         # Nor here: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
         chain.allow_next()
@@ -302,6 +306,6 @@ def exchange_kernel(
         chain.wait_for_previous()
     if last:
         sums = tl.num_programs(0) if PARTS else 0
-        message.advance(messages, count, WORLD * (part_units * SLOT_QUADS + sums) * 4)
+        message.advance(messages, count, (used_quads + WORLD * sums) * 4)
     _report(late, deadline, count, context, OP, WORLD)
     trace.mark(events, trace.END, -1)

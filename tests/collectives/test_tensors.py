@@ -221,3 +221,17 @@ def test_special_values() -> None:
 @pytest.mark.num_ranks(2)
 def test_mistakes() -> None:
     values(run_ranks(mistakes, 2, timeout=TIMEOUT_S))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_slot_has_room_for_a_piece(ranks: int) -> None:
+    """Of every rank; of a broadcast for the root's alone, whatever their number, and a unit of the others."""
+    x = torch.empty(1).expand(1 << 13, 1 << 13)
+    for kind in exchange._KINDS:
+        pieces = exchange._pieces(kind, x, x.dtype, ranks, False, exchange.PIECE_BYTES)
+        held = [exchange.slot_bytes(kind, piece, x.dtype, x.dtype, ranks, False) for piece in pieces]
+        assert max(held) <= exchange.PIECE_BYTES * (2 if kind == "two_shot" else 1), kind
+        parts = ranks if kind in ("two_shot", "reduce_scatter") else 1
+        assert sum(piece.rows * piece.width for piece in pieces) * parts == x.numel(), kind
+        assert kind != "broadcast" or len(pieces) == 5
