@@ -202,23 +202,14 @@ def _without_plan(
     return None
 
 
-def chosen_together(
-    name: str,
-    M: int,
-    N: int,
-    K: int,
-    dtype: torch.dtype,
-    workspace: Workspace,
-    partial_dtype: torch.dtype | None,
-) -> Config:
-    """What `choose` says of a sum, on all ranks the same: their shares of K may differ, and what is chosen depends on
-    K. The largest of those that the ranks brought when they first asked decides for all calls."""
-    heap = workspace.heap
-    assert heap is not None
-    asked = f"{name}({M} x {N} {dtype}, partials {partial_dtype}): configuration"
+def longest_k(workspace: Workspace, call: str, K: int) -> int:
+    """What is chosen for a sum depends on K, and the ranks' shares may differ: the largest of those that they brought
+    when they first asked decides for all calls."""
+    assert workspace.heap is not None
+    asked = f"{call}: configuration"
     if asked not in workspace.agreed:
-        workspace.agreed[asked] = max(int(size) for size in heap.vote(asked, str(K).encode()))
-    return choose(name, M, N, workspace.agreed[asked], dtype, heap.world_size, heap.device, partial_dtype)
+        workspace.agreed[asked] = max(int(size) for size in workspace.heap.vote(asked, str(K).encode()))
+    return workspace.agreed[asked]
 
 
 def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Config:
@@ -226,17 +217,17 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
     heap = workspace.heap
     assert heap is not None
     K, N = request.b.shape
+    dtype, partial_dtype = request.a.dtype, request.partial_dtype
+    if op.shares_k:
+        K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
     # A rank without columns multiplies nothing: any configuration will do.
-    sizes, dtype, partial_dtype = (M, max(N, 1), K), request.a.dtype, request.partial_dtype
-    facts = (op.name, *sizes, dtype, heap.world_size, heap.device, partial_dtype)
+    facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
     config = cost_model(*facts)
     if request.squared_partials:
         # They have fewer placements than the table was made with.
         if config.placement not in _WITHOUT_SQUARES:
             return config
         return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
-    if op.shares_k:
-        return chosen_together(op.name, *sizes, dtype, workspace, partial_dtype)
     found = choose(*facts)
     return _gathering_as(config, found) if op.own_columns else found
 

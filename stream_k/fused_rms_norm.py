@@ -25,7 +25,7 @@ from stream_k.autograd import ranks
 from stream_k.blas import BlasPlan
 from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import dispatched, name_of, refuse
-from stream_k.fused import chosen_together
+from stream_k.fused import longest_k
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, with_inner_size
 from stream_k.graphs import Graphs
@@ -85,7 +85,9 @@ def gemm_all_reduce_rms_norm(
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if config is None:
-        config = chosen_together("gemm_all_reduce", max(M, 1), max(N, 1), K, a.dtype, space, partial_dtype)
+        K = longest_k(space, f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, partials {partial_dtype})", K)
+        facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
+        config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
     exact = target.interpreted() and a.dtype == torch.bfloat16
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"

@@ -7,12 +7,15 @@ an exchange, may even be split on some ranks only, and must not put them out of 
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import stream_k
 from pyrocshmem import Heap
+from stream_k import fused
 from stream_k.config import Config, num_multiprocessors
 from stream_k.cost_model import cost_model
 from stream_k.tuned import Entry, Table, choose
@@ -80,6 +83,19 @@ def test_a_share_that_changes_on_one_rank_alone() -> None:
         assert found == {f"{op} {placement}": [True] * 5 for op, placement, _ in WAYS}
 
 
+def by_share(op: str, M: int, N: int, K: int, *facts: Any, **options: Any) -> Config:
+    """A model that depends on K."""
+    return cost_model(op, M, N, K, *facts, **{"placement": "inside" if K > 128 else "after", **options})
+
+
+def _has_right_squares(heap: Heap, workspace: Workspace, shares: tuple[int, int]) -> bool:
+    M, N = SHAPE
+    ones = torch.ones(M, shares[heap.rank]), torch.ones(shares[heap.rank], N)
+    _, squares = stream_k.gemm_all_reduce(*ones, group=heap, squared_partials=True, workspace=workspace)
+    heap.synchronize()
+    return torch.equal(squares.sum(1), torch.full((M,), float(N * sum(shares) ** 2)))
+
+
 def with_a_table(rank: int, world_size: int, path: str) -> list[bool]:
     """Whether sums of unequal shares were right, and gathers of unequal columns, with a table that would have the ranks
     choose differently."""
@@ -90,6 +106,8 @@ def with_a_table(rank: int, world_size: int, path: str) -> list[bool]:
         # The second call is new to rank 1 alone.
         for shares in ((129, 128), (129, 129), (50, 50)):
             found.append(_is_right(heap, "gemm_all_reduce", None, workspace, shares))
+        with mock.patch.object(fused, "cost_model", by_share):
+            found.append(_has_right_squares(heap, workspace, (129, 128)))
         for columns in ((32, 32), (32, 9), (32, 0)):
             a, b = integers(32, 64, torch.float32, rank), integers(64, columns[rank], torch.float32, 7)
             c = stream_k.all_gather_gemm(a, b, group=heap, workspace=workspace)
@@ -124,4 +142,4 @@ def test_ranks_choose_alike(tmp_path: Path, gathering: str) -> None:
         reached = choose("gemm_all_reduce", *where)
         beyond = choose("gemm_all_reduce", M, N, 129, *where[3:])
     assert reached.placement == "inside" != beyond.placement
-    assert values(run_ranks(with_a_table, 2, str(path))) == [[True] * 6] * 2
+    assert values(run_ranks(with_a_table, 2, str(path))) == [[True] * 7] * 2
