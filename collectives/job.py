@@ -26,8 +26,8 @@ from stream_k.timeline import Timeline, record_call
 
 # Beside the tensors and the messages.
 _HEAP_BYTES = 64 << 20
-# Slots of messages that rotate, one behind another in a two-shot, rounded up to a power of two: at most so many times
-# what a piece takes.
+# Slots of messages that rotate, one behind another in a two-shot, rounded up by a quarter at most: so many times what a
+# piece takes, at most.
 _SLOTS = 12
 
 

@@ -37,8 +37,8 @@ _OPS = {
 }
 
 
-# Elements of a product in memory that are exchanged at a time. All at once they take 3 to 6% less of all, and three
-# slots for twice to three times the memory (2 x H200, products of two waves of tiles).
+# Elements of a product in memory that are summed at a time. All at once they take 3 to 6% less of all, and three slots
+# for twice to three times the memory (2 x H200, products of two waves of tiles).
 _PIECE = 2 << 20
 
 
@@ -70,7 +70,9 @@ class SentProduct:
         tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, finish.by_rows)
         if not tiles:
             self.x = in_passing(workspace, shape[0] * shape[1], dtype).view(shape)
-        piece_bytes = None if tiles else _PIECE * dtype.itemsize
+        piece_bytes = (
+            _PIECE * dtype.itemsize if kind in ("two_shot", "reduce_scatter") and not tiles else None
+        )
         self.exchange = Exchange(
             workspace, op, kind, self.x, out, finish=finish, tiles=tiles, piece_bytes=piece_bytes
         )

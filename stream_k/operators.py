@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import (
+    _disabled_torch_dispatch_impl,
     _dispatch_key_parse,
     _dispatch_tls_is_dispatch_key_included,
     _get_dispatch_mode,
@@ -44,25 +45,26 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def is_watched(operands: tuple[Any, ...], modes: bool = True) -> bool:
+def is_watched(operands: tuple[Any, ...], whole: bool = True) -> bool:
     """Whether anything but autograd wants to see a call: torch.compile, torch.func, a TorchDispatchMode (fake tensors,
     make_fx, selective checkpoints, counters), an operand's class. NotImplementedError for a forward-mode derivative.
 
-    modes: of the modes, also those that are no part of PyTorch's tracing.
+    whole: a schema has all of the call's arguments. For others count only the modes of PyTorch's tracing, and classes
+    that have a `__torch_dispatch__`: others look on, and would be told of an error that is none.
     """
     if torch.compiler.is_compiling():
         return True
     if forward_ad._current_level >= 0:
         _refuse_tangents(operands)
     watched = (
-        (_len_torch_dispatch_stack() > 0 and (modes or any(map(_get_dispatch_mode, _TRACING))))
+        (_len_torch_dispatch_stack() > 0 and (whole or any(map(_get_dispatch_mode, _TRACING))))
         or peek_interpreter_stack() is not None
         or _dispatch_tls_is_dispatch_key_included(_EARLY)
         or _dispatch_tls_is_dispatch_key_included(_BATCHES)
     )
     for x in operands:  # a generator would cost a microsecond more, of every call
         if type(x) not in _PLAIN and isinstance(x, torch.Tensor):
-            watched = True
+            watched |= whole or type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
     # What watches may still be there when the kernels run, and public functions that they call ask once more.
     return watched and not _here.below
 
@@ -82,6 +84,11 @@ def needs_gradient(operands: tuple[Any, ...]) -> bool:
     return False
 
 
+def _has_negative_bit(operands: tuple[Any, ...]) -> bool:
+    """Which kernels don't know: the dispatcher resolves it, say in a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.is_neg() for x in operands)
+
+
 class Operator(NamedTuple):
     """Called with its schema's arguments, in their order.
 
@@ -93,7 +100,7 @@ class Operator(NamedTuple):
     function: type[torch.autograd.Function] | None
 
     def __call__(self, *args: Any) -> Any:
-        if is_watched(args):
+        if is_watched(args) or _has_negative_bit(args):
             return self.seen(*args)
         if self.function is not None and needs_gradient(args):
             return self.function.apply(*args)
@@ -126,6 +133,7 @@ def define(
     if keep is not None and backward is not None:
         torch.library.register_autograd(name, backward, setup_context=keep)
         function = _function(op, run, keep, backward)
+    assert not hasattr(ops, op), f"{name}: another package has an op of that name"
     setattr(ops, op, Operator(getattr(getattr(torch.ops, package), op), run, function))
 
 

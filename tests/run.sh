@@ -28,7 +28,9 @@ pass_limit_s=2400
 
 tallies=$(mktemp -d)
 beside=
-trap '[ -z "$beside" ] || kill -- "-$beside" 2>/dev/null; rm -rf "$tallies"' EXIT
+# However it ends: what compiles ends with it, and has said what it found.
+trap '[ -z "$beside" ] || { kill -- "-$beside" 2>/dev/null; cat "$tallies/compile.log"; }; rm -rf "$tallies"' EXIT
+trap 'exit 130' INT
 status=0 found=0 parts=0
 
 workers=${PYROCSHMEM_TEST_WORKERS:-$(python -c 'import importlib.util as u, os

@@ -20,7 +20,7 @@ import torch
 import stream_k
 from stream_k import autograd
 from stream_k.dispatch import name_of
-from stream_k.operators import ops
+from stream_k.operators import is_watched, ops
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
@@ -92,8 +92,9 @@ def row_product(
     op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
     y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
     if residual is not None:
-        # Nobody else has y, and no backward reads it: the sum needs no memory of its own.
-        y = y.add_(residual) if alike and y.shape == residual.shape else y + residual
+        # Nobody else has y, but for what watches operators, and no backward reads it: the sum takes no more memory.
+        ours = alike and y.shape == residual.shape and not is_watched((y, residual))
+        y = y.add_(residual) if ours else y + residual
     return y if norm is None else (norm(y), y)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from stream_k.nn.pointwise import swiglu
@@ -79,7 +80,10 @@ class ParallelMLP(nn.Module):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        # What a hook has seen may be kept.
-        spent = not self.gate_up_proj._forward_hooks
-        inner = swiglu(self.gate_up_proj(x, num_rows), spent)
+        inner = swiglu(self.gate_up_proj(x, num_rows), spent=_is_kept_by_nobody(self.gate_up_proj))
         return self.down_proj(inner, residual=residual, norm=norm)
+
+
+def _is_kept_by_nobody(layer: nn.Module) -> bool:
+    """Whether `layer` returns a new tensor that no hook has seen."""
+    return type(layer) is ColumnParallelLinear and not (layer._forward_hooks or _global_forward_hooks)

@@ -24,7 +24,8 @@ from pyrocshmem import chain, target, trace
 from stream_k.config import num_multiprocessors
 from stream_k.epilogue import rounded
 from stream_k.launch import Launch
-from stream_k.operands import kind
+from stream_k.operands import kind, tell_autograd
+from stream_k.operators import is_watched
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
 _BLOCK, _THREADS = 1024, 128
@@ -173,6 +174,8 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
 def _swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:
     rows = as_rows(product)
     M, F = rows.shape[0], rows.shape[1] // 2
+    if spent:
+        tell_autograd(product)
     out = rows[:, :F] if spent else product.new_empty((M, F))
     args = (rows, out, M, F, rows.stride(0), out.stride(0))
     _run(swiglu_kernel, (kind(rows), spent), M * -(-F // _BLOCK), {"BLOCK": _BLOCK}, args)
@@ -257,10 +260,13 @@ def swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:
     """silu(gate) * up of product [.., 2 F], which has the features of gate, then those of up: [.., F].
 
     spent: nobody reads `product` afterwards. The result may then be a view of it, in the place of the gate: the largest
-    tensor of a layer's forward pass needs no other half as large beside it. Not where there is a gradient.
+    tensor of a layer's forward pass needs no other half as large beside it. Not where there is a gradient, nor where
+    something watches the operators, as a selective checkpoint does, which keeps results.
     """
     if _by_kernel(product):
-        return _SwiGLU.apply(product) if _has_gradient(product) else _swiglu(product, spent)
+        if _has_gradient(product):
+            return _SwiGLU.apply(product)
+        return _swiglu(product, spent and not is_watched((product,)))
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
 

@@ -1,6 +1,7 @@
 """The element-wise kernels of the layers against float64, forward and backward; and that layers use them on GPUs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import silu
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pyrocshmem import target
 from stream_k import nn as parallel
@@ -262,18 +265,55 @@ def test_layers(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[0][0], mlp.down_proj(silu(gate) * up), rtol=1e-5, atol=1e-6)
 
 
+class Wrapper(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.layer(*args)
+
+
 def test_an_mlp_reuses_its_product_unless_a_hook_has_seen_it(kernels: list[str]) -> None:
     x, ((mlp, _), _) = random(6, HIDDEN), layers(torch.float32)
-    inputs: list[torch.Tensor] = []
-    mlp.down_proj.register_forward_pre_hook(lambda layer, args: inputs.append(args[0]))
-    wanted, seen = mlp(x), []
+    inner, seen = mlp.gate_up_proj, []
+    places: list[bool] = []
+
+    def look(layer: Any, args: Any, y: torch.Tensor) -> None:
+        if layer is inner:
+            seen.append((y, y.clone()))
+
+    wanted = mlp(x)
+    mlp.down_proj.register_forward_pre_hook(
+        lambda layer, args: places.append(args[0].stride(0) == 2 * INTERMEDIATE)
+    )
     with torch.no_grad():
         assert torch.equal(mlp(x), wanted)
-        handle = mlp.gate_up_proj.register_forward_hook(lambda layer, args, y: seen.extend((y, y.clone())))
+        for register in (inner.register_forward_hook, register_module_forward_hook):
+            with register(look):
+                assert torch.equal(mlp(x), wanted)
+        # A wrapper may have hooks, or keep what it passes on.
+        inner.register_forward_hook(look)
+        mlp.gate_up_proj = Wrapper(inner)
         assert torch.equal(mlp(x), wanted)
-        handle.remove()
-    assert torch.equal(*seen)
-    assert [each.stride(0) // INTERMEDIATE for each in inputs] == [1, 2, 1]
+    assert places == [True, False, False, False]
+    assert len(seen) == 3
+    assert all(torch.equal(*each) for each in seen)
+
+
+def test_selective_checkpoints_keep_what_they_have_seen(kernels: list[str]) -> None:
+    """Of a frozen product, which needs no gradient and would be written over, and one that a residual is added to."""
+    x, ((mlp, _), _) = random(6, HIDDEN), layers(torch.float32)
+    mlp.requires_grad_(False)
+    mlp.down_proj.weight.requires_grad_()
+
+    def gradient(**how: Any) -> torch.Tensor:
+        y = checkpoint(lambda x: mlp(x, residual=x).square(), x, use_reentrant=False, **how)
+        return torch.autograd.grad(y.sum(), mlp.down_proj.weight)[0]
+
+    kept = [torch.ops.stream_k.gemm.default, torch.ops.stream_k.gemm_all_reduce.default]
+    found = gradient(context_fn=partial(create_selective_checkpoint_contexts, kept))
+    torch.testing.assert_close(found, gradient(), rtol=0, atol=0)
 
 
 @pytest.mark.gpu

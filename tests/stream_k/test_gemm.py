@@ -320,3 +320,16 @@ def test_autograd_knows_what_is_written() -> None:
         stream_k.gemm(a, b, out=x)
     with torch.inference_mode():
         stream_k.gemm(a, b, out=torch.empty_like(a[:, :8]))
+
+
+def test_a_class_is_no_reason_to_refuse_an_out() -> None:
+    a, b, out = random(4, 6, torch.float32), random(6, 5, torch.float32), torch.empty(4, 5, device=device())
+    assert stream_k.gemm(a, b.as_subclass(Derived), out=out) is out
+    assert torch.equal(out, stream_k.gemm(a, b))
+
+
+def test_gradients_with_the_negative_bit() -> None:
+    a, b = random(4, 6, torch.float32).requires_grad_(), random(6, 5, torch.float32)
+    g = random(4, 5, torch.float32)
+    ways = [torch.autograd.grad(stream_k.gemm(a, b), a, each)[0] for each in (torch._neg_view(g), -g)]
+    assert torch.equal(*ways)
