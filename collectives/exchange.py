@@ -230,8 +230,10 @@ def _pieces(
     width = columns if whole_rows else part
     # Of a slot (`slot_bytes`) that a source has.
     room = piece_bytes - world_size * message.QUAD_BYTES if kind == "broadcast" else piece_bytes // world_size
-    step = max(1, room // x.element_size())
-    step = max(step // width, 1) * width if whole_rows else max(step // unit, 1) * unit
+    grain = width if whole_rows else unit
+    most = max(room // x.element_size() // grain, 1) * grain
+    # All of one length: a short one would be long at emptying what the one before it took of its slot.
+    step = -(-part // (-(-part // most) * grain)) * grain if part else most
     pieces = []
     for first in range(0, part, step):
         size = min(step, part - first)

@@ -216,7 +216,7 @@ def exchange_kernel(
         heard = there & (unit * UNIT < in_own)[:, None]
     else:
         words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
-    count, slot = message.begin(messages, slot_quads)
+    count, slot = message.begin(messages, slot_quads, not TILES)
     peers = message.slot_of(home, slot_quads, count)
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
@@ -230,7 +230,7 @@ def exchange_kernel(
         # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
         units.send(peers, own_a + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
-    message.restore(messages, slot_quads, count, STEP * RANKS)
+    message.restore(messages, slot_quads, count, STEP * RANKS, not TILES)
     last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish

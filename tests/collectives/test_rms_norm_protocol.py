@@ -74,7 +74,7 @@ def test_late_ranks() -> None:
 
 
 @triton.jit
-def leave_as_it_is(messages, slot_quads, count, STEP: tl.constexpr):
+def leave_as_it_is(messages, slot_quads, count, STEP: tl.constexpr, WAITED: tl.constexpr = True):
     """`message.restore` as it must not be: sums of three calls ago look like today's."""
     return
 
