@@ -1,7 +1,6 @@
 """The element-wise kernels of the layers against float64, forward and backward; and that layers use them on GPUs."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import silu
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pyrocshmem import target
 from stream_k import nn as parallel
@@ -24,25 +21,6 @@ DTYPES = (torch.float16, torch.float32) + (() if target.interpreted() else (torc
 # Of fp32 terms: some ten roundings, and an exponential as GPUs approximate it.
 SLACK = 2**-18
 Tensors = tuple[torch.Tensor, ...]
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels run here, too, into memory of NaN; the names of those that did."""
-    monkeypatch.setattr(pointwise, "_by_kernel", lambda x: x.dtype != torch.float64)
-    empty, run, ran = torch.Tensor.new_empty, pointwise._run, []
-
-    def poisoned(*facts: Any, **options: Any) -> torch.Tensor:
-        made = empty(*facts, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    def noted(kernel: Any, *others: Any) -> None:
-        ran.append(kernel.__name__)
-        run(kernel, *others)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    monkeypatch.setattr(pointwise, "_run", noted)
-    return ran
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,21 +80,6 @@ def test_swiglu(dtype: torch.dtype, kernels: list[str]) -> None:
             assert swiglu_errors(x, upstream) == [0, 0], shape
         assert swiglu_errors(product, g.new_ones(()).expand_as(g)) == [0, 0], shape
     assert set(kernels) == {"swiglu_kernel", "swiglu_backward_kernel"}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_in_the_place_of_the_gate(dtype: torch.dtype, kernels: list[str]) -> None:
-    """Of a spent product: the same bits, no memory of its own, nothing written but the gate. Not with a gradient."""
-    for shape in ((3, 10), (2, 3, 68), (1, 2050), (0, 6), (4, 0)):
-        for product in (random(*shape, dtype=dtype), inside(random(*shape, dtype=dtype))):
-            wanted, before = swiglu(product), product.clone()
-            kept = product.clone().requires_grad_()
-            assert torch.equal(swiglu(kept, spent=True), wanted), shape
-            assert torch.equal(kept, before), shape
-            found = swiglu(product, spent=True)
-            assert torch.equal(found, wanted), shape
-            assert found.numel() == 0 or found.data_ptr() == product.data_ptr(), shape
-            assert torch.equal(product.chunk(2, -1)[1], before.chunk(2, -1)[1]), shape
 
 
 @pytest.mark.filterwarnings(
@@ -263,57 +226,6 @@ def test_layers(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((mlp, _), _) = layers(torch.float32)
     gate, up = mlp.gate_up_proj.split(mlp.gate_up_proj(x))
     torch.testing.assert_close(found[0][0], mlp.down_proj(silu(gate) * up), rtol=1e-5, atol=1e-6)
-
-
-class Wrapper(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any) -> torch.Tensor:
-        return self.layer(*args)
-
-
-def test_an_mlp_reuses_its_product_unless_a_hook_has_seen_it(kernels: list[str]) -> None:
-    x, ((mlp, _), _) = random(6, HIDDEN), layers(torch.float32)
-    inner, seen = mlp.gate_up_proj, []
-    places: list[bool] = []
-
-    def look(layer: Any, args: Any, y: torch.Tensor) -> None:
-        if layer is inner:
-            seen.append((y, y.clone()))
-
-    wanted = mlp(x)
-    mlp.down_proj.register_forward_pre_hook(
-        lambda layer, args: places.append(args[0].stride(0) == 2 * INTERMEDIATE)
-    )
-    with torch.no_grad():
-        assert torch.equal(mlp(x), wanted)
-        for register in (inner.register_forward_hook, register_module_forward_hook):
-            with register(look):
-                assert torch.equal(mlp(x), wanted)
-        # A wrapper may have hooks, or keep what it passes on.
-        inner.register_forward_hook(look)
-        mlp.gate_up_proj = Wrapper(inner)
-        assert torch.equal(mlp(x), wanted)
-    assert places == [True, False, False, False]
-    assert len(seen) == 3
-    assert all(torch.equal(*each) for each in seen)
-
-
-def test_selective_checkpoints_keep_what_they_have_seen(kernels: list[str]) -> None:
-    """Of a frozen product, which needs no gradient and would be written over, and one that a residual is added to."""
-    x, ((mlp, _), _) = random(6, HIDDEN), layers(torch.float32)
-    mlp.requires_grad_(False)
-    mlp.down_proj.weight.requires_grad_()
-
-    def gradient(**how: Any) -> torch.Tensor:
-        y = checkpoint(lambda x: mlp(x, residual=x).square(), x, use_reentrant=False, **how)
-        return torch.autograd.grad(y.sum(), mlp.down_proj.weight)[0]
-
-    kept = [torch.ops.stream_k.gemm.default, torch.ops.stream_k.gemm_all_reduce.default]
-    found = gradient(context_fn=partial(create_selective_checkpoint_contexts, kept))
-    torch.testing.assert_close(found, gradient(), rtol=0, atol=0)
 
 
 @pytest.mark.gpu
