@@ -233,7 +233,7 @@ def _pieces(
     grain = width if whole_rows else unit
     most = max(room // x.element_size() // grain, 1) * grain
     # All of one length: a short one would be long at emptying what the one before it took of its slot.
-    step = -(-part // (-(-part // most) * grain)) * grain if part else most
+    step = -(-part // (-(-part // most) * grain)) * grain
     pieces = []
     for first in range(0, part, step):
         size = min(step, part - first)

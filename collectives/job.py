@@ -28,7 +28,7 @@ from stream_k.timeline import Timeline, record_call
 _HEAP_BYTES = 64 << 20
 # Slots of messages that rotate, one behind another in a two-shot, rounded up by a quarter at most: so many times what a
 # piece takes, at most.
-_SLOTS = 12
+_SLOTS = 8
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ def cost_model(
         tall = -(-M // world_size) >= _PULLED_TILES * config.block_m
         pulled = world_size > 2 and _PULLED_K * (world_size - 1) > K and N * dtype.itemsize % 16 == 0
         placement = _placement(op, small, on_sm_90, little, tall, pulled)
-        narrow = (partial_dtype or torch.float32) != torch.float32
-        long = tiles > 2 * processors or (K > _PAIR_K and not narrow)
+        long = tiles > 2 * processors or (K > _PAIR_K and not _is_narrow(config))
         if on_sm_90 and dtype != torch.float32 and _faster_unfused(op, placement, M, long):
             placement = "unfused"
     if op == "all_gather_gemm" and placement == "copy_engine":
@@ -289,12 +288,17 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     return replace(config, num_programs=programs)
 
 
+def _is_narrow(config: Config) -> bool:
+    """Whether partial sums travel in 16 bits."""
+    return (config.partial_dtype or torch.float32) != torch.float32
+
+
 def _for_sm_90(
     config: Config, op: str, placement: str, tiles: int, processors: int, world_size: int
 ) -> Config:
     """`config` with the programs of both sides, from readings on 4 x H200 (docs/log.md has them)."""
     scatters = op == "gemm_all_scatter"
-    narrow = (config.partial_dtype or torch.float32) != torch.float32
+    narrow = _is_narrow(config)
     if placement in ("after", "inside", "beside"):
         comm = 32 if scatters else 24 if narrow else 40
         rows = 16 if scatters or narrow else 8

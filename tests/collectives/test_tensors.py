@@ -1,5 +1,6 @@
 """The collectives on whole tensors: exact on integers, between canaries, call after call, wherever the tensors lie."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -8,7 +9,8 @@ import torch
 
 import collectives
 from collectives import exchange
-from pyrocshmem import CallMismatch, Heap, target  # before Triton
+from pyrocshmem import CallMismatch, Heap, message, target  # before Triton
+from stream_k.workspace import workspace_for
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -232,6 +234,39 @@ def test_a_slot_has_room_for_a_piece(ranks: int) -> None:
         pieces = exchange._pieces(kind, x, x.dtype, ranks, False, exchange.PIECE_BYTES)
         held = [exchange.slot_bytes(kind, piece, x.dtype, x.dtype, ranks, False) for piece in pieces]
         assert max(held) <= exchange.PIECE_BYTES * (2 if kind == "two_shot" else 1), kind
+        sizes = [piece.rows * piece.width for piece in pieces]
+        assert max(sizes) - min(sizes) < len(pieces) * x.shape[1], kind
         parts = ranks if kind in ("two_shot", "reduce_scatter") else 1
-        assert sum(piece.rows * piece.width for piece in pieces) * parts == x.numel(), kind
+        assert sum(sizes) * parts == x.numel(), kind
         assert kind != "broadcast" or len(pieces) == 5
+
+
+def left_in_slots(rank: int, world_size: int) -> list[str]:
+    """Calls after which a slot but their own is not empty: a message would be there before it is sent."""
+    left = []
+    with Heap(HEAP_BYTES) as heap:
+        workspace = workspace_for(heap)
+        for number, (name, root) in enumerate(itertools.product(exchange._KINDS, range(world_size))):
+            more = (
+                {"algorithm": name}
+                if name.endswith("shot")
+                else {"root": root}
+                if name == "broadcast"
+                else {}
+            )
+            call = getattr(collectives, "all_reduce" if name.endswith("shot") else name)
+            call(torch.ones(9 + number, 8, device=heap.device), group=heap, **more)
+            heap.synchronize()
+            messages, quads = workspace.messages(0)
+            slots = messages[message.HEAD_WORDS :].view(message.NUM_SLOTS, 4 * quads)
+            own = (int(messages[message.COUNT]) - 1) % message.NUM_SLOTS
+            empty = [bool((slot == int(message.SENTINEL.value)).all()) for slot in slots]
+            if empty != [slot != own for slot in range(message.NUM_SLOTS)]:
+                left.append(f"{name}, root {root}: {empty}, of call {own}")
+            heap.vote("looked")
+    return left
+
+
+@pytest.mark.num_ranks(2)
+def test_slots_are_emptied() -> None:
+    assert values(run_ranks(left_in_slots, 2, timeout=TIMEOUT_S)) == [[], []]

@@ -12,6 +12,8 @@ from tests.compile.conftest import Compile
 TIER = 1
 pytestmark = pytest.mark.timeout(400)
 
+# What `signal.load_now` becomes.
+UNCACHED = "ld.volatile.global"
 WHOLE = ("all_reduce", "all_gather", "reduce_scatter", "all_scatter", "broadcast", "all_reduce_rms_norm")
 BY_MESSAGES = [
     case for case in CASES if case.op in (*WHOLE, "gemm_all_reduce_rms_norm") or case.shape in (SMALL, FEW)
@@ -29,6 +31,10 @@ def test_polls(case: Case, target: str, compiled: Compile) -> None:
     )
     assert [text for kernel in exchanges for text in repeated_polls(case, kernel)] == []
     assert [text for kernel in exchanges for text in endless_polls(kernel)] == []
+    for kernel in exchanges:
+        # Two of the report. Warps that ask past the caches queue at one place of L2, but who has not waited for the
+        # kernel before must: for the call's number, what the call before used, and the abort word.
+        assert kernel.count(UNCACHED) == (5 if kernel.constants["TILES"] == "True" else 2)
 
 
 def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
