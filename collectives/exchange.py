@@ -16,8 +16,9 @@ import torch
 import triton
 
 from collectives.exchange_kernel import exchange_kernel
-from pyrocshmem import message, status, target, trace
+from pyrocshmem import status, target, trace
 from pyrocshmem.heap import Heap
+from pyrocshmem.message_slots import QUAD_BYTES
 from stream_k.epilogue import ACTIVATIONS
 from stream_k.launch import Launch
 from stream_k.workspace import Workspace
@@ -109,9 +110,13 @@ class Exchange:
         assert heap is not None
         world = heap.world_size
         pieces = _pieces(kind, x, out.dtype, world, finish.by_rows, piece_bytes or PIECE_BYTES)
-        norm = finish.weight is not None
-        largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world, norm) for piece in pieces)
-        place = self.messages, self.slot_quads = workspace.messages(largest)
+        largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
+        notes = 0
+        if finish.weight is not None:
+            units = _row_units(pieces[0], out.dtype)
+            of_row = row_programs(units, world, target.interpreted())[1]
+            notes = world * of_row * max(piece.rows for piece in pieces)
+        place = self.messages, self.slot_quads = workspace.messages(largest, notes)
         self.out_dtype = out.dtype
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
@@ -135,7 +140,7 @@ class Exchange:
 def sent_by_tiles(kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool) -> bool:
     """Whether the tiles of a product like `x` can send it: rows and parts are whole units, none is empty, for every
     rank must hear from every rank, and all go in one piece."""
-    unit = message.QUAD_BYTES // out_dtype.itemsize
+    unit = QUAD_BYTES // out_dtype.itemsize
     first, *more = _pieces(kind, x, out_dtype, world_size, by_rows, PIECE_BYTES)
     last = (world_size - 1) * first.x_part + min(world_size - 1, first.longer) * first.extra
     return not more and x.shape[-1] % unit == 0 and last < x.numel() and first.extra < first.limit
@@ -174,7 +179,7 @@ def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, finish: Finish) -> tu
 
 def _row_units(piece: _Piece, out_dtype: torch.dtype) -> int:
     """Units of a row."""
-    return -(-piece.width * out_dtype.itemsize // message.QUAD_BYTES)
+    return -(-piece.width * out_dtype.itemsize // QUAD_BYTES)
 
 
 def row_programs(row_units: int, world_size: int, interpreted: bool) -> tuple[int, int]:
@@ -192,17 +197,12 @@ def row_programs(row_units: int, world_size: int, interpreted: bool) -> tuple[in
     return step, -(-row_units // step)
 
 
-def slot_bytes(
-    kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dtype, world_size: int, norm: bool
-) -> int:
-    """What a piece takes of a slot: quads of x, of sums in a two-shot, and one a program and source with a norm."""
-    row_units = _row_units(piece, out_dtype)
-    quads = row_units * (dtype.itemsize // out_dtype.itemsize + (kind == "two_shot"))
-    if norm:
-        quads += row_programs(row_units, world_size, target.interpreted())[1]
-    quads *= piece.rows
+def slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dtype, world_size: int) -> int:
+    """What a piece takes of a slot: quads of x, and of sums in a two-shot."""
+    quads = piece.rows * _row_units(piece, out_dtype)
+    quads *= dtype.itemsize // out_dtype.itemsize + (kind == "two_shot")
     # A broadcast's has the root's, and a unit of each rank.
-    return (quads + world_size if kind == "broadcast" else quads * world_size) * message.QUAD_BYTES
+    return (quads + world_size if kind == "broadcast" else quads * world_size) * QUAD_BYTES
 
 
 def _pieces(
@@ -212,7 +212,7 @@ def _pieces(
     of a slot, at most; of a two-shot as much again for its sums."""
     n = x.numel()
     columns = x.shape[-1] if x.ndim else 1
-    unit = message.QUAD_BYTES // out_dtype.itemsize
+    unit = QUAD_BYTES // out_dtype.itemsize
     x_part, longer, extra = 0, 0, 0
     if kind == "reduce_scatter":
         # Rows as `torch.tensor_split` cuts them.
@@ -229,10 +229,10 @@ def _pieces(
     whole_rows = by_rows or kind == "all_scatter"
     width = columns if whole_rows else part
     # Of a slot (`slot_bytes`) that a source has.
-    room = piece_bytes - world_size * message.QUAD_BYTES if kind == "broadcast" else piece_bytes // world_size
+    room = piece_bytes - world_size * QUAD_BYTES if kind == "broadcast" else piece_bytes // world_size
     grain = width if whole_rows else unit
     most = max(room // x.element_size() // grain, 1) * grain
-    # All of one length: a short one would be long at emptying what the one before it took of its slot.
+    # All of one length, so that slots are no longer than they must be.
     step = -(-part // (-(-part // most) * grain)) * grain
     pieces = []
     for first in range(0, part, step):
@@ -288,7 +288,7 @@ def _launch(
         "TILES": tiles,
         "ACTIVATION": ACTIVATIONS.index(finish.activation),
         "PARTS": parts,
-        "ALIGNED": all(place % message.QUAD_BYTES == 0 for place in places),
+        "ALIGNED": all(place % QUAD_BYTES == 0 for place in places),
         "OP": op,
         "WORLD": world,
         "RANKS": ranks,

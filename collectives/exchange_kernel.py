@@ -16,15 +16,15 @@ A part is rows of `width` elements, a row units of 16 bytes of the result; flat 
 the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
 [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
 still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
-A, [R sources][quads of a unit][units of a part of x], for a two-shot region B, [R sources][units] of sums, and with a
-norm region C, [R sources][programs]. Of a broadcast region A is the root's units, then one of each rank.
+A, [R sources][quads of a unit][units of a part of x], and for a two-shot region B, [R sources][units] of sums. Of a
+broadcast region A is the root's units, then one of each rank.
 
 What a product makes can be sent by its tiles (`collectives.message_tiles`), by a GEMM before: then nothing is loaded
 here, and nothing but sums is sent. The two kernels may run at once, since messages bring their own flags.
 
-Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row sends the sum of their
-squares to those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank. They
-add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
+Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row notes the sum of their
+squares with those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank.
+They add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
 `_row_squares`.
 """
 
@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from collectives import words as units
-from pyrocshmem import chain, message, signal, trace
+from pyrocshmem import chain, message, note, signal, trace
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 from stream_k.epilogue import activate
@@ -80,37 +80,39 @@ def _of_rank(each, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _send_squares(
-    peers, place, words, column, width, valid, keeps, RANKS: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr
+def _note_squares(
+    notes, words, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], as
-    one message to the ranks where `keeps`."""
+    one note of `rank` to the ranks where `keeps`."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
         squares += tl.where((valid & (column + e < width))[:, None], values[e] * values[e], 0.0)
-    sum_here = _of_rank(tl.sum(squares, axis=0), 0, RANKS)
-    word = tl.zeros(squares.shape, tl.int32) + message.clean(sum_here.to(tl.int32, bitcast=True))
+    sum_here = _of_rank(tl.sum(squares, axis=0), 0, squares.shape[1])
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
-    units.send(peers, tl.zeros(squares.shape, tl.int64) + place, 0, (word, word, word, word), first)
+    place = tl.zeros(squares.shape, tl.int64) + rank * tl.num_programs(0) + tl.program_id(0)
+    word = tl.zeros(squares.shape, tl.int32) + sum_here.to(tl.int32, bitcast=True)
+    note.push(notes + 2 * place, word, number, first)
 
 
 @triton.jit
 def _row_squares(
-    slot, region, keeps, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
+    notes, here, number, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late).
+    """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late), of
+    ranks where `here`.
 
     The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
     their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is
     not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
     """
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
-    place = region + ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
-    words, late = message.poll(slot + place * 4, (lane < PARTS) & keeps, deadline, context)
-    each = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
-    squares = tl.zeros(words[0].shape, tl.float32)
+    place = ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
+    word, late = note.poll(notes, place, number, (lane < PARTS) & here, deadline, context)
+    each = tl.sum(word.to(tl.float32, bitcast=True), axis=0)
+    squares = tl.zeros(word.shape, tl.float32)
     for k in tl.static_range(WORLD):
         squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
     return squares, late
@@ -156,12 +158,12 @@ def _units_here(rows, row_units, PARTS: tl.constexpr, STEP: tl.constexpr, UNIT: 
 
 
 @triton.jit
-def _report(late, deadline, count, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """Record that this program missed messages, if it did. late [U, ranks]: the larger, the more it says of a rank."""
-    if tl.max(late) != 0:
+def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
+    """Record that this program missed messages, if it did. absent [ranks]: the larger, the more it says of a rank."""
+    if tl.max(absent, axis=0) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
-        who = tl.argmax(tl.max(late, axis=0), axis=0)
-        signal.report(who, tl.program_id(0), count, count - 1, waited, count, context, OP, WORLD)
+        who = tl.argmax(absent, axis=0)
+        signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)
 
 
 @triton.jit
@@ -184,8 +186,7 @@ def exchange_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
-    # Quads of a slot for each unit and source.
-    SLOT_QUADS: tl.constexpr = QUADS + (1 if SUMS and GATHERS else 0)
+    LAST_QUADS: tl.constexpr = 1 if SUMS and GATHERS else QUADS
     control, abort, record, heap_bases = context
     if not TILES:
         chain.wait_for_previous()
@@ -216,21 +217,18 @@ def exchange_kernel(
         heard = there & (unit * UNIT < in_own)[:, None]
     else:
         words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
-    count, slot = message.begin(messages, slot_quads, not TILES)
-    peers = message.slot_of(home, slot_quads, count)
+    number = message.number(messages, not TILES)
+    slot, peers = message.slot_of(messages, slot_quads, number), message.slot_of(home, slot_quads, number)
     # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
-    region_b, region_c = WORLD * a_quads, WORLD * part_units * tl.cast(SLOT_QUADS, tl.int64)
-    own_a, of_a, used_quads = rank * a_quads, ranks * a_quads, WORLD * part_units * SLOT_QUADS
+    own_a, of_a, region_b = rank * a_quads, ranks * a_quads, WORLD * a_quads
     if BROADCASTS:
         own_a = tl.where(rank == root, 0, a_quads + rank)
         of_a = tl.where(ranks == root, 0, a_quads + ranks)
-        used_quads = part_units + WORLD
     if not TILES:
         # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
         units.send(peers, own_a + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
-    message.restore(messages, slot_quads, count, STEP * RANKS, not TILES)
     last = signal.is_last(context, False)
     # What the sums will meet is loaded while they travel.
     bias, columns, residual, total, weight, eps = finish
@@ -251,7 +249,8 @@ def exchange_kernel(
         message.poll(slot + (own_a + at) * 4, at * UNIT < in_own, deadline, context)
         # Not before: programs of the next GEMM would begin where this one's are not, in worse places than they leave.
         chain.allow_next()
-    words, late = message.poll(slot + (of_a + units_of) * 4, heard, deadline, context, part_units * 4, QUADS)
+    taken = slot + (of_a + units_of) * 4
+    words, late = message.poll(taken, heard, deadline, context, part_units * 4, QUADS)
     if not TILES:
         # Nor here: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
         chain.allow_next()
@@ -264,9 +263,9 @@ def exchange_kernel(
             # A sum that lacks something is no message: a peer so late that all it waits for has come would take it for
             # whole. Blocks [U], or the polls would be repeated. Who was missing counts for more than who waits.
             words = units.unless(tl.max(late, axis=1), words)
-            late *= 2
+            missing = tl.max(late, axis=0) * 2
         words = units.spread(words, RANKS)
-        # The ranks whose rows this one stores, and to whose columns of blocks it sends its own.
+        # The ranks whose rows this one stores, and with whom it notes its squares.
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
@@ -276,13 +275,13 @@ def exchange_kernel(
             there, end = valid[:, None] & keeps, mine[:, None]
             ranks = tl.zeros_like(ranks)
         if PARTS:
-            of_own = region_c + rank * tl.num_programs(0) + program
-            _send_squares(peers, of_own, words, column, width, valid, keeps, RANKS, UNIT, DTYPE)
+            theirs = note.first(home, slot_quads, number)
+            _note_squares(theirs, words, column, width, valid, keeps, rank, number, UNIT, DTYPE)
         if GATHERS:
+            message.restore(taken, heard, part_units * 4, QUADS)
             trace.mark(events, trace.WAIT, -1)
-            place_b = region_b + ranks * b_quads + units_of
-            words, later = message.poll(slot + place_b * 4, there, deadline, context)
-            late |= later
+            taken, heard = slot + (region_b + ranks * b_quads + units_of) * 4, there
+            words, late = message.poll(taken, heard, deadline, context)
     if TILES:
         # After the messages: where this rank's host was late between the two kernels, its peers may have finished the
         # call without it, given up on a later one, and sent what they have of the call that has this slot again.
@@ -296,16 +295,20 @@ def exchange_kernel(
         if total is not None:
             units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
         trace.mark(events, trace.WAIT, -1)
-        squares, later = _row_squares(slot, region_c, keeps, deadline, context, PARTS, STEP, WORLD, RANKS)
+        notes = note.first(messages, slot_quads, number)
+        squares, later = _row_squares(notes, keeps, number, deadline, context, PARTS, STEP, WORLD, RANKS)
         late |= later
         trace.mark(events, trace.STORE, program)
         words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
+    absent = tl.max(late, axis=0)
+    if SUMS and GATHERS:
+        absent = tl.maximum(absent, missing)
+    _report(absent, deadline, number, context, OP, WORLD)
+    message.restore(taken, heard, part_units * 4, LAST_QUADS)
     if TILES:
         # Who sends for this call has read its number then, and what follows on the stream counts on both kernels.
         chain.wait_for_previous()
     if last:
-        sums = tl.num_programs(0) if PARTS else 0
-        message.advance(messages, count, (used_quads + WORLD * sums) * 4)
-    _report(late, deadline, count, context, OP, WORLD)
+        message.advance(messages, number)
     trace.mark(events, trace.END, -1)

@@ -37,7 +37,7 @@ def send_tile(
     messages = c.to(tl.pointer_type(tl.int32), bitcast=True)
     heap_bases = context[3]
     rank = tl.load(context[0] + signal.RANK)
-    count = message.number(messages)
+    call = message.number(messages)
     quads = tl.cast(part_units, tl.int64) * (rank * QUADS)
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for part in tl.static_range(len(parts)):
@@ -54,6 +54,6 @@ def send_tile(
             peer = (rank + 1 + turn) % RANKS
             within = number - tl.cast(peer, tl.int64) * x_part - tl.minimum(peer, longer) * more
             size = limit - tl.where(peer < longer, 0, more)
-            slot = message.slot_of(remote(messages, peer, heap_bases), slot_quads, count)
+            slot = message.slot_of(remote(messages, peer, heap_bases), slot_quads, call)
             place = quads + within // UNIT
             units.send(slot, place, part_units, words, there & (within >= 0) & (within < size))

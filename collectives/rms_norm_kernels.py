@@ -7,7 +7,7 @@ Forward: every rank sums the squares of its columns, in fp32; the sums of a row 
 all add them in the same order, so all scale a row by the same bits. Then each normalizes its own columns: for itself
 (sharded: only the sums travel), or into its columns of every rank's result (replicated).
 
-    message (rank, row)         the rank's sum of squares of the row; backward: of g w h
+    note (rank, row)            the rank's sum of squares of the row; backward: of g w h
     done[block][rank] >= epoch  replicated: the rank's columns of a block of rows have arrived here
 
 A rank writes into a peer's result only after it has heard of its sums in this call: by then the peer has done with
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from collectives import row_sums
-from pyrocshmem import chain, message, signal, status, trace
+from pyrocshmem import chain, message, note, signal, status, trace
 from pyrocshmem.device import others
 from stream_k.epilogue import rounded
 
@@ -69,10 +69,11 @@ def rms_norm_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
     lanes = tl.arange(0, signal.MAX_WORLD)
-    count, slot = message.begin(messages, slot_quads)
+    number = message.number(messages)
+    notes = note.first(messages, slot_quads, number)
     chain.allow_next()
     deadline = message.deadline_ns(context)
-    epoch = count
+    epoch = number
     places = (out + column,)
     if REPLICATED:
         epoch = signal.begin(context, True, WORLD)
@@ -87,14 +88,14 @@ def rms_norm_kernel(
                 sums = _squares(
                     x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, ROWS, COLUMNS
                 )
-            row_sums.send(sums, ahead, slot, M, context, ROWS, WORLD, RANKS)
+            row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
             told = program - program
             if REPLICATED:
                 told = signal.load_now(abort)
-            sums, missing = row_sums.receive(block, slot, M, deadline, context, ROWS, WORLD, RANKS)
+            sums, missing = row_sums.receive(block, notes, number, M, deadline, context, ROWS, WORLD, RANKS)
             absent = tl.maximum(absent, missing)
             if (tl.max(missing, axis=0) == 0) & (told == 0):
                 trace.mark(events, trace.STORE, block)
@@ -114,8 +115,7 @@ def rms_norm_kernel(
                         tl.store(places[k] + i * out_stride + j, value, mask=mask)
                 if REPLICATED:
                     signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
-    row_sums.report(absent, deadline, count, context, _OP, WORLD)
-    message.restore(messages, slot_quads, count, row_sums.RESTORED)
+    row_sums.report(absent, deadline, number, context, _OP, WORLD)
     if REPLICATED:
         trace.mark(events, trace.WAIT, -1)
         for block in range(program, blocks, programs):
@@ -125,7 +125,7 @@ def rms_norm_kernel(
     else:
         last = signal.is_last(context)
     if last:
-        message.advance(messages, count, WORLD * M * 4)
+        message.advance(messages, number)
     trace.mark(events, trace.END, -1)
 
 
@@ -159,7 +159,8 @@ def rms_norm_backward_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
-    count, slot = message.begin(messages, slot_quads)
+    number = message.number(messages)
+    notes = note.first(messages, slot_quads, number)
     chain.allow_next()
     deadline = message.deadline_ns(context)
     absent = tl.zeros((RANKS,), tl.int32)
@@ -167,11 +168,11 @@ def rms_norm_backward_kernel(
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
             sums = _products(g, h, weight, ahead, M, N, g_stride, h_stride, ROWS, COLUMNS)
-            row_sums.send(sums, ahead, slot, M, context, ROWS, WORLD, RANKS)
+            row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
-            sums, missing = row_sums.receive(block, slot, M, deadline, context, ROWS, WORLD, RANKS)
+            sums, missing = row_sums.receive(block, notes, number, M, deadline, context, ROWS, WORLD, RANKS)
             absent = tl.maximum(absent, missing)
             if tl.max(missing, axis=0) == 0:
                 trace.mark(events, trace.STORE, block)
@@ -198,8 +199,7 @@ def rms_norm_backward_kernel(
                     if block >= programs:
                         of_weight += tl.load(place, mask=lane < N, other=0.0)
                     tl.store(place, of_weight, mask=lane < N)
-    row_sums.report(absent, deadline, count, context, _OP, WORLD)
-    message.restore(messages, slot_quads, count, row_sums.RESTORED)
+    row_sums.report(absent, deadline, number, context, _OP, WORLD)
     if signal.is_last(context):
-        message.advance(messages, count, WORLD * M * 4)
+        message.advance(messages, number)
     trace.mark(events, trace.END, -1)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from collectives import row_sums
 from collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
 from collectives.row_sums import Blocks
 from collectives.tensors import NUM_WARPS, agree, as_rows, new_like, run, template
@@ -92,7 +91,7 @@ class NormPlan:
         if gemm is not None or self.buffer is not None:
             self.graphs = Graphs(workspace, None if gemm is None else gemm.product)
         blocks = Blocks.of(M, N, heap.device)
-        place = workspace.messages(row_sums.slot_bytes(M, world))
+        place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)
         self.squares = None if gemm is None else gemm.squares
         tiles_n = 0 if self.squares is None else len(self.squares)
@@ -242,7 +241,7 @@ def backward(
     agree(workspace, call)
     if M == 0 or hidden == 0:
         return grad, torch.zeros_like(weight)
-    messages, slot_quads = workspace.messages(row_sums.slot_bytes(M, world))
+    messages, slot_quads = workspace.messages(0, M * world)
     added = gradient if more is None else as_rows(more)
     constants = {
         "ADDS": more is not None,

@@ -2,10 +2,10 @@
 
 R ranks hold N columns each of M rows. A program does blocks of ROWS rows: it sends its sums of a block, one block
 ahead of the one that it finishes, so that the answers travel meanwhile; polls for those of all ranks; and adds
-them in an order that depends on R alone, so all ranks get the same bits. A sum travels as a message that carries
-its own flag (`pyrocshmem.message`): 16 bytes for each row and rank.
+them in an order that depends on R alone, so all ranks get the same bits. A sum travels as a note, beside the number
+of its call (`pyrocshmem.note`): 8 bytes for each row and rank.
 
-    slot of a rank: [R sources][M rows] quads
+    notes of a rank: [R sources][M rows]
 
 A program waits only for programs with its own number, which send before they wait: nothing deadlocks, however few of
 a grid's programs are resident at a time.
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyrocshmem import message, signal, target
+from pyrocshmem import note, signal, target
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 from stream_k.config import num_multiprocessors
@@ -29,8 +29,6 @@ _TILE = 4096
 _MAX_ROWS = 16
 # Programs on a multiprocessor: while some wait for peers, others move data.
 _SHARE = 4
-# Words of the slot of the call before that a program empties at a time.
-RESTORED = tl.constexpr(1024)
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,6 @@ class Blocks:
         return cls(rows, columns, count, min(count, share))
 
 
-def slot_bytes(M: int, world_size: int) -> int:
-    """Bytes of one of the slots of messages for M rows."""
-    return M * world_size * message.QUAD_BYTES
-
-
 @triton.jit
 def of_tiles(parts, block, M, tiles_n, ROWS: tl.constexpr, TILES: tl.constexpr):
     """Sums [ROWS] of a block of rows over `parts`, fp32 [tiles_n, M], in one order, always."""
@@ -69,28 +62,32 @@ def of_tiles(parts, block, M, tiles_n, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def send(sums, block, slot, M, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr):
+def send(
+    sums, block, notes, number, M, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr
+):
     """Send this rank's fp32 sums [ROWS] of a block of rows to every rank, itself too. RANKS: WORLD, or the next
     power of two."""
     control, abort, record, heap_bases = context
     ranks = tl.arange(0, RANKS)
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD)[:, None] & (row < M)
-    word = message.clean(sums.to(tl.int32, bitcast=True))
-    word = tl.broadcast_to(word[None, :], [RANKS, ROWS])
-    places = remote(slot, tl.minimum(ranks, WORLD - 1), heap_bases)[:, None]
-    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * M + row) * 4
-    message.push(places, (word, word, word, word), there)
+    word = tl.broadcast_to(sums.to(tl.int32, bitcast=True)[None, :], [RANKS, ROWS])
+    places = remote(notes, tl.minimum(ranks, WORLD - 1), heap_bases)[:, None]
+    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * M + row) * 2
+    note.push(places, word, number, there)
 
 
 @triton.jit
-def receive(block, slot, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr):
+def receive(
+    block, notes, number, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
     """(the sums [ROWS] over all ranks of a block of rows, [RANKS] of which 1 is a rank whose sums did not come)."""
     ranks = tl.arange(0, RANKS)[:, None]
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD) & (row < M)
-    words, late = message.poll(slot + (tl.cast(ranks, tl.int64) * M + row) * 4, there, deadline, context)
-    sums = tl.sum(tl.where(there, words[0].to(tl.float32, bitcast=True), 0.0), axis=0)
+    place = tl.cast(ranks, tl.int64) * M + row
+    word, late = note.poll(notes, place, number, there, deadline, context)
+    sums = tl.sum(tl.where(there, word.to(tl.float32, bitcast=True), 0.0), axis=0)
     return sums, tl.max(late, axis=1)
 
 

@@ -1,104 +1,87 @@
 """Messages: data that carry their own flag, for calls whose size is microseconds.
 
 A receiver's slot holds SENTINEL in every 32-bit word until a peer's data overwrite it: what is not SENTINEL has
-arrived, so there is no flag to raise after the data and no second trip to read them. The sentinel is a NaN that
-arithmetic never makes, in float32 and in both halves in bfloat16 and float16; data with just these bits are sent
-as the NaN beside it (`clean`). Integers can't be sent this way.
+arrived, so there is no flag to raise after the data and no second trip to read them. Who has taken them puts SENTINEL
+back. The sentinel is a NaN that arithmetic never makes, in float32 and in both halves in bfloat16 and float16; data
+with just these bits are sent as the NaN beside it (`clean`). Integers can't be sent this way.
 
-Three slots rotate. A call pushes into its peers' slot `count % 3`, and puts SENTINEL back into its own slot of the
-call before; the next but one will use that again:
+Two slots alternate between calls:
 
-    count, slot = message.begin(messages, slot_quads)                  # the own slot of this call
+    number = message.number(messages)
+    slot = message.slot_of(messages, slot_quads, number)               # the own one
     message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
-    message.restore(messages, slot_quads, count, STEP)                 # the slot of the call before
-    last = signal.is_last(context, False)                              # all have read the count
+    last = signal.is_last(context, False)                              # all have read the number
     words, late = message.poll(slot + .., mask, deadline, context)
-    if last: message.advance(messages, count, used_words)
+    message.restore(slot + .., mask)                                   # what this program has polled for
+    if last: message.advance(messages, number)
 
-Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call
-n + 1 only after its call n has put the sentinels back. Hence the one rule for callers: in every call every rank
-hears from every rank, be it 16 bytes. Ranks whose data are late make `poll` give up after the wait budget.
-What such a rank still pushes when its peers have given up lands in their slots alone, which nobody takes for a
-result: the peers' record stands until `Heap.recover`, which empties the slots.
-The count lies before the slots: a graph that holds others, from before they grew, goes on with its own.
+Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call n + 1
+only when its call n has ended, which has left its slot empty. Hence the one rule for callers: in every call every rank
+hears from every rank, be it 16 bytes.
+
+Ranks whose data are late make a poll give up after the wait budget. What such a rank still pushes when its peers have
+given up lands in their slots alone, which nobody takes for a result: the peers' record stands until `Heap.recover`,
+which empties the slots. The number lies before the slots: a graph that holds others, from before they grew, goes on
+with its own.
 
 The protocol is NCCL's and FlashInfer's "low latency" idea, as published with NVIDIA's Lamport all-reduce kernels.
 A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four
-int32 blocks.
+int32 blocks. `pyrocshmem.note` has messages that need no emptying.
 """
 
 import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import signal, target
+from pyrocshmem import message_slots, signal, target
+from pyrocshmem.polls import pause, poll_text
 from pyrocshmem.trace import now_ns
 
-_EMPTY = "0xFFF3FFF3"
-SENTINEL = tl.constexpr(int(_EMPTY, 16) - (1 << 32))
-QUAD_BYTES = 16
-NUM_SLOTS = 3
-# Words before the slots, a line of a cache: how many calls there were so far, and how many words the last of them used
-# of its slot.
-HEAD_WORDS = 32
-COUNT, USED = 0, 1
+SENTINEL = tl.constexpr(message_slots.SENTINEL)
+_EMPTY = hex(message_slots.SENTINEL & 0xFFFFFFFF)
 
-_PAUSE_NS = 40
 _INTERPRETED = tl.constexpr(target.interpreted())
-# The count of calls starts again here: a multiple of the number of slots.
-_WRAP = tl.constexpr(3 << 28)
-_HEAD, _COUNT, _USED = tl.constexpr(HEAD_WORDS), tl.constexpr(COUNT), tl.constexpr(USED)
+# Numbers are from 0 to this one, and begin again.
+_LAST_NUMBER = tl.constexpr((1 << 31) - 1)
+_HEAD = tl.constexpr(message_slots.HEAD_WORDS)
 
 
 @triton.jit
-def begin(messages, slot_quads, WAITED: tl.constexpr = True):
-    """(number of this call, its slot in `messages`, which holds three of `slot_quads` quads each). WAITED: the kernel
-    has waited for the one before it."""
-    count = _head(messages + _COUNT, WAITED)
-    return count, slot_of(messages, slot_quads, count)
+def number(messages, WAITED: tl.constexpr = True):
+    """The number of this call. WAITED: the kernel has waited for the one before it.
 
-
-@triton.jit
-def number(messages):
-    """The number of the call that is to close next, for a kernel that has waited for the one before it."""
-    return _head(messages + _COUNT, True)
-
-
-@triton.jit
-def _head(word, WAITED: tl.constexpr):
-    """A word before the slots. Past the caches where the kernel before may have yet to write it; not elsewhere, since
-    all warps that ask one place of L2 are answered one after another, two a nanosecond: a gather of 16 MiB, which has
-    65536, took 66 us instead of 49 (2 x H200)."""
+    Past the caches where the kernel before may have yet to write it; not elsewhere, since all warps that ask one place
+    of L2 are answered one after another, two a nanosecond: a gather of 16 MiB, which has 65536, took 66 us instead of
+    49 (2 x H200).
+    """
     if WAITED:
-        value = tl.load(word)
+        value = tl.load(messages)
     else:
-        value = signal.load_now(word)
+        value = signal.load_now(messages)
     return value
 
 
 @triton.jit
-def slot_of(messages, slot_quads, count):
-    """The slot of call number `count`, of the own messages or a peer's (`device.remote`)."""
-    return messages + _HEAD + tl.cast(count % 3, tl.int64) * slot_quads * 4
+def slot_of(messages, slot_quads, number):
+    """The slot of call `number`, of the own messages or a peer's (`device.remote`); `slot_quads` quads long."""
+    return messages + _HEAD + tl.cast(number & 1, tl.int64) * slot_quads * 4
 
 
 @triton.jit
-def restore(messages, slot_quads, count, STEP: tl.constexpr, WAITED: tl.constexpr = True):
-    """The grid puts SENTINEL back into what the call before used of its slot, STEP words at a time. WAITED: as in
-    `begin`."""
-    used = _head(messages + _USED, WAITED)
-    slot = slot_of(messages, slot_quads, count + 2)
-    empty = tl.full((STEP,), SENTINEL, tl.int32)
-    for step in range(tl.program_id(0), tl.cdiv(used, STEP), tl.num_programs(0)):
-        offsets = step * STEP + tl.arange(0, STEP)
-        tl.store(slot + offsets, empty, mask=offsets < used)
+def restore(pointer, mask, apart=4, QUADS: tl.constexpr = 1):
+    """Put SENTINEL back into quads that this program has polled for, with these arguments. What came of that poll must
+    not be used any more, unless it was reduced: the compiler may poll once more for it."""
+    # Several threads may have polled for one quad.
+    signal.meet()
+    empty = tl.full(pointer.shape, SENTINEL, tl.int32)
+    for k in tl.static_range(QUADS):
+        keep(pointer + k * apart, (empty, empty, empty, empty), mask)
 
 
 @triton.jit
-def advance(messages, count, used_words):
-    """Close the call, in the program for which `signal.is_last` was true: all have read the count by then."""
-    tl.store(messages + _COUNT, (count + 1) % _WRAP)
-    tl.store(messages + _USED, used_words)
+def advance(messages, number):
+    """Close the call, in the program for which `signal.is_last` was true: all have read the number by then."""
+    tl.store(messages, (number + 1) & _LAST_NUMBER)
 
 
 @triton.jit
@@ -190,48 +173,21 @@ def deadline_ns(context):
     return now_ns() + tl.load(context[0] + signal.BUDGET_US).to(tl.int64) * 1000
 
 
-def _poll_text(quads: int) -> str:
-    """PTX: load so many quads until none has an empty word; look at the clock and the abort word every 256th time.
-    Outputs: the words, late. Inputs: an address a quad, mask, deadline, address of the abort word."""
+def _poll_quads(quads: int) -> str:
+    """Until no word of so many quads is empty; their addresses are the first inputs."""
     words = [f"w{i}" for i in range(4 * quads)]
-    late, *addresses, mask, deadline, abort = (f"${4 * quads + i}" for i in range(4 + quads))
-    lines = [
-        "{",
-        ".reg .pred p, q;",
-        f".reg .u32 {', '.join(words)}, n, m, gone;",
-        ".reg .u64 now;",
-        *(f"mov.u32 {word}, 0;" for word in (*words, "n", "gone")),
-        f"setp.eq.u32 p, {mask}, 0;",
-        "@p bra DONE;",
-        "AGAIN:",
-        *(
-            f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [{address}];"
-            for i, address in enumerate(addresses)
-        ),
+    loads = [
+        f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [${4 * quads + 1 + i}];"
+        for i in range(quads)
+    ]
+    missing = [
         f"setp.eq.u32 q, w0, {_EMPTY};",
         *(f"setp.eq.or.u32 q, {word}, {_EMPTY}, q;" for word in words[1:]),
-        "@!q bra DONE;",
-        # Whoever polls without a pause holds up what is on its way to it (2 x H200: 0.8 us of 3.2 at 1 KiB).
-        f"nanosleep.u32 {_PAUSE_NS};",
-        "add.u32 n, n, 1;",
-        "and.b32 m, n, 255;",
-        "setp.ne.u32 p, m, 0;",
-        "@p bra AGAIN;",
-        f"ld.relaxed.sys.global.u32 m, [{abort}];",
-        "mov.u64 now, %globaltimer;",
-        f"setp.lt.u64 p, now, {deadline};",
-        "setp.eq.and.u32 p, m, 0, p;",
-        "@p bra AGAIN;",
-        "mov.u32 gone, 1;",
-        "DONE:",
-        *(f"mov.u32 ${i}, {word};" for i, word in enumerate(words)),
-        f"mov.u32 {late}, gone;",
-        "}",
     ]
-    return "\n".join(lines)
+    return poll_text(loads, words, missing, quads)
 
 
-_POLL_ONE, _POLL_TWO = tl.constexpr(_poll_text(1)), tl.constexpr(_poll_text(2))
+_POLL_ONE, _POLL_TWO = tl.constexpr(_poll_quads(1)), tl.constexpr(_poll_quads(2))
 
 
 @triton.jit
@@ -266,7 +222,7 @@ def poll(pointer, mask, deadline, context, apart=4, QUADS: tl.constexpr = 1):
         waiting = tl.max(_missing(pointer, mask, abort, apart, QUADS))
         aborted = signal.load_now(abort)
         while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
-            signal.pause()
+            pause()
             waiting = tl.max(_missing(pointer, mask, abort, apart, QUADS))
             aborted = signal.load_now(abort)
         # The loop can't carry the words themselves: they are read once more.

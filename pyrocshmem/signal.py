@@ -32,8 +32,9 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import chain, status, target, turns
+from pyrocshmem import chain, status, target
 from pyrocshmem.device import remote
+from pyrocshmem.polls import pause
 from pyrocshmem.trace import now_us
 
 # Words of `control`.
@@ -67,25 +68,11 @@ _WORD_WAITED_US = tl.constexpr(int(status.Word.WAITED_US))
 _WORD_EPOCH = tl.constexpr(int(status.Word.EPOCH))
 
 
-def _host_yield():
-    # Ranks share the processor's cores on the CPU target, threads its interpreter too: a rank that spins keeps
-    # the one it waits for from running.
-    turns.pass_on(0.0002)
-
-
-# Triton's dependency scan refuses plain functions; this one runs in the interpreter only.
-setattr(_host_yield, "__triton_builtin__", True)  # noqa: B010
-
-
 @triton.jit
-def pause():
-    """Between two polls: leave the processor to others."""
-    if _INTERPRETED:
-        _host_yield()
-    elif not target_info.is_hip():
-        tl.inline_asm_elementwise(
-            "nanosleep.u32 40;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+def meet():
+    """All threads of this program have come here."""
+    if not _INTERPRETED:
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -160,15 +147,17 @@ def word(flags, index, writer):
 
 
 @triton.jit
-def load_now(words):
-    """A relaxed load at system scope of an int32, or of a block of them. It orders nothing; `_acquire` does."""
+def load_now(words, LONG: tl.constexpr = False):
+    """A relaxed load at system scope of an int32 (LONG: an int64), or of a block of them. It orders nothing; `_acquire`
+    does."""
     if _INTERPRETED:
         value = tl.load(words)
     elif target_info.is_hip():
         # Triton 3.6 drops `volatile` on AMD: the load would be served by a cache, for ever.
+        SIZE: tl.constexpr = "dwordx2" if LONG else "dword"
         value = tl.inline_asm_elementwise(
-            "global_load_dword $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)",
-            "=&v,v", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "global_load_" + SIZE + " $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)",
+            "=&v,v", [words.to(tl.int64)], dtype=tl.int64 if LONG else tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         value = tl.load(words, volatile=True)
@@ -327,8 +316,8 @@ def is_last(context, ORDERS: tl.constexpr = True):
     knows only that they have read what they read; a release would wait until all that was pushed has arrived."""
     if ORDERS:
         settle()
-    elif not _INTERPRETED:
-        tl.debug_barrier()
+    else:
+        meet()
     sem: tl.constexpr = "acq_rel" if ORDERS else "relaxed"
     last = tl.atomic_add(context[0] + TICKET, 1, sem=sem, scope="gpu") == tl.num_programs(0) - 1
     if last:

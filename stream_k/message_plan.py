@@ -22,7 +22,8 @@ import torch
 
 from collectives.exchange import Exchange, Finish, sent_by_tiles
 from collectives.message_tiles import send_tile
-from pyrocshmem import message, status
+from pyrocshmem import status
+from pyrocshmem.message_slots import QUAD_BYTES
 from stream_k.blas import BlasPlan
 from stream_k.config import Config
 from stream_k.fused import Call
@@ -37,8 +38,8 @@ _OPS = {
 }
 
 
-# Elements of a product in memory that are summed at a time. All at once they take 3 to 6% less of all, and three slots
-# for twice to three times the memory (2 x H200, products of two waves of tiles).
+# Elements of a product in memory that are summed at a time. All at once they take 3 to 6% less of all, and slots for
+# twice the memory (2 x H200, products of two waves of tiles).
 _PIECE = 2 << 20
 
 
@@ -79,7 +80,7 @@ class SentProduct:
         self.place, sent = self.x, None
         if tiles:
             self.place = self.exchange.messages.view(dtype)
-            unit = message.QUAD_BYTES // out.element_size()
+            unit = QUAD_BYTES // out.element_size()
             sent = Sent(send_tile, (world, unit), self.exchange.part_of_tiles())
         self.gemm: GemmPlan | BlasPlan
         if unfused and BlasPlan.can_run(a, dtype, bias, activation):

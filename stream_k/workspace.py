@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import message, signal, status
+from pyrocshmem import signal, status
 from pyrocshmem.errors import CallMismatch, WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
+from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
 from stream_k.streams import Streams
 
 DEFAULT_WAIT_SECONDS = 10.0
@@ -32,7 +33,6 @@ DEFAULT_WAIT_SECONDS = 10.0
 _SLOT_STEP = 4096
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
-_FEWEST_MESSAGE_WORDS = 1 << 18
 
 
 class _Turn:
@@ -80,6 +80,7 @@ class Workspace(Streams):
         self.agreed: dict[Any, int] = {}
         self._calls: dict[str, int] = {}  # those that ranks have compared, counted alike on all of them
         self._buffers: dict[str, torch.Tensor] = {}
+        self._room = Room()
         self._retired: list[Any] = []
         self._outgrown: list[tuple[str, torch.Tensor]] = []
         self._lost = False
@@ -146,7 +147,7 @@ class Workspace(Streams):
                 if key.endswith("flags"):
                     buffer.zero_()
                 elif key == _MESSAGES:
-                    _empty(buffer)
+                    clear(buffer)
         self._buffers = dict(held[0])
         if not self.heap.is_symmetric(self.control):
             self._lost = True  # a peer never made this workspace
@@ -208,7 +209,7 @@ class Workspace(Streams):
         if name.endswith("flags"):
             made.fill_(self.epoch())
         elif key == _MESSAGES:
-            _empty(made)
+            clear(made)
         self._buffers[key] = made
         if not local:
             self._agree(name)
@@ -227,15 +228,14 @@ class Workspace(Streams):
         buffer = self.buffer(name, 2 * -(-count // _SLOT_STEP) * _SLOT_STEP, dtype)
         return buffer, buffer.numel() // 2
 
-    def messages(self, slot_bytes: int) -> tuple[torch.Tensor, int]:
-        """(the slots that `pyrocshmem.message` rotates, the quads of one): at least `slot_bytes` each."""
-        words, found = -(-slot_bytes // message.QUAD_BYTES) * 4, self._buffers.get(_MESSAGES)
-        if found is None or found.numel() < message.HEAD_WORDS + message.NUM_SLOTS * words:
-            # In steps of a quarter at least: every growth costs the ranks a meeting.
-            step = max(_FEWEST_MESSAGE_WORDS, (1 << words.bit_length()) // 8)
-            words = -(-words // step) * step
-            found = self.buffer("messages", message.HEAD_WORDS + message.NUM_SLOTS * words, torch.int32)
-        return found, (found.numel() - message.HEAD_WORDS) // message.NUM_SLOTS // 4
+    def messages(self, slot_bytes: int, notes: int = 0) -> tuple[torch.Tensor, int]:
+        """(memory for `pyrocshmem.message`, the quads of one of its slots): `slot_bytes` have room in each."""
+        needed, found = Room(-(-slot_bytes // QUAD_BYTES), notes), self._buffers.get(_MESSAGES)
+        held = Room() if found is None else self._room
+        if found is None or not held.has(needed):
+            self._room = held.grown(needed)
+            found = self.buffer("messages", self._room.words, torch.int32)
+        return found, self._room.quads
 
     def _drop_plans(self) -> None:
         if self._captured:  # a graph may be replayed still, and read what a plan holds
@@ -308,12 +308,6 @@ class Workspace(Streams):
         """Bytes of all buffers, local and symmetric."""
         own = self.own.nbytes_in_use() if self.own is not None else 0
         return own + sum(x.numel() * x.element_size() for x in self._buffers.values())
-
-
-def _empty(messages: torch.Tensor) -> None:
-    """No calls so far, and nothing in the slots."""
-    messages.fill_(int(message.SENTINEL.value))
-    messages[: message.HEAD_WORDS] = 0
 
 
 def local_workspace(device: torch.device) -> Workspace:

@@ -29,8 +29,8 @@ def slots(width: int) -> int:
 
 
 def messages(nbytes: int) -> int:
-    """Three slots that rotate, each of whole MiB (up to 4 of them)."""
-    return 3 * -(-nbytes >> 20 << 20)
+    """Two slots that take turns, each of whole MiB (up to 4 of them)."""
+    return 2 * -(-nbytes >> 20 << 20)
 
 
 # By op, of placements: bytes that the design needs where partial sums have so many. What is pulled tile by tile has the

@@ -72,7 +72,7 @@ def test_every_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(case["bits"]) == set(ours) - ({"ours"} if case["op"] == "barrier" else set())
         assert all(bits["runs"] >= 2 and bits["distinct"] == 1 for bits in case["bits"].values())
         # Messages take 1 MiB a slot at least, also for a case this small.
-        assert case["workspace_bytes"]["ours"] >= (3 << 20 if case["op"] == "all_reduce" else 0)
+        assert case["workspace_bytes"]["ours"] >= (2 << 20 if case["op"] == "all_reduce" else 0)
         if target.interpreted():
             assert case["floor_us"] is None
             assert (case["dropped"], case["clocks_mhz"]) == ("", {})

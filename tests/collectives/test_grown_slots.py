@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import collectives
-from pyrocshmem import Heap, message, signal, target
+from pyrocshmem import Heap, message_slots, signal, target
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 from stream_k import workspace as workspaces
 from tests.ranks import run_ranks, values
 
 TIER = 2
 pytestmark = pytest.mark.cpu
-FEWEST_WORDS = 1 << 10
+FEWEST_QUADS = 1 << 8
 FEW, MANY, MORE = 100, 1500, 5000
 CALLS = 6
 SHORT_S, CONTROL_S, LONG_S = 0.3, 1.5, 10.0
@@ -23,15 +23,14 @@ SHORT_S, CONTROL_S, LONG_S = 0.3, 1.5, 10.0
 
 class Calls:
     """Sums of integers over ranks: as ever, and by a plan of before the slots grew, which stands for a graph: both go
-    on with the memory that they were made for. shares: the slots have one count, a workspace's."""
+    on with the memory that they were made for."""
 
-    def __init__(self, heap: Heap, shares: bool) -> None:
-        workspaces._FEWEST_MESSAGE_WORDS = FEWEST_WORDS
-        self.heap, self.space, self.shares, self.seed = heap, workspaces.Workspace(heap), False, 0
+    def __init__(self, heap: Heap) -> None:
+        message_slots._FEWEST_QUADS = FEWEST_QUADS
+        self.heap, self.space, self.seed = heap, workspaces.Workspace(heap), 0
         self.right(FEW, False)
         ((_, self.plan),) = self.space.plans.values()
         self.space._captured = True
-        (self.old, _), self.shares = self.space.messages(0), shares
 
     def right(self, count: int, replayed: bool) -> bool:
         """Whether the next call is."""
@@ -47,10 +46,6 @@ class Calls:
             options = {"group": self.heap, "algorithm": "one_shot", "workspace": self.space}
             collectives.all_reduce(x, out=out, **options)
         self.heap.synchronize()
-        if self.shares:
-            now, _ = self.space.messages(0)
-            source, to = (self.old, now) if replayed else (now, self.old)
-            to[: message.HEAD_WORDS] = source[: message.HEAD_WORDS]
         return torch.equal(out.cpu(), parts.sum(0))
 
     def stay_away(self) -> None:
@@ -69,11 +64,11 @@ class Calls:
         return [f"{count}: {each}"] * (not all(each))
 
 
-def between_calls(rank: int, world_size: int, shares: bool, recovers: bool) -> list[str]:
+def between_calls(rank: int, world_size: int, recovers: bool) -> list[str]:
     """What was wrong, of two sizes to which the slots grow, after a fault the second time."""
-    patience = LONG_S if recovers and not shares else CONTROL_S
+    patience = LONG_S if recovers else CONTROL_S
     with Heap(4 << 20) as heap:
-        calls = Calls(heap, shares)
+        calls = Calls(heap)
         calls.wait(patience)
         wrong = calls.wrong(MANY)
         heap.vote("before the fault")
@@ -106,15 +101,12 @@ def test_a_capture_is_noticed(before: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.num_ranks(2)
 def test_outgrown_slots() -> None:
-    assert values(run_ranks(between_calls, 2, False, True)) == [[], []]
+    assert values(run_ranks(between_calls, 2, True)) == [[], []]
 
 
 @pytest.mark.num_ranks(2)
-@pytest.mark.parametrize(
-    ("shares", "recovers"), [(True, True), (False, False)], ids=["one count", "not emptied"]
-)
-def test_without_a_guard_calls_go_wrong(shares: bool, recovers: bool) -> None:
-    """Where the slots have one count, and where those outgrown are left as a fault left them."""
-    ends = run_ranks(between_calls, 2, shares, recovers)
+def test_without_a_guard_calls_go_wrong() -> None:
+    """Where those outgrown are left as a fault left them."""
+    ends = run_ranks(between_calls, 2, False)
     assert any(not end.ok or end.value for end in ends)
     assert all(end.ok or "PeerTimeout" in end.describe() or "PeerAborted" in end.describe() for end in ends)

@@ -13,6 +13,7 @@ from pyrocshmem import (  # before Triton
     Heap,
     RanksFailed,
     message,
+    note,
     signal,
     spawn_threads,
     target,
@@ -37,8 +38,10 @@ def hesitant(monkeypatch: pytest.MonkeyPatch) -> None:
     look their helpers up each time."""
     honest = row_sums.receive
 
-    def late(block: Any, slot: Any, M: Any, deadline: Any, context: Any, rows: Any, *more: Any) -> Any:
-        found = honest(block, slot, M, deadline, context, rows, *more)
+    def late(
+        block: Any, notes: Any, number: Any, M: Any, deadline: Any, context: Any, rows: Any, *more: Any
+    ) -> Any:
+        found = honest(block, notes, number, M, deadline, context, rows, *more)
         if getattr(_this, "hesitates", False) and (int(block) + 1) * int(rows) >= int(M):
             turns.pass_on(HESITATION_S)
         return found
@@ -74,9 +77,9 @@ def test_late_ranks() -> None:
 
 
 @triton.jit
-def leave_as_it_is(messages, slot_quads, count, STEP: tl.constexpr, WAITED: tl.constexpr = True):
-    """`message.restore` as it must not be: sums of three calls ago look like today's."""
-    return
+def any_number(pointer, number, mask):
+    """`note._missing` as it must not be: sums of two calls ago look like today's."""
+    return tl.where(mask & (signal.load_now(pointer) >> 32 == message.SENTINEL), 1, 0)
 
 
 @triton.jit
@@ -87,8 +90,8 @@ def seen_at_once(flags, mask, epoch, tiles, peers, context, OP: tl.constexpr, WO
 
 @pytest.mark.parametrize(
     ("module", "name", "plant"),
-    [(message, "restore", leave_as_it_is), (signal, "wait", seen_at_once)],
-    ids=["slots", "done"],
+    [(note, "_missing", any_number), (signal, "wait", seen_at_once)],
+    ids=["numbers", "done"],
 )
 @pytest.mark.cpu
 @pytest.mark.usefixtures("hesitant")

@@ -37,8 +37,10 @@ _AMD_RELEASE = re.compile(
 )
 
 
-# Of a message, as `pyrocshmem.message` writes it for NVIDIA.
+# Of messages and of notes, as `pyrocshmem.message` and `note` write them for NVIDIA.
 QUAD_LOADS = r"\bld\.relaxed\.sys\.global\.v4\.u32"
+NOTE_LOADS = r"\bld\.relaxed\.sys\.global\.u64"
+_POLLED = re.compile(rf"(?:{QUAD_LOADS}|{NOTE_LOADS}).*")
 _MESSAGE_LOOP = re.compile(r"^AGAIN:\n(.*?)^DONE:$", re.DOTALL | re.MULTILINE)
 # Round again only where the abort word is 0 and the clock has not reached the deadline.
 _GIVES_UP = re.compile(
@@ -175,17 +177,18 @@ def unacquired_polls(assembly: Assembly) -> list[str]:
 
 
 def endless_polls(assembly: Assembly) -> list[str]:
-    """NVIDIA: polls of messages whose loop does not end when a peer gives up or time is over."""
+    """NVIDIA: polls of messages and notes whose loop does not end when a peer gives up or time is over."""
     wrong, in_loops = [], 0
     for loop in _MESSAGE_LOOP.findall(assembly.normal()):
-        in_loops += len(re.findall(QUAD_LOADS, loop))
+        polled = _POLLED.findall(loop)
+        in_loops += len(polled)
         given_up = _GIVES_UP.search(loop)
         # No other way round: what skips the look does so for a number of rounds.
         skips = re.findall(r"^(@\w+ )?bra AGAIN;$", loop, re.MULTILINE)[:-1]
-        if given_up is None or "" in skips or f"[{given_up[2]}]" in "".join(re.findall(r".*\.v4\..*", loop)):
+        if given_up is None or "" in skips or f"[{given_up[2]}]" in "".join(polled):
             wrong.append("a poll that looks at no clock, or no abort word")
-    if in_loops != assembly.count(QUAD_LOADS):
-        wrong.append(f"{assembly.count(QUAD_LOADS)} loads of messages, {in_loops} in loops that end")
+    if in_loops != assembly.count(_POLLED.pattern):
+        wrong.append(f"{assembly.count(_POLLED.pattern)} loads of messages, {in_loops} in loops that end")
     return wrong
 
 

@@ -11,7 +11,7 @@ from typing import Any
 PACKAGES = ("pyrocshmem", "stream_k", "collectives")
 # What publishing is done with, and the files that define it.
 TELLS = {"publish", "raise_flag", "barrier", "push"}
-DEFINE = {"pyrocshmem/signal.py", "pyrocshmem/message.py"}
+DEFINE = {"pyrocshmem/signal.py", "pyrocshmem/message.py", "pyrocshmem/note.py"}
 
 
 def _is_jit(node: ast.FunctionDef) -> bool:

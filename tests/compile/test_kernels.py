@@ -108,18 +108,31 @@ def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
     """Messages go past the caches, where peers' polls would else not find them, and polls end. (How many there are:
     test_polls.py.)"""
     constants = kernel.constants
-    # What tiles have sent is summed, or stored, and goes no further.
-    ends = constants.get("TILES") == "True" and constants["PARTS"] == "0"
-    ends = ends and (constants["SUMS"], constants["GATHERS"]) != ("True", "True")
-    wrong = _not_past_caches(kernel, "load", *(() if ends else ("store",)))
+    wrong = []
+    if kernel.kernel == "exchange_kernel":
+        # What tiles have sent is summed, or stored, and goes no further.
+        ends = constants["TILES"] == "True" and (constants["SUMS"], constants["GATHERS"]) != ("True", "True")
+        wrong += _not_past_caches(kernel, "load", *(() if ends else ("store",)))
+    if constants.get("PARTS", "") != "0":
+        wrong += _not_past_caches(kernel, "note's load", "note's store")
     return wrong + rules.endless_polls(kernel) if kernel.nvidia else wrong
 
 
 def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:
     if kernel.nvidia:
-        ways = {"store": r"\bst\.relaxed\.sys\.global\.v4\.u32", "load": rules.QUAD_LOADS}
+        ways = {
+            "store": r"\bst\.relaxed\.sys\.global\.v4\.u32",
+            "load": rules.QUAD_LOADS,
+            "note's store": r"\bst\.relaxed\.sys\.global\.u64",
+            "note's load": rules.NOTE_LOADS,
+        }
     else:
-        ways = {"store": r"\bglobal_store_dword.* sc0 sc1", "load": r"\bglobal_load_dword.* sc0 sc1"}
+        ways = {
+            "store": r"\bglobal_store_dword .* sc0 sc1",
+            "load": r"\bglobal_load_dword .* sc0 sc1",
+            "note's store": r"\bglobal_store_dwordx2 .* sc0 sc1",
+            "note's load": r"\bglobal_load_dwordx2 .* sc0 sc1",
+        }
     return [f"no {name} of messages past the caches" for name in names if not kernel.count(ways[name])]
 
 

@@ -2,10 +2,12 @@
 versions: what makes one of them repeat a poll does nothing to the other, and cost 4 us of an all-reduce of 14
 (2 x H200, Triton 3.6)."""
 
+import itertools
+
 import pytest
 
-from pyrocshmem import message
-from tests.compile.assembly import QUAD_LOADS, Assembly, endless_polls
+from pyrocshmem import message, note
+from tests.compile.assembly import NOTE_LOADS, QUAD_LOADS, Assembly, endless_polls
 from tests.compile.cases import CASES, FEW, SMALL, Case
 from tests.compile.conftest import Compile
 
@@ -33,8 +35,8 @@ def test_polls(case: Case, target: str, compiled: Compile) -> None:
     assert [text for kernel in exchanges for text in endless_polls(kernel)] == []
     for kernel in exchanges:
         # Two of the report. Warps that ask past the caches queue at one place of L2, but who has not waited for the
-        # kernel before must: for the call's number, what the call before used, and the abort word.
-        assert kernel.count(UNCACHED) == (5 if kernel.constants["TILES"] == "True" else 2)
+        # kernel before must: for the call's number and the abort word.
+        assert kernel.count(UNCACHED) == (4 if kernel.constants["TILES"] == "True" else 2)
 
 
 def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
@@ -43,33 +45,37 @@ def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
     if not kernel.nvidia or constants.get("ALIGNED") != "True":
         return []
     # Of partial products that travel in fp32, a unit of 16-bit results is two quads; in a second hop it is one, and so
-    # is a program's sum of squares, and the first message of tiles.
+    # is the first message of tiles.
     sums = constants["SUMS"] == "True"
     wide = sums and case.op.startswith("gemm") and case.dtype != "float32"
     hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
         sums and constants["GATHERS"] == "True"
     )
-    hops += constants.get("PARTS", "0") != "0"
     first = constants.get("TILES") == "True"
     units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
-    found = kernel.count(QUAD_LOADS)
+    notes = units if constants.get("PARTS", "0") != "0" else 0
+    found, noted = kernel.count(QUAD_LOADS), kernel.count(NOTE_LOADS)
     needed = hops * units + first
-    return [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
+    wrong = [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
+    return wrong + ([] if noted == notes else [f"{noted} loads of notes, {notes} are needed"])
 
 
 def test_a_repeated_poll_is_found() -> None:
-    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one more for a norm."""
+    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one of notes for a norm."""
     constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
-    load = "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n"
+    load, note = (
+        "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n",
+        "ld.relaxed.sys.global.u64 both, [a];\n",
+    )
     for op, parts, needed in (
         ("all_reduce", 0, 2),
         ("gemm_all_reduce", 0, 3),
-        ("gemm_all_reduce_rms_norm", 8, 4),
+        ("gemm_all_reduce_rms_norm", 8, 3),
     ):
         found = {**constants, "PARTS": str(parts)}
-        for count in range(1, 6):
-            kernel = Assembly("sm_90", "exchange_kernel", found, load * count, 0, 0, 0)
-            assert bool(repeated_polls(Case(op), kernel)) == (count != needed)
+        for count, notes in itertools.product(range(1, 6), range(3)):
+            kernel = Assembly("sm_90", "exchange_kernel", found, load * count + note * notes, 0, 0, 0)
+            assert bool(repeated_polls(Case(op), kernel)) == (count != needed or notes != (parts > 0))
 
 
 LOOKS = "ld.relaxed.sys.global.u32 m", "mov.u64 now, %globaltimer", "setp.lt.u64 p", "setp.eq.and.u32 p, m"
@@ -78,8 +84,7 @@ LOOKS = "ld.relaxed.sys.global.u32 m", "mov.u64 now, %globaltimer", "setp.lt.u64
 @pytest.mark.parametrize("gone", ["", *LOOKS, "setp.ne.u32 p, m, 0;\n@p ", "AGAIN:"])
 def test_an_endless_poll_is_found(gone: str) -> None:
     """The control: a poll without the load of the abort word, the look at the clock, or what follows from them."""
-    for quads in (1, 2):
-        text = message._poll_text(quads)
+    for text in (message._poll_quads(1), message._poll_quads(2), note.POLL.value):
         assert gone in text
         lines = text.replace(gone, "") if gone.endswith(("@p ", ":")) else _without_line(text, gone)
         kernel = Assembly("sm_90", "exchange_kernel", {}, lines, 0, 0, 0)

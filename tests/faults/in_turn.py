@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from pyrocshmem import Heap, ShmemError, message, signal, target
+from pyrocshmem import Heap, ShmemError, message, note, signal, target
 from stream_k.workspace import Workspace
 from tests.faults.heap_support import mapped_files
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, digest, judge
@@ -136,7 +136,7 @@ def _before_announcing(deed: Callable[[], None]) -> None:
     def planted(*args: Any, **more: Any) -> None:
         deed()
 
-    signal.publish = message.push = planted
+    signal.publish = message.push = note.push = planted
 
 
 def _die() -> None:

@@ -28,7 +28,7 @@ from tests.stream_k.products import integers, small_config
 AHEAD_S, SHORT_S, LONG_S, PAUSE_S = 0.75, 0.5, 20.0, 0.1
 CALLS = 3
 CANARY = 77.0
-PLANTS = KEPT, TWO_SLOTS, NEVER_EMPTIED = "kept", "two slots", "never emptied"
+PLANTS = KEPT, ONE_SLOT, NEVER_EMPTIED = "kept", "one slot", "never emptied"
 Way = tuple[str, str, str]
 
 
@@ -283,9 +283,9 @@ def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) ->
 
 
 @triton.jit
-def slot_of_two(messages, slot_quads, count):
+def only_slot(messages, slot_quads, number):
     """`message.slot_of` as it must not be."""
-    return messages + message._HEAD + tl.cast(count % 2, tl.int64) * slot_quads * 4
+    return messages + message._HEAD
 
 
 def messages_ahead(rank: int, world_size: int, ways: list[Way]) -> dict[str, dict[Way, int]]:
@@ -293,14 +293,14 @@ def messages_ahead(rank: int, world_size: int, ways: list[Way]) -> dict[str, dic
     honest = message.restore, message.slot_of
     found: dict[str, dict[Way, int]] = {}
     for plant in PLANTS:
-        message.slot_of = slot_of_two if plant == TWO_SLOTS else honest[1]
+        message.slot_of = only_slot if plant == ONE_SLOT else honest[1]
         found[plant] = {way: _wrong_behind(way, plant, honest[0]) for way in ways}
     return found
 
 
 def _wrong_behind(way: Way, plant: str, restore: Any) -> int:
-    """Rank 1 empties the slot of the call before only when rank 0 has sent it what it has for the next call, or can't.
-    The calls are counted past the end of the numbers."""
+    """Rank 1 empties its slot only when rank 0 has sent it what it has for the next call, or can't. Numbers of calls
+    begin again meanwhile."""
     op, placement, algorithm = way
     config = small_config(placement=placement, algorithm=algorithm)
     message.restore = restore
@@ -308,17 +308,16 @@ def _wrong_behind(way: Way, plant: str, restore: Any) -> int:
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S if plant == KEPT else SHORT_S)
         messages, _ = workspace.messages(0)
-        own = messages[message.COUNT :][:1].fill_(int(message._WRAP.value) - 2)
+        own = messages[:1].fill_(int(message._LAST_NUMBER.value) - 2)
         ahead = heap.peer_view(own, 0)
         late = heap.rank == 1
 
-        def behind(messages: Any, slot_quads: Any, count: Any, *rest: Any) -> None:
+        def behind(*quads: Any) -> None:
             deadline = time.monotonic() + SHORT_S / 2
             while late and ahead == own and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(PAUSE_S if late else 0.0)
-            # The slot of the call before, of two: the next one's.
-            restore(messages, slot_quads, count + 1 if plant == TWO_SLOTS else count, *rest)
+            restore(*quads)
 
         message.restore = behind if plant != NEVER_EMPTIED else lambda *args: None
         try:

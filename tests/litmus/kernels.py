@@ -9,6 +9,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, status
 from pyrocshmem.device import remote
+from pyrocshmem.polls import pause
 from pyrocshmem.trace import now_us
 
 _OP = tl.constexpr(int(status.Op.TEST))
@@ -23,7 +24,7 @@ def _spin(flag, epoch, context):
     up = 0
     aborted = tl.load(abort, volatile=True)
     while (up == 0) & (aborted == 0) & (now_us() - begin < budget):
-        signal.pause()
+        pause()
         up = tl.where(tl.load(flag, volatile=True) - epoch >= 0, 1, 0)
         aborted = tl.load(abort, volatile=True)
     if up == 0:

@@ -8,8 +8,8 @@ guards, each of which can be left out:
     epoch     a flag counts only in its window (`signal._is_up`)
     wrap      epochs are compared by their difference, not as they are
     entered   nobody writes where peers may still read: `signal.wait_entered` (LAG in `stream_k.kernel`)
-    slots     what peers pull or sum alternates between two places, messages between three
-    restore   a call puts the sentinel back into the slot of the call before (`message.restore`)
+    slots     what peers pull or sum, and messages, alternate between two places
+    restore   a call puts the sentinel back into its slot (`message.restore`)
     abort     a wait watches the abort word
     tell      who gives up sets it at the peers
     heed      what a wait that gave up was for is left out
@@ -163,22 +163,19 @@ def scatter(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
 
 
 def messages(num_ranks: int, calls: int, guards: frozenset[str]) -> Model:
-    """`collectives`: data that are there when they are not the sentinel, in three slots (`pyrocshmem.message`).
-    A call pushes into its peers' slots and empties its own slot of the call before."""
+    """`collectives`: data that are there when they are not the sentinel, in two slots (`pyrocshmem.message`). A call
+    pushes into its peers' slots and empties its own when it has taken what came."""
     ranks = _Ranks(num_ranks, guards)
-    slots = 3 if "slots" in guards else 2
     for rank in range(num_ranks):
         launches = []
         for call in range(1, calls + 1):
-
-            def place(at: int, source: int, number: int) -> int:
-                return ranks.cell(at, f"message slot {number % slots} from rank {source}")
-
-            peers = ranks.peers(rank)
-            push = [Step("put", (place(peer, rank, call),), call) for peer in peers]
-            empty = [Step("put", (place(rank, peer, call - 1),), 0) for peer in peers]
-            take = Step("take", tuple(place(rank, peer, call) for peer in peers), call)
-            launches.append([*push, *(empty if "restore" in guards else []), take])
+            slot, peers = f"message slot {ranks.slot(call)}", ranks.peers(rank)
+            theirs = [ranks.cell(peer, f"{slot} from rank {rank}") for peer in peers]
+            own = tuple(ranks.cell(rank, f"{slot} from rank {peer}") for peer in peers)
+            push = [Step("put", (place,), call) for place in theirs]
+            take = Step("take", own, call)
+            empty = [Step("put", (place,), 0) for place in own]
+            launches.append([*push, take, *(empty if "restore" in guards else [])])
         ranks.add_thread(rank, launches)
     return ranks.model
 

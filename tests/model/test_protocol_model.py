@@ -31,7 +31,7 @@ NEEDED = [
         for name in ("scatter", "copy_rows", "pull_columns", "sum_rows")
     ),
     *((name, {"slots"}, False, WRONG_DATA) for name in ("pull_partials", "split_tile")),
-    ("messages", {"slots"}, False, "nobody can go on"),
+    ("messages", {"slots"}, False, WRONG_DATA),
     ("messages", {"restore"}, False, WRONG_DATA),
     *((name, {"abort"}, True, TWICE) for name in FLAGGED if name != "pull_partials"),
     *(
@@ -49,7 +49,7 @@ NEEDED = [
 def test_a_protocol_holds(name: str, ranks: int, calls: int) -> None:
     found, states = explore(PROTOCOLS[name](ranks, calls, GUARDS))
     assert found is None, f"\n{found}"
-    assert states > 100
+    assert states > 50
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -16,7 +16,7 @@ from triton.language import semantic
 
 import collectives
 import stream_k
-from pyrocshmem import signal
+from pyrocshmem import polls
 from stream_k.launch import Launch
 from stream_k.workspace import Workspace
 
@@ -28,12 +28,12 @@ begun: list[threading.Event] = []
 
 
 def poll() -> None:
-    """What a wait does between two looks, at least until all kernels have begun. Not `signal.pause`: calling a jit
+    """What a wait does between two looks, at least until all kernels have begun. Not `polls.pause`: calling a jit
     function would replace the interpreter's functions again."""
-    signal._host_yield()
+    polls._host_yield()
     deadline = time.monotonic() + DEADLINE_S
     while not all(each.is_set() for each in begun) and time.monotonic() < deadline:
-        signal._host_yield()
+        polls._host_yield()
 
 
 def has_begun(index: int) -> None:

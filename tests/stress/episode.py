@@ -30,7 +30,7 @@ from tests.stream_k.products import ON_CPU
 from tests.stress.ops import OPS, Call
 from tests.stress.rounds import GRAPH, Round, groups_of, shrunk
 
-# The largest calls on GPUs keep some 60 MB a slot on 8 ranks, and of messages three slots.
+# The largest calls on GPUs keep some 60 MB a slot on 8 ranks, and of messages two slots.
 HEAP_BYTES = (48 if ON_CPU else 512) << 20
 # A rank that shares a core may be late by seconds: a wait must not run out unless a rank is missing.
 PATIENT_S, SHORT_S, SLACK_S = 30.0, 0.5, 4.0

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pyrocshmem import Heap, message, signal, spawn, target  # isort: skip  # before Triton
+from pyrocshmem import Heap, message, note, signal, spawn, target  # isort: skip  # before Triton
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import collectives
 import stream_k
+from pyrocshmem.polls import pause
 from reference.problems import PROBLEMS
 from reference.timing import time_in_turn
 from stream_k.workspace import Workspace
@@ -44,18 +46,18 @@ def bare_wait(
     control, abort, record, heap_bases = context
     up = tl.min(signal._is_up(flags, mask, epoch, abort), axis=0)
     while up == 0:
-        signal.pause()
+        pause()
         up = tl.min(signal._is_up(flags, mask, epoch, abort), axis=0)
     signal._acquire(flags, mask, abort, scope)
     return up == 1
 
 
 def _bare_poll(text: str) -> str:
-    """The PTX of `message.poll` (NVIDIA) without its look at the clock and the abort word."""
+    """The PTX of `message.poll` or `note.poll` (NVIDIA) without its look at the clock and the abort word."""
     before, counting, rest = text.partition("add.u32 n, n, 1;")
     _, giving_up, after = rest.partition("mov.u32 gone, 1;")
     if not (counting and giving_up):
-        raise ValueError(f"message.poll has changed, its checks are not where they were:\n{text}")
+        raise ValueError(f"polls.poll_text has changed, its checks are not where they were:\n{text}")
     return before + "bra AGAIN;" + after
 
 
@@ -78,20 +80,18 @@ def _forget_compiled() -> None:
 @contextlib.contextmanager
 def without_checks() -> Iterator[None]:
     """What is prepared inside waits for ever."""
-    polls = message._POLL_ONE, message._POLL_TWO
-    honest = signal.wait, message.deadline_ns, *polls
-    signal.wait = bare_wait
-    # The interpreter's poll is another one.
-    if not target.interpreted():
-        message.deadline_ns = no_deadline
-        message._POLL_ONE, message._POLL_TWO = (tl.constexpr(_bare_poll(text.value)) for text in polls)
-        _forget_compiled()
-    try:
-        yield
-    finally:
-        signal.wait, message.deadline_ns, message._POLL_ONE, message._POLL_TWO = honest
+    polls = (message, "_POLL_ONE"), (message, "_POLL_TWO"), (note, "POLL")
+    with pytest.MonkeyPatch.context() as plant:
+        plant.setattr(signal, "wait", bare_wait)
+        # The interpreter's poll is another one.
         if not target.interpreted():
+            plant.setattr(message, "deadline_ns", no_deadline)
+            for module, name in polls:
+                plant.setattr(module, name, tl.constexpr(_bare_poll(getattr(module, name).value)))
             _forget_compiled()
+        yield
+    if not target.interpreted():
+        _forget_compiled()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Notes: a word beside the number of its call, 8 bytes that are stored and loaded at once.
+
+A note is there when it has the call's number, as in NCCL's LL protocol. It comes to a place of its own, which nothing
+else uses, so nobody has to empty that as the slots of messages are (`pyrocshmem.message`), and several programs can
+read it. The notes of two calls take turns, behind the slots; messages keep ranks from being further apart.
+
+    number = message.number(messages)
+    note.push(remote(note.first(messages, slot_quads, number) + 2 * place, ..), word, number, mask)
+    word, late = note.poll(note.first(messages, slot_quads, number), place, number, mask, deadline, context)
+"""
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from pyrocshmem import message_slots, signal, target
+from pyrocshmem.polls import pause, poll_text
+from pyrocshmem.trace import now_ns
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+_HEAD, _SLOTS = tl.constexpr(message_slots.HEAD_WORDS), tl.constexpr(message_slots.NUM_SLOTS)
+
+# Until what is at the first input has the second one's number.
+POLL = tl.constexpr(
+    poll_text(
+        ["ld.relaxed.sys.global.u64 both, [$2];", "mov.b64 {w0, found}, both;"],
+        ["w0"],
+        ["setp.ne.u32 q, found, $3;"],
+        2,
+    )
+)
+
+
+@triton.jit
+def first(messages, slot_quads, number):
+    """Where the notes of call `number` begin (int64 pointer). Each is two words from the next."""
+    behind = messages + _HEAD + tl.cast(slot_quads, tl.int64) * (4 * _SLOTS)
+    return behind.to(tl.pointer_type(tl.int64), bitcast=True) + (number & 1)
+
+
+@triton.jit
+def push(pointer, word, number, mask):
+    """Store int32 words as notes of call `number` at `pointer` (a block of int64 pointers), in the own heap or a
+    peer's, such that whoever polls there sees them soon."""
+    both = tl.cast(number, tl.int64) << 32 | (word.to(tl.int64) & 0xFFFFFFFF)
+    if _INTERPRETED:
+        tl.store(pointer, both, mask=mask)
+    elif target_info.is_hip():
+        tl.store(pointer, both, mask=mask, cache_modifier=".wt")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $3, 0;
+            @p st.relaxed.sys.global.u64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r", [pointer.to(tl.int64), both, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def poll(notes, place, number, mask, deadline, context):
+    """Wait for the notes of call `number` at `place` (a block), of those that begin at `notes`, where `mask`.
+
+    Returns (their words, late): zeros where not `mask`; late is 1 where they did not come before `deadline`, or a peer
+    gave up.
+    """
+    abort = context[1]
+    # An address that can be read where nothing is waited for.
+    pointer = notes + 2 * tl.where(mask, place, 0)
+    if not _INTERPRETED and not target_info.is_hip():
+        word, late = tl.inline_asm_elementwise(
+            POLL, "=r,=r,l,r,r,l,l",
+            [pointer.to(tl.int64), tl.cast(number, tl.int32), mask.to(tl.int32), deadline, abort.to(tl.int64)],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        late = _missing(pointer, number, mask)
+        aborted = signal.load_now(abort)
+        waiting = tl.max(late)
+        while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
+            pause()
+            waiting = tl.max(_missing(pointer, number, mask))
+            aborted = signal.load_now(abort)
+        # The loop can't carry blocks: they are read once more.
+        late = _missing(pointer, number, mask)
+        word = tl.where(mask & (late == 0), signal.load_now(pointer, True), 0).to(tl.int32)
+    return word, late
+
+
+@triton.jit
+def _missing(pointer, number, mask):
+    """1 where a note has not arrived."""
+    return tl.where(mask & (signal.load_now(pointer, True) >> 32 != number), 1, 0)

@@ -1,0 +1,67 @@
+"""How a wait looks again and again: the pause between two looks, and the loop that waits for words that carry their
+own flag, as NVIDIA's assembler takes it."""
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from pyrocshmem import target, turns
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+_PAUSE_NS = 40
+_PAUSE = tl.constexpr(f"nanosleep.u32 {_PAUSE_NS};\nmov.u32 $0, 0;")
+
+
+def _host_yield():
+    # Ranks share the processor's cores on the CPU target, threads its interpreter too: a rank that spins keeps
+    # the one it waits for from running.
+    turns.pass_on(0.0002)
+
+
+# Triton's dependency scan refuses plain functions; this one runs in the interpreter only.
+setattr(_host_yield, "__triton_builtin__", True)  # noqa: B010
+
+
+@triton.jit
+def pause():
+    """Between two polls: leave the processor to others."""
+    if _INTERPRETED:
+        _host_yield()
+    elif not target_info.is_hip():
+        tl.inline_asm_elementwise(_PAUSE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def poll_text(loads: list[str], words: list[str], missing: list[str], inputs: int) -> str:
+    """PTX: `loads` until not what `missing` says in predicate q; look at the clock and the abort word every 256th time.
+    Outputs: the words, late. Inputs: so many of `loads` and `missing`, mask, deadline, address of the abort word."""
+    late, mask, deadline, abort = (f"${len(words) + i}" for i in (0, *range(inputs + 1, inputs + 4)))
+    lines = [
+        "{",
+        ".reg .pred p, q;",
+        f".reg .u32 {', '.join(words)}, found, n, m, gone;",
+        ".reg .u64 now, both;",
+        *(f"mov.u32 {word}, 0;" for word in (*words, "n", "gone")),
+        f"setp.eq.u32 p, {mask}, 0;",
+        "@p bra DONE;",
+        "AGAIN:",
+        *loads,
+        *missing,
+        "@!q bra DONE;",
+        # Whoever polls without a pause holds up what is on its way to it (2 x H200: 0.8 us of 3.2 at 1 KiB).
+        f"nanosleep.u32 {_PAUSE_NS};",
+        "add.u32 n, n, 1;",
+        "and.b32 m, n, 255;",
+        "setp.ne.u32 p, m, 0;",
+        "@p bra AGAIN;",
+        f"ld.relaxed.sys.global.u32 m, [{abort}];",
+        "mov.u64 now, %globaltimer;",
+        f"setp.lt.u64 p, now, {deadline};",
+        "setp.eq.and.u32 p, m, 0, p;",
+        "@p bra AGAIN;",
+        "mov.u32 gone, 1;",
+        "DONE:",
+        *(f"mov.u32 ${i}, {word};" for i, word in enumerate(words)),
+        f"mov.u32 {late}, gone;",
+        "}",
+    ]
+    return "\n".join(lines)
