@@ -8,8 +8,8 @@ calls it is (each rank counts those alike, having voted on them in the same orde
     rank 0   .. | 7: all_reduce of 4 x 8 | 8: all_gather of 2 x 8
     rank 1   .. | 7: all_reduce of 4 x 8 | 8: rms_norm of 4 x 8     who comes second sees it, and launches nothing
 
-A rank that is behind is compared later, as long as its peers are not _KEPT calls ahead. Replays of captured graphs are
-no calls: their order is the caller's to keep.
+A rank that is behind is compared later, as long as its peers are not _KEPT calls ahead. A word has 31 bits of a number,
+which wraps. Replays of captured graphs are no calls: their order is the caller's to keep.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pyrocshmem.forming import SYSTEM_BYTES, form
 
 _KEPT = 1024
 _WHICH_BITS = 32
+_NUMBERS = 1 << 31
 
 
 class Difference(NamedTuple):
@@ -50,7 +51,7 @@ class Ledger:
     def begin(self, which: int) -> None:
         """Write down that this rank begins the planned call `which`."""
         self._begun = number = self._begun + 1
-        self._own[number % _KEPT] = number << _WHICH_BITS | which
+        self._own[number % _KEPT] = number % _NUMBERS << _WHICH_BITS | which
 
     def compare(self) -> Difference | None:
         """The first call that a peer has begun otherwise than this rank, None if there is none so far."""
@@ -62,9 +63,10 @@ class Ledger:
             for words in self._peers:
                 word = words[place]
                 if word != mine:
-                    if word >> _WHICH_BITS < number:
+                    ahead = ((word >> _WHICH_BITS) - number) % _NUMBERS
+                    if ahead >= _NUMBERS // 2:
                         return None  # later
-                    if word >> _WHICH_BITS == number:
+                    if ahead == 0:
                         return self._at(number)
             self._compared = compared = number
         return None
@@ -77,5 +79,5 @@ class Ledger:
 
     def _at(self, number: int) -> Difference:
         words = [words[number % _KEPT] for words in self._words]
-        mask = (1 << _WHICH_BITS) - 1
-        return Difference(number, [w & mask if w >> _WHICH_BITS == number else None for w in words])
+        mask, begun = (1 << _WHICH_BITS) - 1, number % _NUMBERS
+        return Difference(number, [w & mask if w >> _WHICH_BITS == begun else None for w in words])

@@ -12,7 +12,7 @@ import collectives
 import stream_k
 from pyrocshmem import CallMismatch, Heap, ShmemError
 from pyrocshmem.bootstrap import as_group
-from pyrocshmem.ledger import _KEPT, Difference, Ledger
+from pyrocshmem.ledger import _KEPT, _NUMBERS, Difference, Ledger
 from stream_k.workspace import workspace_for
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, integers, small_config
@@ -175,6 +175,33 @@ def test_who_is_late_is_compared_later() -> None:
     nothing = [None] * 4
     expected = [*nothing, Difference(6, [9, 2]), Difference(1, [3, 4]), None, Difference(_KEPT + 10, [1, 2])]
     for found in values(run_ranks(written_down, 2, timeout=TIMEOUT_S)):
+        assert found == expected
+
+
+def counted_on(rank: int, world_size: int) -> list[Any]:
+    """What `Ledger.compare` says, once all have begun, of calls of two ranks around the one whose number is 0 again."""
+    group = as_group(None)
+    ledger, said = Ledger(group, 10.0), []
+    ledger._begun = ledger._compared = _NUMBERS - _KEPT - 2
+
+    def both(mine: list[int]) -> None:
+        for which in mine:
+            ledger.begin(which)
+        group.exchange(b"", "began")
+        said.append(ledger.compare())
+        group.exchange(b"", "compared")
+
+    both([0] * _KEPT)
+    both([0] * 5 if rank == 0 else [0])  # the other one's words have the last numbers before
+    both([] if rank == 0 else [0] * 4)
+    both([0, 1] if rank == 0 else [0, 2])
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_numbers_of_calls_wrap() -> None:
+    expected = [None, None, None, Difference(_NUMBERS + 5, [1, 2])]
+    for found in values(run_ranks(counted_on, 2, timeout=TIMEOUT_S)):
         assert found == expected
 
 
