@@ -14,7 +14,6 @@ Nothing here initialises torch.distributed.
 """
 
 import json
-import os
 import threading
 import time
 import weakref
@@ -25,24 +24,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pyrocshmem.boards import Board, MemoryBoard, StoreBoard
+from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 _LOOK_FOR_ABORT_S = 0.05
 _GAVE_UP = 0xFFFFFFFF  # instead of the length of a call
-
-
-def init_seconds() -> float:
-    """How long forming a group or heap may take, in seconds: `PYROCSHMEM_INIT_SECONDS`, 30 by default."""
-    text = os.environ.get("PYROCSHMEM_INIT_SECONDS", "30")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"PYROCSHMEM_INIT_SECONDS={text!r}, allowed are numbers greater than 0")
-    return seconds
 
 
 _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()

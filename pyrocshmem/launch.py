@@ -32,8 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import bootstrap, endings, target
+from pyrocshmem import endings, target
 from pyrocshmem.bootstrap import ThreadGroup
+from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import PeerAborted
 from pyrocshmem.rank_process import Job, init_process_group, rank_main
 
@@ -176,7 +177,7 @@ def from_torchrun() -> tuple[int, int]:
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=rank == 0 and not agent_hosts,
-            timeout=timedelta(seconds=bootstrap.init_seconds()),
+            timeout=timedelta(seconds=init_seconds()),
             wait_for_workers=False,
         )
         # A restart of the ranks meets the same store again.

@@ -26,9 +26,10 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from pyrocshmem import bootstrap, status, target
+from pyrocshmem import status, target
 from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import as_group
+from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
@@ -77,8 +78,8 @@ class Lifecycle:
         except (TypeError, ValueError, RuntimeError) as error:
             self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
-        seconds = bootstrap.init_seconds()
-        memory = form(self._channel, SYSTEM_BYTES + self.nbytes, self.device, target.backend(), seconds)
+        nbytes = SYSTEM_BYTES + self.nbytes
+        memory = form(self._channel, nbytes, self.device, target.backend(), init_seconds())
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self._restarts: list[weakref.WeakMethod[Callable[[], None]]] = []

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from pyrocshmem import bootstrap, endings, target
 from pyrocshmem.boards import StoreBoard
 from pyrocshmem.bootstrap import Group
+from pyrocshmem.budgets import init_seconds
 
 _PR_SET_PDEATHSIG = 1
 
@@ -115,7 +116,7 @@ def _join(job: Job) -> None:
         torch.set_num_threads(1)
         # Ranks of one machine: gloo must not depend on what the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    seconds = timedelta(seconds=bootstrap.init_seconds())
+    seconds = timedelta(seconds=init_seconds())
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=seconds, wait_for_workers=False)
     init_process_group(store, job.rank, job.world_size, device)
 

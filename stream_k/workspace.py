@@ -13,21 +13,18 @@ from another thread at the same time raises `WorkspaceBusy`. All ranks make the 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pyrocshmem import signal, status
+from pyrocshmem import budgets, signal, status
 from pyrocshmem.errors import CallMismatch, WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
 from stream_k.streams import Streams
-
-DEFAULT_WAIT_SECONDS = 10.0
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
@@ -55,7 +52,8 @@ class Workspace(Streams):
 
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
     heap. nbytes: a fixed size for all its buffers; calls that need more raise ValueError before anything is launched.
-    None: grows as needed. wait_seconds: how long a device-side wait lasts; None: PYROCSHMEM_WAIT_SECONDS, or 10.
+    None: grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS,
+    or 10.
     """
 
     def __init__(
@@ -67,6 +65,7 @@ class Workspace(Streams):
     ) -> None:
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
+        seconds = budgets.wait_seconds(wait_seconds)
         self.heap = heap
         self.label = label(self)
         super().__init__(heap.device if heap is not None else torch.device(device))
@@ -96,9 +95,7 @@ class Workspace(Streams):
             abort = torch.zeros(1, dtype=torch.int32, device=self.device)
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
         self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
-        if wait_seconds is None:
-            wait_seconds = float(os.environ.get("PYROCSHMEM_WAIT_SECONDS", DEFAULT_WAIT_SECONDS))
-        self.control[int(signal.BUDGET_US.value)] = int(wait_seconds * 1e6)
+        self.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
         self.context = (self.control, abort, self.status, bases)
         self._agree("workspace")
         self._ledger = heap.new_ledger() if heap is not None else None

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import CallMismatch, InitTimeout, PeerAborted, ShmemError, ThreadGroup, as_group, bootstrap
+from pyrocshmem import (
+    CallMismatch,
+    InitTimeout,
+    PeerAborted,
+    ShmemError,
+    ThreadGroup,
+    as_group,
+    bootstrap,
+    budgets,
+)
 from pyrocshmem.boards import StoreBoard
 from pyrocshmem.bootstrap import Group
 from tests.ranks import run_ranks, values
@@ -185,7 +194,7 @@ def test_store_that_goes_away_is_an_error_not_a_hang():
 def test_bad_init_seconds(monkeypatch, text):
     monkeypatch.setenv("PYROCSHMEM_INIT_SECONDS", text)
     with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):
-        bootstrap.init_seconds()
+        budgets.init_seconds()
 
 
 def test_alone_without_a_process_group():

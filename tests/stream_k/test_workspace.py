@@ -7,7 +7,7 @@ import torch
 
 import pyrocshmem
 import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, signal
 from stream_k.workspace import Workspace, local_workspace
 from tests.stream_k.products import Frame, check_product, device, random, small_config
 
@@ -26,6 +26,27 @@ def product(workspace: Workspace, config: stream_k.Config = SPLIT) -> None:
 def test_needs_a_place() -> None:
     with pytest.raises(ValueError, match="a heap or a device, got neither"):
         Workspace()
+
+
+BUDGETS = ["soon", "", "nan", "inf", "0", "-1", "2147.5"]
+
+
+@pytest.mark.parametrize("text", BUDGETS)
+def test_a_budget_that_kernels_can_not_hold(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYROCSHMEM_WAIT_SECONDS", text)
+    allowed = "allowed are numbers greater than 0, at most 2147"
+    with pytest.raises(ValueError, match=f"PYROCSHMEM_WAIT_SECONDS='{text}', {allowed}"):
+        Workspace(device=device())
+    if text not in BUDGETS[:2]:
+        with pytest.raises(ValueError, match=f"wait_seconds is {float(text)}, {allowed}"):
+            Workspace(device=device(), wait_seconds=float(text))
+
+
+def test_the_longest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument comes first, and whatever the environment says is then of no account."""
+    monkeypatch.setenv("PYROCSHMEM_WAIT_SECONDS", "never")
+    control = Workspace(device=device(), wait_seconds=2147).control
+    assert int(control[int(signal.BUDGET_US.value)]) == 2_147_000_000
 
 
 def test_grows_as_calls_need_it() -> None:
