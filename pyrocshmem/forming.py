@@ -117,7 +117,7 @@ class SharedMemory:
         self._parts.append(own.free)
         nonce = [secrets.randbits(31) for _ in range(_NONCE_WORDS)]
         words = [0] * (SYSTEM_WORDS - _NONCE_WORDS) + nonce
-        self.words(own.ptr).copy_(torch.tensor(words, dtype=torch.int32))
+        self.words(own.ptr).copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
         synchronize(self.device)
         return own.export(), nonce
 

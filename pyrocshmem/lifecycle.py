@@ -93,12 +93,13 @@ class Lifecycle:
         storage = storage_at(self.base, SYSTEM_BYTES, self.device, memory)
         self._system: torch.Tensor | None = tensor_on(storage, torch.int32, (SYSTEM_WORDS,))
         on_gpu = self.device.type != "cpu"
-        self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        on_host: Any = {"device": "cpu", "pin_memory": on_gpu}  # whatever the caller's default device is
+        self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, **on_host)
         self._record = self.status.numpy()  # the same memory: an array gives a number in a tenth of the time
         # For aborting while kernels hold every SM and wait: a copy, which needs no SM, on a stream of its own. Made
         # now, because pinning memory waits for running kernels.
-        self._abort_word = torch.full((1,), 1 + self.rank, dtype=torch.int32, pin_memory=on_gpu)
-        self._abort_seen = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self._abort_word = torch.full((1,), 1 + self.rank, dtype=torch.int32, **on_host)
+        self._abort_seen = torch.zeros(1, dtype=torch.int32, **on_host)
         self._abort_places = [memory.words(base)[:1] for base in self.bases]
         self._abort_stream = torch.cuda.Stream(self.device) if on_gpu else None
         self._closed = False

@@ -51,7 +51,7 @@ def _plan(make: Callable[..., torch.Tensor], *args: Any, dtype: torch.dtype | No
         if found.is_floating_point and found.itemsize == 1:  # torch has few kernels for 8-bit floats
             tensor.copy_(make(*args, dtype=torch.float32, device=tensor.device, **kwargs))
         else:
-            make(*args, out=tensor, **kwargs)
+            make(*args, out=tensor, device=tensor.device, **kwargs)
 
     return Plan(tuple(shape_of.shape), found, fill)
 

@@ -89,9 +89,8 @@ class Workspace(Streams):
         if heap is not None:
             self.status, abort, bases = heap.status, heap.system, heap.heap_bases
         else:
-            self.status = torch.zeros(
-                status.NUM_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda"
-            )
+            pinned = self.device.type == "cuda"
+            self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
             abort = torch.zeros(1, dtype=torch.int32, device=self.device)
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
         self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0

@@ -58,6 +58,20 @@ def test_inferred_dtypes_and_ranges(heap):
     same(heap.linspace(-1, 3, 9), torch.linspace(-1, 3, 9, device=heap.device))
 
 
+def test_the_callers_default_device_is_of_no_account():
+    with torch.device("meta"), Heap(MIB) as heap:
+        made = [
+            heap.zeros(3), heap.ones(3), heap.full(3, 1), heap.arange(3), heap.linspace(0, 1, 3), heap.empty(3),
+            heap.rand(3, seed=1), heap.randn(3), heap.randint(0, 5, 3), heap.ones(3, dtype=torch.float8_e4m3fn),
+        ]  # fmt: skip
+        assert {x.device for x in (*made, heap.system, heap.heap_bases)} == {heap.device}
+        assert {x.device.type for x in (heap.status, heap._abort_word, heap._abort_seen)} == {"cpu"}
+        same(heap.arange(5), torch.arange(5, device="cpu"))
+        heap.recover()
+        heap.abort("told to")
+        assert int(heap.system[0]) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64], ids=str)
 def test_random_fills_follow_torch(heap, dtype):
     def seeded():

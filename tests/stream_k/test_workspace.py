@@ -116,6 +116,13 @@ def test_on_another_device() -> None:
         stream_k.gemm(a.to("meta"), a.to("meta"))
 
 
+def test_the_callers_default_device_is_of_no_account() -> None:
+    a = random(8, 8, torch.float32)
+    with torch.device("meta"):
+        out = stream_k.gemm(a, a, workspace=Workspace(device=device()))
+    check_product(out, a, a)
+
+
 def test_counts_the_calls_that_split() -> None:
     workspace = Workspace(device=device())
     for call in range(3):
