@@ -24,6 +24,7 @@ from pyrocshmem import status, target
 from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import Group
 from pyrocshmem.errors import InitTimeout, ShmemError
+from pyrocshmem.modes import normal_tensors
 
 SYSTEM_WORDS = 4096  # int32 words at the start of every heap: flags and the like, see `pyrocshmem.signal`
 SYSTEM_BYTES = 4 * SYSTEM_WORDS
@@ -69,6 +70,7 @@ def storage_at(address: int, nbytes: int, device: torch.device, owner: object) -
     return storage
 
 
+@normal_tensors()
 def tensor_on(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
@@ -76,7 +78,8 @@ def tensor_on(
     stride: Sequence[int] | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """A tensor over `storage`, contiguous when `stride` is None; `offset` counts elements."""
+    """A tensor over `storage`, contiguous when `stride` is None; `offset` counts elements. A normal one, under
+    `torch.inference_mode` too: what is on a heap outlives that."""
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
     tensor = torch.empty(0, dtype=dtype, device=storage.device)

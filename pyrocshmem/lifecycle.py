@@ -44,6 +44,7 @@ from pyrocshmem.forming import (
     tensor_on,
 )
 from pyrocshmem.ledger import Ledger
+from pyrocshmem.modes import normal_tensors
 
 ALIGNMENT = 256
 PADDED_RANKS = 8
@@ -54,6 +55,7 @@ live_heaps: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 class Lifecycle:
     """Forming, votes, faults and the end of a heap; see `Heap` for the arguments and attributes."""
 
+    @normal_tensors()
     def __init__(
         self,
         nbytes: int | None = None,

@@ -15,6 +15,7 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
+from pyrocshmem.modes import normal_tensors
 from stream_k.config import (
     BY_MESSAGE,
     BY_ROWS,
@@ -248,6 +249,7 @@ def _gathering(config: Config, rows: int) -> str:
     return f"copy_engine, {min(config.chunk * config.block_m, rows)} rows at a time"
 
 
+@normal_tensors()
 def _make_plan(
     op: FusedOp,
     key: Hashable,

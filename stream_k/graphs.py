@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from pyrocshmem import target, trace
+from pyrocshmem.modes import normal_tensors
 from stream_k.product import Product
 from stream_k.streams import CALLS
 from stream_k.workspace import Workspace
@@ -116,7 +117,8 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
     with _one_capture, _no_garbage_collected(), workspace.beside(CALLS):
         # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer. Its stream is one
         # for all threads, too, whatever their device.
-        graph.capture_begin(capture_error_mode="thread_local")
+        with normal_tensors():  # the random generator's state, which the next capture writes
+            graph.capture_begin(capture_error_mode="thread_local")
         try:
             enqueue()
         except BaseException:

@@ -24,6 +24,7 @@ from pyrocshmem.errors import CallMismatch, WorkspaceBusy
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
+from pyrocshmem.modes import normal_tensors
 from stream_k.streams import Streams
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
@@ -56,6 +57,7 @@ class Workspace(Streams):
     or 10.
     """
 
+    @normal_tensors()
     def __init__(
         self,
         heap: Heap | None = None,
@@ -160,6 +162,7 @@ class Workspace(Streams):
         self._calls.setdefault(call, len(self._calls))
         return replies
 
+    @normal_tensors()
     def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
         """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
         all are ready: one that compiles longer than the others must not eat into their kernels' wait budget."""
@@ -201,7 +204,8 @@ class Workspace(Streams):
         if self.heap is not None and not local:
             made = self.heap.empty(count, dtype=dtype)
         else:
-            made = torch.empty(count, dtype=dtype, device=self.device)
+            with normal_tensors():
+                made = torch.empty(count, dtype=dtype, device=self.device)
         if name.endswith("flags"):
             made.fill_(self.epoch())
         elif key == _MESSAGES:

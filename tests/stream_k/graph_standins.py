@@ -62,6 +62,8 @@ class Graph:
 
     def capture_begin(self, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
+        # PyTorch makes the random generator's state here, or writes what an earlier capture made.
+        assert not torch.is_inference_mode_enabled()
         assert self.device.stream != CALLER
         assert self.device.capturing is None
         self.device.capturing, self.streams = self, {self.device.stream}

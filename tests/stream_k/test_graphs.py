@@ -155,6 +155,17 @@ def test_under_capture_all_is_the_callers(device: Device) -> None:
     assert [call.run(out, 4.0), call.run(other, 5.0)] == ["r", "e"]
 
 
+def test_in_inference_mode(device: Device) -> None:
+    """What is captured writes the caller's tensors, which only that mode may."""
+    with torch.inference_mode():
+        call, (out,) = Call(device), places(1)
+        modes: list[bool] = []
+        for _ in range(2):
+            call.graphs.run((out,), lambda: modes.append(torch.is_inference_mode_enabled()))
+        assert [call.run(out, float(n)) for n in range(3)] == ["e", "c", "r"]
+    assert modes == [True, True]
+
+
 def test_while_a_timeline_is_recorded(device: Device) -> None:
     """Each copy is the recorder's, in every call."""
     call, (out,) = Call(device), places(1)
