@@ -205,7 +205,8 @@ class Heap(Lifecycle, TensorFactories):
     def close(self) -> None:
         """Leave the heap. Local, and harmless when repeated.
 
-        The memory itself is given back when no tensor on it lives any more. Peers that still wait for this
+        The memory itself is given back when no tensor on it lives any more: at once where only workspaces have some,
+        after what was launched. Calls on these raise `ValueError` from now on. Peers that still wait for this
         rank in a vote raise `PeerAborted`; a kernel that waits for it raises `PeerTimeout`.
         """
         super().close()

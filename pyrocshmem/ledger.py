@@ -15,11 +15,12 @@ which wraps. Replays of captured graphs are no calls: their order is the caller'
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from pyrocshmem.bootstrap import Group
+from pyrocshmem.errors import CallMismatch
 from pyrocshmem.forming import SYSTEM_BYTES, form
 
 _KEPT = 1024
@@ -32,6 +33,19 @@ class Difference(NamedTuple):
 
     number: int
     which: list[int | None]
+
+
+class Caller(Protocol):
+    """What makes calls on a heap and counts them, as `stream_k.Workspace` does: what the heap asks of it."""
+
+    def mismatch(self) -> CallMismatch | None:
+        """Whether ranks have begun different calls: in `Heap.check`."""
+
+    def start_anew(self) -> None:
+        """Count calls from 0: in `Heap.recover`, while no rank writes anything."""
+
+    def let_go(self) -> None:
+        """Hold no memory of the heap any more: in `Heap.close`."""
 
 
 class Ledger:

@@ -43,7 +43,7 @@ from pyrocshmem.forming import (
     synchronize,
     tensor_on,
 )
-from pyrocshmem.ledger import Ledger
+from pyrocshmem.ledger import Caller, Ledger
 from pyrocshmem.modes import normal_tensors
 
 ALIGNMENT = 256
@@ -84,8 +84,7 @@ class Lifecycle:
         memory = form(self._channel, nbytes, self.device, target.backend(), init_seconds())
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
-        self._restarts: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._comparisons: list[weakref.WeakMethod[Callable[[], CallMismatch | None]]] = []
+        self._callers: list[weakref.ref[Caller]] = []
         self.bases = memory.bases
         self.base = memory.bases[self.rank]
         # Padded, so that a kernel can read the table as one block of 8 lanes.
@@ -192,8 +191,8 @@ class Lifecycle:
             raise fault
 
     def _mismatch(self) -> CallMismatch | None:
-        for reference in self._comparisons:
-            if (compare := reference()) is not None and (found := compare()) is not None:
+        for reference in self._callers:
+            if (caller := reference()) is not None and (found := caller.mismatch()) is not None:
                 return found
         return None
 
@@ -210,19 +209,14 @@ class Lifecycle:
             self._channel.abort(message)
         self._set_abort_words()
 
-    def on_recovery(self, restart: Callable[[], None]) -> None:
-        """Have `recover` call a method of an object that holds call numbers, while no rank writes anything."""
-        self._restarts = [each for each in self._restarts if each() is not None]
-        self._restarts.append(weakref.WeakMethod(restart))
+    def attach(self, caller: Caller) -> None:
+        """Ask `caller` what `Caller` says, as long as it lives."""
+        self._callers = [each for each in self._callers if each() is not None]
+        self._callers.append(weakref.ref(caller))
 
     def new_ledger(self) -> Ledger | None:
         """Where ranks write down which calls of a workspace they begin: collective. None: of one rank."""
         return Ledger(self.group, self.timeout) if self.world_size > 1 else None
-
-    def on_check(self, compare: Callable[[], CallMismatch | None]) -> None:
-        """Have `check` ask a method of an object that knows the ranks' calls whether they are the same."""
-        self._comparisons = [each for each in self._comparisons if each() is not None]
-        self._comparisons.append(weakref.WeakMethod(compare))
 
     def _recover(self, holdings: bytes, keep: Callable[[list[bytes]], None]) -> None:
         """See `Heap.recover`. keep: is given every rank's `holdings`, at that time."""
@@ -250,9 +244,9 @@ class Lifecycle:
     def _start_anew(self) -> None:
         self.system[:1] = 0
         self.status.zero_()
-        for reference in self._restarts:
-            if (restart := reference()) is not None:
-                restart()
+        for reference in self._callers:
+            if (caller := reference()) is not None:
+                caller.start_anew()
         synchronize(self.device)
 
     @property
@@ -268,6 +262,9 @@ class Lifecycle:
         live_heaps.discard(self)
         with store_may_be_gone():
             self._home.leave("it closed the heap")
+        for reference in self._callers:
+            if (caller := reference()) is not None:
+                caller.let_go()
         self._system = None
         self.workspace = None
         self._abort_places = []

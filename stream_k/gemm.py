@@ -84,6 +84,7 @@ def run(
         check_output(out, (M, N), a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)
+        workspace.check()
         if out is None:
             out = torch.empty(M, N, dtype=a.dtype, device=a.device)
         if min(M, N) == 0:

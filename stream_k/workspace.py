@@ -12,6 +12,7 @@ from another thread at the same time raises `WorkspaceBusy`. All ranks make the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -21,31 +22,17 @@ import torch
 
 from pyrocshmem import budgets, signal, status
 from pyrocshmem.errors import CallMismatch, WorkspaceBusy
+from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
 from pyrocshmem.modes import normal_tensors
-from stream_k.streams import Streams
+from stream_k.streams import Streams, Turn
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
-
-
-class _Turn:
-    """What `Workspace.begin` returns: the call's launches are in a `with` block of it, at whose end it is over."""
-
-    __slots__ = ("_end",)
-
-    def __init__(self, end: Callable[[bool], None]) -> None:
-        self._end = end
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end(error is not None)
 
 
 class Workspace(Streams):
@@ -97,12 +84,11 @@ class Workspace(Streams):
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
         self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
         self.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
-        self.context = (self.control, abort, self.status, bases)
+        self.context: tuple[torch.Tensor, ...] = (self.control, abort, self.status, bases)
         self._agree("workspace")
         self._ledger = heap.new_ledger() if heap is not None else None
         if heap is not None:
-            heap.on_recovery(self._start_anew)
-            heap.on_check(self._mismatch)
+            heap.attach(self)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self.heap is not None:
@@ -129,8 +115,8 @@ class Workspace(Streams):
                 buffer.fill_(epoch)
         self._agree("restart")
 
-    def _start_anew(self) -> None:
-        """While a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
+    def start_anew(self) -> None:
+        """As a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
         assert self.heap is not None
         self._drop_plans()
         self.agreed.clear()
@@ -154,6 +140,15 @@ class Workspace(Streams):
         values = self.control[kept]
         self.control.zero_()
         self.control[kept] = values
+
+    def let_go(self) -> None:
+        """The heap is closed: hold none of its memory, as plans would until Python looks for circles."""
+        with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
+            synchronize(self.device)
+            self.control = self.control.to("cpu", copy=True)
+        for held in (self.plans, self.agreed, self._buffers, self._retired, self._outgrown):
+            held.clear()
+        self.own, self.context, self._ledger = None, (), None
 
     def compare(self, call: str, payload: bytes = b"") -> list[bytes]:
         """Vote on a call that is new, as `Heap.vote` does: from now on `begin` knows it."""
@@ -255,7 +250,7 @@ class Workspace(Streams):
         elif self._stream is not None:
             buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
 
-    def begin(self, call: str | None) -> _Turn:
+    def begin(self, call: str | None) -> Turn:
         """`with workspace.begin(call):` around the launches of a call orders it after the one before, and raises what
         is in the record. call: as the ranks compared it; where one of them makes another, all raise `CallMismatch`.
         None: a call of this rank alone."""
@@ -274,7 +269,7 @@ class Workspace(Streams):
         except BaseException:
             self._lock.release()
             raise
-        return _Turn(self._end)
+        return Turn(self._end)
 
     def _end(self, failed: bool) -> None:
         self._lock.release()
@@ -288,7 +283,8 @@ class Workspace(Streams):
         elif self.status[0]:
             raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
 
-    def _mismatch(self) -> CallMismatch | None:
+    def mismatch(self) -> CallMismatch | None:
+        """The first call that ranks have begun otherwise than one another, None if there is none so far."""
         found = self._ledger.compare() if self._ledger is not None else None
         if found is None:
             return None

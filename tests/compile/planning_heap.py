@@ -1,6 +1,5 @@
 """A heap for planning alone: one process plays one rank of any number, votes pass, memory is plain and stays unread."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +54,7 @@ class PlanningHeap(Heap):
     def check(self) -> None:
         pass
 
-    def on_recovery(self, restart: Callable[[], None]) -> None:
-        pass
-
-    def on_check(self, compare: Callable[[], object]) -> None:
+    def attach(self, caller: object) -> None:
         pass
 
     def new_ledger(self) -> None:
