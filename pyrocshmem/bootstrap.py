@@ -59,6 +59,7 @@ class Group:
         self._board = board
         self._parent = parent
         self.rounds = 0
+        self.heap: Any = None  # of `heap_for`, which lives as long as the group
         self._channels: Counter[str] = Counter()
         self._failed: ShmemError | None = None
         self._lock = threading.Lock()
@@ -334,4 +335,12 @@ def _from_process_group(process_group: Any) -> Group:
     board = StoreBoard(process_group.get_group_store())
     made = Group(board, dist.get_rank(process_group), len(ranks), name, ranks)
     _of_process_group[process_group] = made
+    weakref.finalize(process_group, _end, made).atexit = False  # there `endings` closes all heaps
     return made
+
+
+def _end(group: Group) -> None:
+    """Its process group is destroyed, and nobody holds that: nor can anybody ask for its heap."""
+    if group.heap is not None:
+        group.heap.close()
+        group.heap = None

@@ -26,7 +26,7 @@ import torch
 
 from pyrocshmem.allocator import FreeList
 from pyrocshmem.blocks import Block
-from pyrocshmem.bootstrap import Group, as_group
+from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
@@ -49,8 +49,6 @@ __all__ = [
 ]
 
 _DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one
-
-_heaps_of: dict[Group, "Heap"] = {}
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,8 @@ class Heap(Lifecycle, TensorFactories):
 
 
 def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
-    """The heap of a group, formed at the first call (then collective), the same one until it is closed.
+    """The heap of a group, formed at the first call (then collective), the same one until it is closed: by the caller,
+    or when the process group that it is of is destroyed, and nobody holds that any more.
 
     Args:
         group: what `as_group` takes, or a `Heap`, which is returned.
@@ -327,10 +326,10 @@ def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
     if isinstance(group, Heap):
         heap = group
     else:
-        key = as_group(group)
-        if key not in _heaps_of or _heaps_of[key].closed:
-            _heaps_of[key] = Heap(nbytes, key)
-        heap = _heaps_of[key]
+        members = as_group(group)
+        if members.heap is None or members.heap.closed:
+            members.heap = Heap(nbytes, members)
+        heap = members.heap
     if nbytes is not None and nbytes > heap.nbytes:
         raise ValueError(
             f"the group's heap has {heap.nbytes} bytes, {nbytes} asked; close it, then ask for more"

@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import collectives
 import finegrained_alloc
 import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, ThreadGroup, heap_for
 from stream_k.workspace import Workspace, workspace_for
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device
@@ -73,3 +74,33 @@ def test_close_gives_back_what_workspaces_hold() -> None:
         assert left == []
         assert returned
         assert said == ["the heap is closed"] * 8
+
+
+def destroyed(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    """Whether the heap of a process group is open when that is destroyed, closed when nobody holds it either, and gives
+    its memory back."""
+    before = held()
+    group = dist.new_group(list(range(world_size)))
+    collectives.all_reduce(torch.ones(4, device=device()), group=group)
+    heap = heap_for(group)
+    heap.barrier()
+    gc.disable()
+    dist.destroy_process_group(group)
+    still_open = not heap.closed
+    del group
+    return still_open, heap.closed, held() == before
+
+
+@pytest.mark.num_ranks(2)
+def test_the_heap_of_a_process_group_ends_with_it() -> None:
+    assert values(run_ranks(destroyed, 2)) == [(True, True, True)] * 2
+
+
+@pytest.mark.num_ranks(1)
+def test_the_heap_of_threads_ends_with_their_group() -> None:
+    before = held()
+    group = ThreadGroup.create(1)[0]
+    assert heap_for(group, HEAP_BYTES) is heap_for(group)
+    assert held() != before
+    del group
+    assert held() == before
