@@ -85,7 +85,8 @@ def row_product(
         and not scatter
         and alike
     ):
-        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        # PyTorch's own default is that of the type it computes in, which is fp32 for products of 16 bits, too.
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
             x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype
         )
