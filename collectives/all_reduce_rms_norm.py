@@ -131,7 +131,7 @@ def check_norm(
             f"weight is {tuple(weight.shape)} on {weight.device}, strides {weight.stride()}; contiguous ({N},) on "
             f"{x.device} is needed"
         )
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
         raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
     if residual is None:
         return

@@ -258,7 +258,7 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
         raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
         raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
     assert weight is not None
     check_plain("weight", weight)

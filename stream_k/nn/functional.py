@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 import stream_k
 from stream_k import autograd
@@ -78,13 +79,7 @@ def row_product(
     """
     x, weight, bias = autocast(x, weight, bias)
     alike = residual is None or residual.dtype == x.dtype
-    if (
-        norm is not None
-        and _is_plain(norm, plain_norms)
-        and norm.weight is not None
-        and not scatter
-        and alike
-    ):
+    if norm is not None and is_plain(norm, plain_norms) and norm.weight is not None and not scatter and alike:
         # PyTorch's own default is that of the type it computes in, which is fp32 for products of 16 bits, too.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
@@ -99,10 +94,17 @@ def row_product(
     return y if norm is None else (norm(y), y)
 
 
-def _is_plain(norm: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether a call of `norm` is PyTorch's RMSNorm: a subclass may compute another, and hooks want to be called."""
-    hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    return type(norm) in kinds and not hooks
+def is_plain(module: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
+    """Whether nobody can tell if a call of `module` was made, or what became of its result: it is of one of `kinds`,
+    no subclass, which may do otherwise, has no `forward` of its own, and there are no hooks, which see both."""
+    own = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+    plain = type(module) in kinds and "forward" not in module.__dict__
+    return plain and not (own or _has_any_global_hook())
 
 
 class _SumGradient(torch.autograd.Function):

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks
 
+from stream_k.nn.functional import is_plain
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from stream_k.nn.pointwise import swiglu
 
@@ -80,10 +80,6 @@ class ParallelMLP(nn.Module):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        inner = swiglu(self.gate_up_proj(x, num_rows), spent=_is_kept_by_nobody(self.gate_up_proj))
+        spent = is_plain(self.gate_up_proj, (ColumnParallelLinear,))
+        inner = swiglu(self.gate_up_proj(x, num_rows), spent=spent)
         return self.down_proj(inner, residual=residual, norm=norm)
-
-
-def _is_kept_by_nobody(layer: nn.Module) -> bool:
-    """Whether `layer` returns a new tensor that no hook has seen."""
-    return type(layer) is ColumnParallelLinear and not (layer._forward_hooks or _global_forward_hooks)

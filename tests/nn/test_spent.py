@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,12 +58,22 @@ def test_an_mlp_reuses_its_product_unless_a_hook_has_seen_it(kernels: list[str])
         for register in (inner.register_forward_hook, register_module_forward_hook):
             with register(look):
                 assert torch.equal(mlp(x), wanted)
+        # Nor one that calls it by another way, as libraries that wrap modules do.
+        forward = inner.forward
+
+        def kept(*args: Any) -> torch.Tensor:
+            y = forward(*args)
+            look(inner, args, y)
+            return y
+
+        with mock.patch.object(inner, "forward", kept):
+            assert torch.equal(mlp(x), wanted)
         # A wrapper may have hooks, or keep what it passes on.
         inner.register_forward_hook(look)
         mlp.gate_up_proj = Wrapper(inner)
         assert torch.equal(mlp(x), wanted)
-    assert places == [True, False, False, False]
-    assert len(seen) == 3
+    assert places == [True, False, False, False, False]
+    assert len(seen) == 4
     assert all(torch.equal(*each) for each in seen)
 
 
