@@ -14,6 +14,9 @@ from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch
 from pyrocshmem.heap import Heap
 
+# A copy to there does nothing, without a word.
+NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'
+
 
 class Shard(NamedTuple):
     """A parameter, or a part of one, as the unsharded model knows it.
@@ -77,8 +80,10 @@ class ParallelLinear(nn.Module):
 
     def load_shards(self, full: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's share of the unsharded parameters `full`, by the keys of `shards`; from any device.
-        ValueError, naming the layer, before anything is changed, where one is missing."""
+        ValueError, naming the layer, before anything is changed, where one is missing or has no memory here."""
         self._require([shard.key for shard in self.shards()], full)
+        if self.weight.is_meta:
+            raise ValueError(f"{self.name}: its parameters are {NO_MEMORY}")
         for shard in self.shards():
             _copy_share(shard, full[shard.key], self.rank, self.world_size)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stream_k.nn.parameters import ParallelLinear, Shard
+from stream_k.nn.parameters import NO_MEMORY, ParallelLinear, Shard
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -73,7 +73,8 @@ def full_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Take this rank's share of the unsharded model's `state`, whatever number of ranks saved it; from any device.
 
-    Raises ValueError, naming the layers, before anything is changed: keys are missing or unknown, or shapes differ.
+    Raises ValueError, naming the layers, before anything is changed: keys are missing or unknown, shapes differ, or the
+    model is on "meta".
     """
     rest, found = _parts(model)
     problems = [f"{key} is missing" for key in (*found, *rest) if key not in state]
@@ -90,10 +91,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         for key, mine in rest.items()
         if key in state and isinstance(mine, torch.Tensor) and state[key].shape != mine.shape
     ]
+    places = {key: shard.local for key, (shard, _) in found.items()} | rest
+    empty = [key for key, mine in places.items() if isinstance(mine, torch.Tensor) and mine.is_meta]
+    problems += [f"{', '.join(empty)}: {NO_MEMORY}"] if empty else []
     if problems:
         raise ValueError(f"the state dict doesn't fit the model: {'; '.join(problems)}")
-    layers = {layer: prefix for prefix, layer in _layers(model)}
-    for layer, prefix in layers.items():
+    for prefix, layer in _layers(model):
         layer.load_shards({shard.key: state[_key(prefix, layer, shard)] for shard in layer.shards()})
     model.load_state_dict({key: state[key] for key in rest}, strict=False)
 
@@ -122,7 +125,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Shard, Par
 def _layers(model: nn.Module) -> list[tuple[str, ParallelLinear]]:
     return [
         (f"{path}." if path else "", layer)
-        for path, layer in model.named_modules()
+        for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, ParallelLinear)
     ]
 

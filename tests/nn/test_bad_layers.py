@@ -79,6 +79,10 @@ def without_weight() -> None:
     parallel.RowParallelLinear.from_linear(linear, **OPTIONS)
 
 
+def load_nowhere() -> None:
+    parallel.RowParallelLinear(8, 8, device="meta", **OPTIONS).load_shards(nn.Linear(8, 8).state_dict())
+
+
 def load_part() -> None:
     parallel.ColumnParallelLinear(8, 8, **OPTIONS).load_shards({"bias": torch.zeros(8)})
 
@@ -126,6 +130,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "not the given heap's": (other_heap, ("heap", "meta", "cpu")),
     "no weight": (without_weight, ("weight is missing",)),
     "no weight to load": (load_part, ("weight is missing",)),
+    "no memory": (load_nowhere, ('parameters are on "meta"', "to_empty(device=..)")),
     "batches of shards": (three_dimensions, ("(2, 3, 32)",)),
 }
 
@@ -168,6 +173,23 @@ def test_bad_checkpoints_change_nothing(model: nn.Module) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     parallel.load_full_state_dict(model, good)
     assert torch.equal(model[0].gate_up_proj.weight[4:], good["0.up_proj.weight"][4:8])
+    assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
+
+
+def test_nothing_is_loaded_where_there_is_no_memory(model: nn.Module) -> None:
+    good = whole(model)
+    model[0].to("meta")
+    with pytest.raises(
+        ValueError, match=r"0\.down_proj\.weight.*: on \"meta\".* to_empty\(device="
+    ) as raised:
+        parallel.load_full_state_dict(model, good)
+    assert "1.weight" not in str(raised.value)
+    model[0].to_empty(device="cpu")
+    model[1].to("meta")
+    with pytest.raises(ValueError, match=r": 1\.weight, 1\.bias: on \"meta\""):
+        parallel.load_full_state_dict(model, good)
+    model[1].to_empty(device="cpu")
+    parallel.load_full_state_dict(model, good)
     assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
 
 

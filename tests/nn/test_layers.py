@@ -274,6 +274,15 @@ def back_again(mesh: DeviceMesh, device: torch.device) -> None:
     assert not whole.training
     whole.weight.zero_()
     assert row.weight.any(), "it has memory of its own"
+    # Under both of its names, as an ordinary layer.
+    shared = nn.ModuleDict({"a": row, "b": nn.Sequential(row)})
+    for factor in (1, 2):
+        wanted = dict.fromkeys(("a.weight", "b.0.weight"), factor * frozen.weight)
+        parallel.load_full_state_dict(shared, wanted)
+        full = parallel.full_state_dict(shared)
+        assert full.keys() == wanted.keys()
+        assert all(torch.equal(full[key], weight) for key, weight in wanted.items())
+    assert parallel.full_linears(shared).keys() == {"a", "b.0"}
 
 
 def everything(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
