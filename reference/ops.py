@@ -32,7 +32,8 @@ def shard_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
     Example: 131 items on 3 ranks are (0, 44), (44, 88), (88, 131).
     """
-    base, extra = divmod(size, world_size)
+    # torch.compile has no divmod of sizes that it traces.
+    base, extra = size // world_size, size % world_size
     begin = rank * base + min(rank, extra)
     return begin, begin + base + (rank < extra)
 

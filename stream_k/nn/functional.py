@@ -13,6 +13,7 @@ forms, Korthikanti et al. 2022). A tensor that all ranks hold whole has a whole 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -158,11 +159,12 @@ def to_rows(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
     """`x` [.., features] as a matrix whose rows go through `dim` slowest, and the sizes before the features, `dim`
     first. A view where the strides allow it."""
     moved = x.movedim(dim, 0)
-    return moved.reshape(-1, x.shape[-1]), moved.shape[:-1]
+    sizes = moved.shape[:-1]
+    return moved.reshape(math.prod(sizes), x.shape[-1]), sizes
 
 
-def from_rows(rows: torch.Tensor, sizes: torch.Size, dim: int) -> torch.Tensor:
-    """What `to_rows` does, undone, for rows of another number or length: of `sizes` all but the first holds."""
+def from_rows(rows: torch.Tensor, sizes: torch.Size, dim: int, first: int) -> torch.Tensor:
+    """What `to_rows` does, undone, for rows of another number or length: `first` is in the place of the first size."""
     if len(sizes) == 1:
         return rows
-    return rows.view(-1, *sizes[1:], rows.shape[1]).movedim(0, dim)
+    return rows.view(first, *sizes[1:], rows.shape[1]).movedim(0, dim)

@@ -10,6 +10,7 @@ are shares of `nn.Linear`'s, in its layout: the ops read them transposed, withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -97,7 +98,7 @@ class ColumnParallelLinear(ParallelLinear):
         if not self.sequence_parallel:
             rows, sizes = to_rows(x, 0)
             product = (rows, self.weight, self.bias, self.group, self.partial_dtype)
-            return from_rows(self._named(column_product, *product), sizes, 0)
+            return from_rows(self._named(column_product, *product), sizes, 0, sizes[0])
         rows, sizes = to_rows(x, self.sequence_dim)
         if num_rows is not None:
             self._check_blocks(num_rows, sizes)
@@ -112,7 +113,9 @@ class ColumnParallelLinear(ParallelLinear):
             partial_dtype=self.partial_dtype,
             save_gathered=self.save_gathered,
         )
-        return from_rows(y, sizes, self.sequence_dim)
+        # No number of rows says how long an empty input is.
+        total = num_rows // math.prod(sizes[1:]) if num_rows else sizes[0] * self.world_size
+        return from_rows(y, sizes, self.sequence_dim, total)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -179,16 +182,19 @@ class RowParallelLinear(ParallelLinear):
             self._check_added(x, residual, norm)
         dim = self.sequence_dim if self.sequence_parallel else 0
         rows, sizes = to_rows(x, dim)
+        first = sizes[0]
         if self.sequence_parallel:
             self._check_blocks(rows.shape[0], sizes)
+            begin, end = shard_range(first, self.rank, self.world_size)
+            first = end - begin
         flat = None if residual is None else to_rows(residual, dim)[0]
         options: dict[str, Any] = {"scatter": self.sequence_parallel, "residual": flat, "norm": norm}
         options |= {"group": self.group, "partial_dtype": self.partial_dtype}
         options["plain_norms"] = (nn.RMSNorm, RMSNorm)
         found = self._named(row_product, rows, self.weight, self.bias, **options)
         if norm is None:
-            return from_rows(found, sizes, dim)
-        return tuple(from_rows(each, sizes, dim) for each in found)
+            return from_rows(found, sizes, dim, first)
+        return tuple(from_rows(each, sizes, dim, first) for each in found)
 
     def _check_added(self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None) -> None:
         """ValueError, before the product, for what couldn't be added to it, or a norm that couldn't be taken."""

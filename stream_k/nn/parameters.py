@@ -39,9 +39,9 @@ class Shard(NamedTuple):
 class ParallelLinear(nn.Module):
     """What both kinds of layer share. weight: Parameter; bias: Parameter or None; of this rank.
 
-    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. sequence_dim: dimension of the
-    activations that is divided where sequence_parallel. partial_dtype: what partial sums travel in, in both directions;
-    None: fp32; a 16-bit type halves the traffic, for one rounding a rank. name: for messages; None: the class's.
+    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. sequence_dim: dimension of tokens
+    that is divided where sequence_parallel. partial_dtype: what partial sums travel in, in both directions; None: fp32;
+    a 16-bit type halves the traffic, for one rounding a rank. name: for messages; None: the class's.
     """
 
     weight: nn.Parameter
@@ -161,6 +161,12 @@ class ParallelLinear(nn.Module):
     def _check_input(self, x: torch.Tensor, features: int) -> None:
         if x.ndim < 2 or x.shape[-1] != features:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}, (.., {features}) is needed")
+        tokens = x.ndim - 1
+        if self.sequence_parallel and not (-x.ndim <= self.sequence_dim < tokens and self.sequence_dim != -1):
+            raise ValueError(
+                f"{self.name}: sequence_dim is {self.sequence_dim}, which is no dimension of tokens of an input of "
+                f"shape {tuple(x.shape)}: allowed are 0 to {tokens - 1}, and {-x.ndim} to -2"
+            )
         self._check_device("the input", x.device)
         if self.bias is not None:
             self._check_device("its bias", self.bias.device)

@@ -45,6 +45,11 @@ def uneven(dim: int) -> None:
     layer(torch.zeros(2, 3, 8), 2 * 9)
 
 
+def divided(layer: type[nn.Module], dim: int, *shape: int) -> None:
+    """A call of a layer that divides dimension `dim` of an input of this shape."""
+    layer(8, 8, sequence_parallel=True, sequence_dim=dim, **OUTPUT)(torch.zeros(shape))
+
+
 def three_dimensions() -> None:
     layer = parallel.ParallelAttention(32, 8, sequence_parallel=True, **OPTIONS)
     layer(torch.zeros(2, 3, 32))
@@ -131,6 +136,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "no weight": (without_weight, ("weight is missing",)),
     "no weight to load": (load_part, ("weight is missing",)),
     "no memory": (load_nowhere, ('parameters are on "meta"', "to_empty(device=..)")),
+    "features divided": (
+        lambda: divided(parallel.ColumnParallelLinear, 2, 2, 3, 8),
+        ("sequence_dim is 2", "(2, 3, 8)", "0 to 1, and -3 to -2"),
+    ),
+    "features divided, by rows": (
+        lambda: divided(parallel.RowParallelLinear, -1, 2, 3, 8),
+        ("sequence_dim is -1", "(2, 3, 8)"),
+    ),
+    "too few dimensions": (
+        lambda: divided(parallel.RowParallelLinear, 2, 3, 8),
+        ("sequence_dim is 2", "(3, 8)"),
+    ),
     "batches of shards": (three_dimensions, ("(2, 3, 32)",)),
 }
 

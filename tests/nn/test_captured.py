@@ -69,6 +69,40 @@ def test_compiled_steps() -> None:
         assert found == [True] * (2 * 2 * 7)
 
 
+@torch.no_grad()
+def dynamic(rank: int, world_size: int) -> tuple[list[bool], int]:
+    """Activations of several sizes through one graph: whether each gives the eager bits; how many graphs there are."""
+    device, found = target.device(rank), []
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for sequence_parallel in (False, True):
+        options: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": 1,
+            "device": device,
+        }
+        up, down = parallel.ColumnParallelLinear(6, 8, **options), parallel.RowParallelLinear(8, 6, **options)
+
+        def call(x: torch.Tensor, up: nn.Module = up, down: nn.Module = down) -> torch.Tensor:
+            return down(up(x))
+
+        traced = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+        for sizes in ((3, 4), (5, 2)):
+            x = torch.randn(*sizes, 6, device=device)
+            found.append(torch.equal(traced(x), call(x)))
+    return found, len(graphs)
+
+
+@pytest.mark.num_ranks(2)
+def test_dynamic_shapes_of_three_dimensions() -> None:
+    assert values(run_ranks(dynamic, 2, timeout=100)) == [([True] * 4, 2)] * 2
+
+
 def with_norm(rank: int, world_size: int) -> list[str]:
     """A row-parallel layer with residual and norm under torch.compile, decoding and training: what is wrong."""
     device = target.device(rank)
