@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from stream_k.nn.functional import autocast
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from stream_k.nn.parameters import ranks_of
 from stream_k.nn.pointwise import rotated_heads
@@ -20,15 +21,15 @@ from stream_k.nn.pointwise import rotated_heads
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens so far, of this rank's heads. keys, values: [B, G/R, length, D]."""
+    """Keys and values of the tokens so far, of this rank's heads. keys, values: [B, G/R, length, D], of any dtype."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def update(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [B, G/R, S, D] at `positions` [S], int64, each below `length`."""
-        self.keys.index_copy_(2, positions, k)
-        self.values.index_copy_(2, positions, v)
+        """Write k, v [B, G/R, S, D], as the cache's dtype, at `positions` [S], int64, each below `length`."""
+        self.keys.index_copy_(2, positions, k.to(self.keys.dtype))
+        self.values.index_copy_(2, positions, v.to(self.values.dtype))
 
 
 class ParallelAttention(nn.Module):
@@ -123,10 +124,11 @@ class ParallelAttention(nn.Module):
         return made
 
     def make_cache(self, batch_size: int, length: int) -> KVCache:
-        """An empty cache for `length` tokens of each of `batch_size` sequences."""
-        weight = self.o_proj.weight
+        """An empty cache for `length` tokens of each of `batch_size` sequences, in the weights' dtype, or that of
+        `torch.autocast`, where that is on."""
+        (like,) = autocast(self.o_proj.weight.new_empty(0))
         shape = (batch_size, self.num_kv_heads, length, self.head_dim)
-        return KVCache(weight.new_zeros(shape), weight.new_zeros(shape))
+        return KVCache(like.new_zeros(shape), like.new_zeros(shape))
 
     def forward(
         self,
@@ -146,11 +148,16 @@ class ParallelAttention(nn.Module):
         sequence_parallel, this rank's rows of the latter; num_rows: B S, where the ranks don't divide it.
         positions: [S], int64, on x's device: of the tokens in each sequence; None: 0, 1, ..
         turn: their `rotation`, which all layers of a model can share; None: made here, where there is a rope_theta.
-        cache: tokens so far, which these join at `positions`, and which they see.
+        cache: tokens so far, which these join at `positions`, and which they see up to their own; ValueError, naming
+        the layer, where it is not causal.
         """
         if self.o_proj.sequence_parallel and x.ndim != 2:
             raise ValueError(
                 f"{self.o_proj.name}: x has shape {tuple(x.shape)}; this rank's rows of tokens are needed"
+            )
+        if cache is not None and not self.causal:
+            raise ValueError(
+                f"{self.o_proj.name}: causal is False; with a cache a token sees those up to its own position"
             )
         shape = x.shape
         if x.ndim == 3:
@@ -158,15 +165,19 @@ class ParallelAttention(nn.Module):
             x, residual = x.flatten(0, 1), None if residual is None else residual.flatten(0, 1)
         qkv = self.qkv_proj(x, num_rows)
         batch_size = 1 if batch_size is None else batch_size
-        if qkv.shape[0] % batch_size:
+        length = shape[1] if len(shape) == 3 else qkv.shape[0] // max(batch_size, 1)
+        if batch_size * length != qkv.shape[0]:
             raise ValueError(f"{self.o_proj.name}: {qkv.shape[0]} tokens are no {batch_size} equal sequences")
-        heads = qkv.view(batch_size, qkv.shape[0] // batch_size, qkv.shape[1] // self.head_dim, self.head_dim)
+        heads = qkv.view(batch_size, length, qkv.shape[1] // self.head_dim, self.head_dim)
         if positions is None:
             positions = torch.arange(heads.shape[1], device=x.device)
         if turn is None and self.rope_theta is not None:
             turn = rotation(positions, self.head_dim, self.rope_theta)
         q, k, v = rotated_heads(heads, turn, self.num_kv_heads)
-        y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
+        if q.numel() == 0:
+            y = q  # of q's shape; not every kernel of PyTorch's takes a batch of nothing
+        else:
+            y = attend(q, k, v, self.causal) if cache is None else attend_cached(q, k, v, cache, positions)
         rows = y.transpose(1, 2).reshape(qkv.shape[0], y.shape[1] * self.head_dim)
         found = self.o_proj(rows, residual=residual, norm=norm)
         if len(shape) == 2:
@@ -191,10 +202,11 @@ def attend_cached(
 ) -> torch.Tensor:
     """k, v [B, G, S, D] join the cache at `positions`; attention of q [B, H, S, D] to all up to its own position."""
     cache.update(positions, k, v)
+    keys, values = cache.keys.to(q.dtype), cache.values.to(q.dtype)
     B, H, S, D = q.shape
     G, length = cache.keys.shape[1:3]
     seen = torch.arange(length, device=q.device) <= positions[:, None]
     # The heads that share keys as more queries of them: no kernel for masks knows groups.
     mask = seen.expand(H // G, S, length).reshape(-1, length)
-    y = scaled_dot_product_attention(q.reshape(B, G, H // G * S, D), cache.keys, cache.values, attn_mask=mask)
+    y = scaled_dot_product_attention(q.reshape(B, G, H // G * S, D), keys, values, attn_mask=mask)
     return y.reshape(B, H, S, D)

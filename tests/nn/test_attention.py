@@ -1,12 +1,16 @@
-"""`ParallelAttention` against an unsharded one: decoding through a cache."""
+"""`ParallelAttention` against an unsharded one: decoding through a cache; nothing to attend to."""
+
+import contextlib
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pyrocshmem import target
 from stream_k import nn as parallel
 from tests.nn import models
-from tests.nn.models import HEAD_DIM, HIDDEN, THETA
+from tests.nn.models import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, THETA
 from tests.nn.test_layers import TOLERANCE, off
 from tests.ranks import run_ranks, values
 
@@ -45,3 +49,61 @@ def test_decoding() -> None:
     for exact, control in values(run_ranks(decoding, 2)):
         assert exact <= TOLERANCE
         assert control > 0.01
+
+
+@torch.no_grad()
+def test_a_cache_under_autocast() -> None:
+    """Made under it or before, it holds what the products give; made under it, in as few bits."""
+    device = target.device(0)
+    torch.manual_seed(6)
+    attention = parallel.ParallelAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, rope_theta=THETA, device=device)
+    x = torch.randn(2, 5, HIDDEN, device=device)
+    context: dict[str, Any] = {"device_type": device.type, "dtype": torch.float16}
+    for made, used, dtype in (
+        (True, True, torch.float16),
+        (False, True, torch.float32),
+        (True, False, torch.float16),
+        (False, False, torch.float32),
+    ):
+        with torch.autocast(**context) if made else contextlib.nullcontext():
+            cache = attention.make_cache(2, 7)
+        assert {each.dtype for each in (cache.keys, cache.values)} == {dtype}
+        with torch.autocast(**context) if used else contextlib.nullcontext():
+            whole = attention(x)
+            parts = [
+                attention(x[:, first:last], positions=torch.arange(first, last, device=device), cache=cache)
+                for first, last in ((0, 3), (3, 5))
+            ]
+        assert parts[0].dtype == whole.dtype
+        allowed = 4e-3 if made or used else TOLERANCE
+        assert off(torch.cat(parts, 1), whole.cpu().double()) <= allowed, (made, used)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_no_sequences(by_kernels: bool, request: pytest.FixtureRequest) -> None:
+    """As of ordinary layers: an empty result, gradients of zero."""
+    if by_kernels:
+        request.getfixturevalue("kernels")
+    device = target.device(0)
+    norm = nn.RMSNorm(HIDDEN, device=device)
+    attention = parallel.ParallelAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, rope_theta=THETA, device=device)
+    for sizes, options in (
+        ((0, 4), {}),
+        ((0, 4), {"positions": torch.arange(3, 7, device=device), "cache": attention.make_cache(0, 9)}),
+        ((0, 0), {}),
+        ((3, 0), {"norm": norm}),
+        ((0, 4), {"norm": norm}),
+        ((0,), {"batch_size": 0}),
+        ((0,), {"batch_size": 3}),
+    ):
+        attention.zero_grad()
+        x = torch.zeros(*sizes, HIDDEN, device=device, requires_grad=True)
+        found = attention(x, residual=x, **options)
+        y = found[0] if "norm" in options else found
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        for parameter in attention.parameters():
+            assert parameter.grad is not None
+            assert not parameter.grad.any()

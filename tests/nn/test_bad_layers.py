@@ -45,6 +45,13 @@ def uneven(dim: int) -> None:
     layer(torch.zeros(2, 3, 8), 2 * 9)
 
 
+def attend(batch_size: int | None = None, cached: bool = False, **options: Any) -> None:
+    """A call of attention of one rank on six tokens."""
+    layer = parallel.ParallelAttention(8, 2, **OUTPUT, **options)
+    cache = layer.make_cache(1, 6) if cached else None
+    layer(torch.zeros(6, 8), batch_size=batch_size, cache=cache)
+
+
 def divided(layer: type[nn.Module], dim: int, *shape: int) -> None:
     """A call of a layer that divides dimension `dim` of an input of this shape."""
     layer(8, 8, sequence_parallel=True, sequence_dim=dim, **OUTPUT)(torch.zeros(shape))
@@ -148,6 +155,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         lambda: divided(parallel.RowParallelLinear, 2, 3, 8),
         ("sequence_dim is 2", "(3, 8)"),
     ),
+    "no equal sequences": (lambda: attend(4), ("6 tokens", "4 equal")),
+    "tokens of no sequence": (lambda: attend(0), ("6 tokens", "0 equal")),
+    "fewer than no sequences": (lambda: attend(-2), ("6 tokens", "-2 equal")),
+    "a cache of later tokens": (lambda: attend(cached=True, causal=False), ("causal is False", "cache")),
     "batches of shards": (three_dimensions, ("(2, 3, 32)",)),
 }
 

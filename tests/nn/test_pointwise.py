@@ -128,6 +128,7 @@ def test_rotation(dtype: torch.dtype, kernels: list[str]) -> None:
     """Heads of all sizes; several sequences; one token; none; gradients as attention lays them out, and otherwise."""
     for B, S, H, G, D in (
         (1, 1, 1, 1, 2), (2, 3, 4, 2, 6), (3, 1, 2, 1, 80), (1, 5, 3, 3, 128), (2, 19, 2, 1, 64), (2, 0, 2, 1, 4),
+        (0, 3, 2, 1, 4),
     ):  # fmt: skip
         turn, heads = turn_of(S, D), random(B, S, H + 2 * G, D, dtype=dtype)
         grads = tuple(random(B, n, S, D, dtype=dtype) for n in (H, G, G))
