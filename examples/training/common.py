@@ -41,7 +41,7 @@ StateOf = Callable[[nn.Module], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Settings(Shape):
-    """Of a run; every field is an option of the command line."""
+    """Of a run; every field is an option of the command line. Raises ValueError for no steps, or none between saves."""
 
     steps: Annotated[int, typer.Option(help="Steps to train, from the very first.")] = 300
     stop_at: Annotated[int | None, typer.Option(help="Save and stop after so many of them.")] = None
@@ -58,6 +58,12 @@ class Settings(Shape):
         bool, typer.Option("--compare", help="Train the whole model on one rank, too; fail if losses differ.")
     ] = False
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "stop_at", "save_every"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}, allowed are 1 or more")
+
 
 def command(
     train_rank: Callable[[Any], list[float]], settings_type: type[Settings], description: str
@@ -65,8 +71,8 @@ def command(
     """Run `train_rank(settings)` in this process, which torchrun started, with options from the command line."""
 
     def main(**options: Any) -> None:
-        settings = settings_type(**options)
         try:
+            settings = settings_type(**options)
             from_torchrun()
             losses = train_rank(settings)
             if settings.compare and not compare(settings, losses):

@@ -220,3 +220,14 @@ def test_parts_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [model.share(model.Shape(layers=7), part, 3) for part in range(3)]
     assert [layer for part in parts for layer in part] == list(range(7))
     assert min(map(len, parts)) >= 2
+
+
+@pytest.mark.parametrize("option", ["--steps=0", "--stop-at=0", "--save-every=-1"])
+def test_counts_of_nothing(option: str) -> None:
+    """Seen before any rank waits for another; one line, as of all else that is wrong."""
+    command = [sys.executable, str(EXAMPLES / "model_parallel.py"), option]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=100)
+    name, count = option.removeprefix("--").replace("-", "_", 1).split("=")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {name} is {count}, allowed are 1 or more\n"
