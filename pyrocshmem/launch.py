@@ -41,6 +41,7 @@ from pyrocshmem.rank_process import Job, init_process_group, rank_main
 _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
+_LOOK_S = 1.0
 _environment_lock = threading.Lock()
 
 
@@ -283,10 +284,15 @@ class _Rank:
         self.process.start()
         theirs.close()
 
+    def has_ended(self) -> bool:
+        """Whether it has reported or died. A process that it has forked may keep the pipe, and the sentinel, open."""
+        return self.pipe.poll() or not self.process.is_alive()
+
     def result(self) -> RankResult:
-        """The end that this rank has reported, or that it died; blocks until either."""
+        """The end that a rank that has ended has reported, or that it died."""
         try:
-            value, error, text = pickle.loads(self.pipe.recv_bytes())
+            # Asked once more: it may have reported since, and then died. Of nothing pickle makes an EOFError, too.
+            value, error, text = pickle.loads(self.pipe.recv_bytes() if self.pipe.poll() else b"")
         except (EOFError, OSError):
             self.process.join()
             return RankResult(self.rank, exitcode=self.process.exitcode)
@@ -318,11 +324,10 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> tuple[list[Ran
     deadline, why = time.monotonic() + timeout, f"did not finish within {timeout:g} s"
     try:
         while pending := [each for each in ranks if each.rank not in results]:
-            ready = wait([each.pipe for each in pending], max(0.0, deadline - time.monotonic()))
-            for each in pending:
-                if ready and each.pipe not in ready:
-                    continue
-                result = results[each.rank] = each.result() if ready else each.kill(why)
+            wait([each.pipe for each in pending], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            ended = [each for each in pending if each.has_ended()]
+            for each in ended or (pending if time.monotonic() >= deadline else []):
+                result = results[each.rank] = each.result() if ended else each.kill(why)
                 if result.ok:
                     continue
                 if not failed and time.monotonic() + grace < deadline:

@@ -98,6 +98,24 @@ def _pid(rank, world_size):
     return os.getpid()
 
 
+def _leaves_a_child(rank, world_size):
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+@pytest.mark.cpu
+def test_a_dead_rank_whose_child_lives():
+    """The child has the rank's end of the pipe, which stays open."""
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1: died \(signal SIGKILL\)"):
+        spawn(_leaves_a_child, 2)
+    assert time.monotonic() - started < 15
+
+
 def _raises_and_hangs(rank, world_size):
     if rank == 1:
         raise ValueError("first")
