@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.records import NO_MULTICAST, ROOT, read_all, write_csv
+from benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
 from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
 
 # Commands that time more than one.
@@ -115,6 +115,15 @@ def _run(
     return not problems
 
 
+def _read(files: list[Path] | None) -> list[File]:
+    """Records of these files, or all; ends the command where one can't be read."""
+    try:
+        return read_all(files or sorted(RESULTS.glob("*.jsonl")))
+    except (OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def report(
     files: Annotated[
@@ -124,7 +133,7 @@ def report(
     """Write docs/results.md, its plots, and the table of README.md."""
     from benchmarks import documents, notes, plots
 
-    found = read_all(files or sorted(RESULTS.glob("*.jsonl")))
+    found = _read(files)
     if not found:
         typer.echo("no records to report", err=True)
         raise typer.Exit(2)
@@ -143,7 +152,7 @@ def summary(
     """Geometric means and worst cases of each op and set of shapes."""
     from benchmarks import stats, tables
 
-    found = stats.summary(read_all(files or sorted(RESULTS.glob("*.jsonl"))))
+    found = stats.summary(_read(files))
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
 
 

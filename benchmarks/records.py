@@ -103,7 +103,10 @@ class File:
 
 def read(path: Path) -> File | None:
     """The records of a file; None for one in an older format. Raises OSError, ValueError."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    except ValueError as error:
+        raise ValueError(f"{path} holds no lines of JSON: {error}") from error
     if not lines or lines[0].get("format") != FORMAT:
         return None
     cases = [line for line in lines[1:] if "op" in line]

@@ -50,6 +50,17 @@ def test_summary_for_people_and_of_several_files(tmp_path: Path) -> None:
     assert "old.jsonl: not in format" in done.output
 
 
+@pytest.mark.parametrize("command", ["summary", "report"])
+def test_records_that_can_t_be_read(command: str, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("op, us\n")
+    for name in ("none.jsonl", "text.jsonl"):
+        done = CliRunner().invoke(app, [command, str(tmp_path / name)])
+        assert done.exit_code == 2, done.output
+        assert done.output.startswith("error: ")
+        assert name in done.output
+        assert done.output.count("\n") == 1
+
+
 def test_all_runs_of_a_file_are_named(tmp_path: Path) -> None:
     path = made_up.write(tmp_path / "a.jsonl", FUSED)
     again = json.dumps(made_up.ENVIRONMENT | {"command": "python -m benchmarks gemm"})
