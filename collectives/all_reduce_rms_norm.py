@@ -183,11 +183,10 @@ def gradients(
     eps: float,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(that of the total, that of the weight), from those of the norm, `g`, and of the total as a result, `more`, one
-    of which may be missing. PyTorch's, which has one kernel for it: the norm is computed once more instead of kept."""
+    """(that of the total, that of the weight), from those of the norm, `g`, and of the total as a result, `more`, which
+    may be missing. PyTorch's, which has one kernel for it: the norm is computed once more instead of kept."""
     if g is None:
-        assert more is not None
-        return more, None
+        return torch.zeros_like(total) if more is None else more, None
     with torch.enable_grad():
         wanted = total.detach().requires_grad_(), weight.detach().requires_grad_(wants_weight)
         y, _ = normalized(wanted[0], None, wanted[1], eps)

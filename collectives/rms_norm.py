@@ -156,7 +156,8 @@ def _backward_shapes(
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, residual, _, ctx.hidden, _, _, ctx.group = inputs
-    _, updated, scales = output
+    result, updated, scales = output
+    ctx.zeros = partial(torch.zeros, result.shape, dtype=result.dtype, device=result.device)
     ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
     ctx.save_for_backward(x if residual is None else updated, weight, scales)
     ctx.mark_non_differentiable(scales)
@@ -172,8 +173,8 @@ def _differentiate(
     if residual_dtype is None:
         more = None
     if g is None:
-        # Of the sum alone: nothing of the norm comes back, on any rank.
-        return _cast(more, x_dtype), None, _cast(more, residual_dtype), *(None,) * 5
+        # Nothing reads this rank's columns of the norm; the peers' may be read, and their squares need its sums.
+        g = ctx.zeros()
     dtype = x_dtype if residual_dtype is None else torch.promote_types(x_dtype, residual_dtype)
     grad, of_weight = ops.rms_norm_backward(g, more, h, weight, scales, ctx.hidden, dtype, ctx.group)
     return _cast(grad, x_dtype), of_weight, _cast(grad, residual_dtype), *(None,) * 5

@@ -238,15 +238,18 @@ def keep_all_gather_gemm(
     """`setup_context` of `all_gather_gemm`: keeps the gathered A in the place of A where the call made it."""
     a, b, ctx.group, ctx.num_rows, bias, activation, ctx.allow_tf32, ctx.partial_dtype, ctx.saved = inputs
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[4])
+    # Zeros in the gathered A's place would be made for nothing.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
+    ctx.zeros = functools.partial(torch.zeros, output[0].shape, dtype=a.dtype, device=a.device)
     _keep(ctx, output[1] if ctx.saved else a, b, bias, activation)
 
 
 @once_differentiable
-def all_gather_gemm(ctx: Any, grad: torch.Tensor, _: Any) -> _Gradients:
-    """Backward of `all_gather_gemm`."""
+def all_gather_gemm(ctx: Any, grad: torch.Tensor | None, _: Any) -> _Gradients:
+    """Backward of `all_gather_gemm`. Without a gradient it communicates too: the peers may have one."""
     a, b = ctx.saved_tensors
+    grad = ctx.zeros() if grad is None else grad
     if a is not None and not ctx.saved:
         none = a.new_empty(a.shape[1], 0)
         more = (ctx.num_rows, None, "none", ctx.allow_tf32, None, True)

@@ -5,7 +5,7 @@ import torch
 
 import stream_k
 from stream_k import dispatch
-from tests.library import bodies, finite_differences, tracing
+from tests.library import bodies, finite_differences, tracing, unused
 from tests.library.bodies import Case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import random
@@ -139,6 +139,13 @@ def test_finite_differences() -> None:
     assert [
         each for name in found[0] for each in finite_differences.errors(name, [x[name] for x in found])
     ] == []
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.cpu
+def test_a_rank_without_a_gradient() -> None:
+    """Of any result that one rank does not use: it takes part in the backward pass, as with zeros."""
+    assert values(run_ranks(unused.body, 2, timeout=TIMEOUT_S)) == [[], []]
 
 
 @pytest.mark.num_ranks(1)
