@@ -228,9 +228,14 @@ class Workspace(Streams):
         needed, found = Room(-(-slot_bytes // QUAD_BYTES), notes), self._buffers.get(_MESSAGES)
         held = Room() if found is None else self._room
         if found is None or not held.has(needed):
-            self._room = held.grown(needed)
-            found = self.buffer("messages", self._room.words, torch.int32)
-        return found, self._room.quads
+            room = held.grown(needed)
+            try:
+                self.buffer("messages", room.words, torch.int32)
+            finally:
+                # There is a new one even where a peer then failed to come.
+                if self._buffers.get(_MESSAGES) is not found:
+                    self._room = room
+        return self._buffers[_MESSAGES], self._room.quads
 
     def _drop_plans(self) -> None:
         if self._captured:  # a graph may be replayed still, and read what a plan holds

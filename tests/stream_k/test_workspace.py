@@ -107,6 +107,19 @@ def test_too_small() -> None:
     product(Workspace(device=device(), nbytes=5 * tile + 1024))
 
 
+def test_messages_that_have_no_room_leave_those_there_are_as_they_were() -> None:
+    """What was asked for in vain must not pass for room later."""
+    few, more, many = (16 * quads for quads in (1 << 16, 3 << 16, 1 << 20))
+    workspace = Workspace(device=device(), nbytes=4 * few)
+    made, quads = workspace.messages(few)
+    for needed, notes in ((many, 0), (more, 0), (few, 1 << 22)):
+        with pytest.raises(ValueError, match="the workspace has"):
+            workspace.messages(needed, notes)
+        again, quads_again = workspace.messages(few)
+        assert again is made
+        assert quads_again == quads
+
+
 def test_on_another_device() -> None:
     """Fault 16, of the workspace and of the operands themselves."""
     a = random(8, 8, torch.float32)
