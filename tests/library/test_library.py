@@ -5,7 +5,7 @@ import torch
 
 import stream_k
 from stream_k import dispatch
-from tests.library import bodies, finite_differences, tracing, unused
+from tests.library import bodies, checkpoints, finite_differences, tracing, unused
 from tests.library.bodies import Case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import random
@@ -100,6 +100,13 @@ def test_traced() -> None:
 def test_norms_traced() -> None:
     """The ops with RMSNorm: opcheck, duals, one node each of a graph, where all their calls stay."""
     assert values(run_ranks(tracing.norms, 2, timeout=TIMEOUT_S)) == [([], [3, 3, 3])] * 2
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.cpu
+def test_checkpoints_and_compile() -> None:
+    """The ways around what PyTorch can't compile: a plain checkpoint of calls that communicate."""
+    assert values(run_ranks(checkpoints.body, 2, timeout=TIMEOUT_S)) == [[], []]
 
 
 @pytest.mark.gpu
