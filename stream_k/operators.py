@@ -23,7 +23,12 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _TorchDispatchModeKey,
 )
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
 from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
@@ -47,7 +52,8 @@ _here = _Here()
 
 def is_watched(operands: tuple[Any, ...], whole: bool = True) -> bool:
     """Whether anything but autograd wants to see a call: torch.compile, torch.func, a TorchDispatchMode (fake tensors,
-    make_fx, selective checkpoints, counters), an operand's class. NotImplementedError for a forward-mode derivative.
+    make_fx, selective checkpoints, counters), an operand's class. NotImplementedError for a forward-mode derivative,
+    and for any that torch.func takes.
 
     whole: a schema has all of the call's arguments. For others count only the modes of PyTorch's tracing, and classes
     that have a `__torch_dispatch__`: others look on, and would be told of an error that is none.
@@ -56,9 +62,12 @@ def is_watched(operands: tuple[Any, ...], whole: bool = True) -> bool:
         return True
     if forward_ad._current_level >= 0:
         _refuse_tangents(operands)
+    transformed = peek_interpreter_stack() is not None
+    if transformed and torch.is_grad_enabled():
+        _refuse_derivatives(operands)
     watched = (
-        (_len_torch_dispatch_stack() > 0 and (whole or any(map(_get_dispatch_mode, _TRACING))))
-        or peek_interpreter_stack() is not None
+        transformed
+        or (_len_torch_dispatch_stack() > 0 and (whole or any(map(_get_dispatch_mode, _TRACING))))
         or _dispatch_tls_is_dispatch_key_included(_EARLY)
         or _dispatch_tls_is_dispatch_key_included(_BATCHES)
     )
@@ -74,6 +83,17 @@ def _refuse_tangents(operands: tuple[Any, ...]) -> None:
     for x in operands:
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the ops have no forward-mode derivative; use a backward one")
+
+
+def _refuse_derivatives(operands: tuple[Any, ...]) -> None:
+    """torch.func takes none of what torch.library registers, and says so in words of its own."""
+    for x in operands:
+        while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
+            if is_gradtrackingtensor(x) and x.requires_grad:
+                raise NotImplementedError(
+                    "the ops have no derivative by torch.func (grad, vjp, jacrev, ..); use torch.autograd.grad"
+                )
+            x = get_unwrapped(x)
 
 
 def needs_gradient(operands: tuple[Any, ...]) -> bool:

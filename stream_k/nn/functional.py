@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 import stream_k
@@ -38,8 +39,9 @@ def sum_gradient(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """`x` itself; its gradient is the sum of all ranks' gradients, in fp32, rounded once.
 
     For a parameter that every rank holds and applies to its own rows: a norm, an embedding, a head. x: any shape;
-    float16, bfloat16 or float32. group: as in the ops.
+    float16, bfloat16 or float32. group: as in the ops. NotImplementedError under a transform of torch.func.
     """
+    _refuse_transforms()
     return _SumGradient.apply(x, name_of(group))
 
 
@@ -54,8 +56,9 @@ def column_product(
 
     x: [M, in], the same on all ranks. weight: [out/R, in], bias: [out/R]: this rank's. partial_dtype: what that sum's
     parts travel in; None: fp32. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
-    `stream_k.gemm_all_reduce`.
+    `stream_k.gemm_all_reduce`. NotImplementedError under a transform of torch.func.
     """
+    _refuse_transforms()
     x, weight, bias = autocast(x, weight, bias)
     return _ColumnProduct.apply(x, weight, bias, name_of(group), partial_dtype)
 
@@ -106,6 +109,14 @@ def is_plain(module: torch.nn.Module, kinds: tuple[type, ...]) -> bool:
     )
     plain = type(module) in kinds and "forward" not in module.__dict__
     return plain and not (own or _has_any_global_hook())
+
+
+def _refuse_transforms() -> None:
+    """What torch.func wants of a `torch.autograd.Function` would cost the host time on every call."""
+    if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "torch.func can't transform layers that sum gradients over ranks; use torch.autograd.grad"
+        )
 
 
 class _SumGradient(torch.autograd.Function):

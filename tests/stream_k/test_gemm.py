@@ -4,13 +4,9 @@ Outputs start as NaN between canaries; operands lie between NaN. Schedules are f
 """
 
 import math
-import warnings
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import stream_k
 from tests.stream_k.products import (
@@ -278,34 +274,6 @@ def test_the_negative_bit(name: str) -> None:
         stream_k.gemm(**tensors)
 
 
-class Derived(torch.Tensor):
-    """Of a class of its own, which PyTorch's operators keep."""
-
-
-def test_what_transforms_see() -> None:
-    """No forward-mode derivative is dropped; fake tensors stay fake, and leave nothing behind; make_fx has a node,
-    above autograd as below it; a tensor's class is asked; vmap maps."""
-    a, b = random(8, 16, torch.float32), random(16, 8, torch.float32)
-    with forward_ad.dual_level():
-        stream_k.gemm(a, b)
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            stream_k.gemm(forward_ad.make_dual(a, a), b)
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(a) @ mode.from_tensor(b)
-        found = stream_k.gemm(mode.from_tensor(a), mode.from_tensor(b))
-        assert (type(found), found.shape) == (type(fake), fake.shape)
-    check_product(stream_k.gemm(a, b), a, b)
-    for early in (False, True):
-        graph = make_fx(lambda x: stream_k.gemm(x, b), pre_dispatch=early)(a).graph
-        assert torch.ops.stream_k.gemm.default in [node.target for node in graph.nodes]
-    assert type(stream_k.gemm(a.as_subclass(Derived), b)) is Derived
-    batch = torch.stack((a, 2 * a))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        each = torch.func.vmap(lambda x: stream_k.gemm(x, b))(batch)
-    assert torch.equal(each, torch.stack([stream_k.gemm(x, b) for x in batch]))
-
-
 def test_autograd_knows_what_is_written() -> None:
     """A tensor that was saved for a gradient and then written, and one that needs a gradient itself."""
     a, b = random(8, 16, torch.float32), random(16, 8, torch.float32)
@@ -320,12 +288,6 @@ def test_autograd_knows_what_is_written() -> None:
         stream_k.gemm(a, b, out=x)
     with torch.inference_mode():
         stream_k.gemm(a, b, out=torch.empty_like(a[:, :8]))
-
-
-def test_a_class_is_no_reason_to_refuse_an_out() -> None:
-    a, b, out = random(4, 6, torch.float32), random(6, 5, torch.float32), torch.empty(4, 5, device=device())
-    assert stream_k.gemm(a, b.as_subclass(Derived), out=out) is out
-    assert torch.equal(out, stream_k.gemm(a, b))
 
 
 def test_gradients_with_the_negative_bit() -> None:
