@@ -25,6 +25,7 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
+from stream_k.integers import as_integer
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.operators import ops
 from stream_k.workspace import Workspace, find_workspace
@@ -121,6 +122,7 @@ def broadcast(
     x: any shape, the same on every rank; float16, bfloat16 or float32; on the others its values don't matter. root: a
     rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out.
     """
+    root = as_integer("root", root)
     if dispatched(x, whole=out is None):
         return _operator("broadcast", x, 0, out, root, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)

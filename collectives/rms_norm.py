@@ -23,6 +23,7 @@ from collectives.tensors import DTYPES, as_rows
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of, refuse
+from stream_k.integers import as_integer
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.operators import define, ops
 from stream_k.workspace import Workspace, find_workspace
@@ -223,9 +224,11 @@ def _width(x: torch.Tensor) -> int:
 
 
 def all_columns(columns: int, hidden: int | None, rank: int, world_size: int) -> int:
-    """The columns of all ranks, `hidden` if given. ValueError where this one doesn't hold its own of them."""
+    """The columns of all ranks, `hidden` if given. ValueError where this one doesn't hold its own of them, TypeError
+    where it is no integer."""
     if hidden is None:
         return world_size * columns
+    hidden = as_integer("hidden", hidden)
     first, end = shard_range(hidden, rank, world_size)
     if columns != end - first:
         raise ValueError(

@@ -9,11 +9,12 @@ Every rank must use the same configuration; the ops check that when they plan a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
 
+from stream_k.integers import as_integer
 from stream_k.schedule import SPLITS
 
 PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused")
@@ -74,6 +75,9 @@ class Config:
     partial_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int":
+                as_integer(f"Config.{field.name}", getattr(self, field.name))
         for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows", "comm_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):

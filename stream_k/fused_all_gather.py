@@ -18,6 +18,7 @@ from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, Request, fused_gemm
+from stream_k.integers import as_integer
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import GatherPlan
@@ -80,7 +81,8 @@ def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
 
 def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
     rows = request.a.shape[0]
-    total = rows * heap.world_size if request.num_rows is None else request.num_rows
+    given = request.num_rows
+    total = rows * heap.world_size if given is None else as_integer("num_rows", given)
     first, last = shard_range(total, heap.rank, heap.world_size)
     if rows != last - first:
         raise ValueError(

@@ -30,8 +30,9 @@ iterations a quarter longer (H200; docs/schedule.md).
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
+
+from stream_k.integers import as_integer
 
 # A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
 MIN_SPLIT_ITERS = 8
@@ -294,12 +295,7 @@ def _cdiv(a: int, b: int) -> int:
 
 def _non_negative(name: str, value: int) -> int:
     """`value` if it is an integer of 0 or more; TypeError or ValueError with the value got otherwise."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None
+    number = as_integer(name, value)
     if number < 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
     return number

@@ -22,6 +22,7 @@ import torch
 
 from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.cost_model import cost_model
+from stream_k.integers import as_integer
 from stream_k.operands import DTYPES
 from stream_k.tiles import balanced_programs
 
@@ -128,7 +129,7 @@ class Table:
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # 8.0 would find what 8 gave
 def choose(
     op: str,
     M: int,
@@ -145,12 +146,14 @@ def choose(
     world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
     known, which is the committed table's where that has the like, else the cost model's.
     Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an op that there is not,
-    TypeError for a dtype that the ops don't take.
+    TypeError for a dtype that the ops don't take, or a number that is no integer.
     """
     if op not in PLACEMENTS_OF:
         raise ValueError(f"op is {op!r}, allowed are {', '.join(PLACEMENTS_OF)}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype is {dtype}, allowed are {', '.join(map(str, DTYPES))}")
+    for name, number in (("M", M), ("N", N), ("K", K), ("world_size", world_size)):
+        as_integer(name, number)
     device = torch.device(device)
     config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
     if placement is not None:

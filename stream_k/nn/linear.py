@@ -19,6 +19,7 @@ from torch import nn
 
 import stream_k
 from reference.ops import shard_range
+from stream_k.integers import as_integer
 from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
 from stream_k.nn.parameters import ParallelLinear, Shard
 
@@ -49,7 +50,9 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
-        parts = {"": out_features} if isinstance(out_features, int) else dict(out_features)
+        layer = name or type(self).__name__
+        given = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        parts = {p: as_integer(f"{layer}: {f'{p} out_features'.lstrip()}", n) for p, n in given.items()}
         super().__init__(
             in_features,
             sum(parts.values()),

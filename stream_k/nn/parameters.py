@@ -13,6 +13,7 @@ from pyrocshmem import target
 from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch
 from pyrocshmem.heap import Heap
+from stream_k.integers import as_integer
 
 # A copy to there does nothing, without a word.
 NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'
@@ -59,12 +60,14 @@ class ParallelLinear(nn.Module):
         name: str | None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_parallel, self.sequence_dim = group, sequence_parallel, sequence_dim
+        self.name = name or type(self).__name__
+        self.in_features = as_integer(f"{self.name}: in_features", in_features)
+        self.out_features = as_integer(f"{self.name}: out_features", out_features)
+        self.sequence_dim = as_integer(f"{self.name}: sequence_dim", sequence_dim)
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.partial_dtype = partial_dtype
         ranks = ranks_of(group)
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.name = name or type(self).__name__
 
     def shards(self) -> Iterator[Shard]:
         """The layer's parameters as the unsharded model knows them."""

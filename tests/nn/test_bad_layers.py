@@ -171,6 +171,19 @@ def test_mistakes(name: str) -> None:
     assert all(part in str(raised.value) for part in parts), raised.value
 
 
+def test_sizes_that_are_no_integers() -> None:
+    whole: Any = 8.0
+    for wrong, name in (
+        (lambda: parallel.ColumnParallelLinear(whole, 8, **OPTIONS), "in_features"),
+        (lambda: parallel.ColumnParallelLinear(8, whole, **OPTIONS), "out_features"),
+        (lambda: parallel.ColumnParallelLinear(8, {"up": whole}, **OPTIONS), "up out_features"),
+        (lambda: parallel.RowParallelLinear(8, True, **OPTIONS), "out_features"),
+        (lambda: parallel.RowParallelLinear(8, 8, sequence_dim=whole, **OPTIONS), "sequence_dim"),
+    ):
+        with pytest.raises(TypeError, match=rf"^layers\.3: {name} must be an integer"):
+            wrong()
+
+
 @pytest.fixture
 def model() -> nn.Module:
     return nn.Sequential(parallel.ParallelMLP(8, 16, bias=True, group=GROUP), nn.LayerNorm(8))
