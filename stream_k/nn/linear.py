@@ -21,7 +21,7 @@ import stream_k
 from reference.ops import shard_range
 from stream_k.integers import as_integer
 from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
-from stream_k.nn.parameters import ParallelLinear, Shard
+from stream_k.nn.parameters import OnGroup, ParallelLinear, Shard
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -217,7 +217,7 @@ class RowParallelLinear(ParallelLinear):
             )
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(OnGroup, nn.RMSNorm):
     """`nn.RMSNorm` between parallel layers: where each rank normalises its own rows, the gradient of the weight, which
     all ranks hold, is the sum over ranks. group, sequence_parallel: as of the layers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
@@ -37,7 +38,20 @@ class Shard(NamedTuple):
         )
 
 
-class ParallelLinear(nn.Module):
+class OnGroup:
+    """What modules of a group have: `copy.deepcopy`, say for an average of the weights. A copy has parameters of its
+    own, and the group, which can't be copied, in common."""
+
+    group: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class ParallelLinear(OnGroup, nn.Module):
     """What both kinds of layer share. weight: Parameter; bias: Parameter or None; of this rank.
 
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. sequence_dim: dimension of tokens
