@@ -25,9 +25,9 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.integers import as_integer
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.operators import ops
+from stream_k.schedule import as_integer
 from stream_k.workspace import Workspace, find_workspace
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")

@@ -23,9 +23,9 @@ from collectives.tensors import DTYPES, as_rows
 from reference.ops import shard_range
 from stream_k.autograd import ranks
 from stream_k.dispatch import dispatched, find, name_of, refuse
-from stream_k.integers import as_integer
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.operators import define, ops
+from stream_k.schedule import as_integer
 from stream_k.workspace import Workspace, find_workspace
 
 

@@ -14,8 +14,7 @@ from functools import cache
 
 import torch
 
-from stream_k.integers import as_integer
-from stream_k.schedule import SPLITS
+from stream_k.schedule import SPLITS, as_integer
 
 PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused")
 # Those whose results move in blocks of rows, beside a GEMM that leaves multiprocessors free.

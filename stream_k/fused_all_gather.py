@@ -18,13 +18,13 @@ from stream_k.config import BY_MESSAGE, Config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import store_output
 from stream_k.fused import Call, FusedOp, Request, fused_gemm
-from stream_k.integers import as_integer
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.message_plan import GatherPlan
 from stream_k.operands import as_argument, check_held, filled, how_to_write, template
 from stream_k.plan import FusedPlan, in_passing
 from stream_k.row_plan import step_launch
+from stream_k.schedule import as_integer
 from stream_k.workspace import Workspace
 
 _COPIES = 0

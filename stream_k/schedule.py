@@ -30,9 +30,9 @@ iterations a quarter longer (H200; docs/schedule.md).
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-
-from stream_k.integers import as_integer
+from typing import Any
 
 # A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
 MIN_SPLIT_ITERS = 8
@@ -291,6 +291,16 @@ def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[in
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """`value`, which may be NumPy's, as an int; TypeError, with the value got, for what is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
 
 
 def _non_negative(name: str, value: int) -> int:

@@ -22,8 +22,8 @@ import torch
 
 from stream_k.config import PLACEMENTS_OF, Config, num_multiprocessors, with_a_free_multiprocessor
 from stream_k.cost_model import cost_model
-from stream_k.integers import as_integer
 from stream_k.operands import DTYPES
+from stream_k.schedule import as_integer
 from stream_k.tiles import balanced_programs
 
 FILE = Path(__file__).with_name("tuned.json")

@@ -19,9 +19,9 @@ from torch import nn
 
 import stream_k
 from reference.ops import shard_range
-from stream_k.integers import as_integer
 from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
 from stream_k.nn.parameters import OnGroup, ParallelLinear, Shard
+from stream_k.schedule import as_integer
 
 
 class ColumnParallelLinear(ParallelLinear):

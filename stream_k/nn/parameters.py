@@ -14,7 +14,7 @@ from pyrocshmem import target
 from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch
 from pyrocshmem.heap import Heap
-from stream_k.integers import as_integer
+from stream_k.schedule import as_integer
 
 # A copy to there does nothing, without a word.
 NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'

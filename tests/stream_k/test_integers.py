@@ -12,7 +12,7 @@ import collectives
 import stream_k
 from pyrocshmem import Heap
 from pyrocshmem.bootstrap import ThreadGroup
-from stream_k.integers import as_integer
+from stream_k.schedule import as_integer
 
 TIER = 1
 pytestmark = pytest.mark.cpu
