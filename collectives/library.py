@@ -26,8 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives import by_message
 from collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
-from stream_k.autograd import ranks
-from stream_k.dispatch import find
+from stream_k.dispatch import find, ranks
 from stream_k.operators import define, ops
 
 _SCHEMAS = {

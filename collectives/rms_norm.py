@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
 from collectives.tensors import DTYPES, as_rows
 from reference.ops import shard_range
-from stream_k.autograd import ranks
-from stream_k.dispatch import dispatched, find, name_of, refuse
+from stream_k.dispatch import dispatched, find, name_of, ranks, refuse
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
 from stream_k.operators import define, ops
 from stream_k.schedule import as_integer

@@ -37,16 +37,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from stream_k.dispatch import ranks
 from stream_k.operators import ops
 from stream_k.streams import CALLS, Streams
 
 _Gradients = tuple[torch.Tensor | None, ...]
-
-
-def ranks(name: str) -> tuple[int, int]:
-    """(rank, number of ranks) of a group, from its name in the schemas: see `stream_k.dispatch.name_of`."""
-    rank, world_size, _ = name.split("/", 2)
-    return int(rank), int(world_size)
 
 
 def _keep(

@@ -17,7 +17,6 @@ from torch.nn import functional
 from pyrocshmem import labels
 from pyrocshmem.bootstrap import as_group
 from pyrocshmem.heap import Heap, heap_for
-from stream_k import autograd
 from stream_k.operands import check_product
 from stream_k.operators import is_watched, needs_gradient, ops
 from stream_k.workspace import Workspace, find_workspace
@@ -59,6 +58,12 @@ def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
     if not isinstance(members, Heap):
         return _name_of_group(group)
     return f"{members.rank}/{members.world_size}/{members.label if workspace is None else workspace.label}"
+
+
+def ranks(name: str) -> tuple[int, int]:
+    """(rank, number of ranks) of a group, from its name in the schemas: see `name_of`."""
+    rank, world_size, _ = name.split("/", 2)
+    return int(rank), int(world_size)
 
 
 def _constant(function: Any) -> Any:
@@ -127,7 +132,7 @@ def differentiable(
         value = op(a, b, *common, "" if workspace is None else workspace.label)
     elif name == "all_gather_gemm":
         where = name_of(group, workspace)
-        num_rows = options.num_rows if options.num_rows is not None else a.shape[0] * autograd.ranks(where)[1]
+        num_rows = options.num_rows if options.num_rows is not None else a.shape[0] * ranks(where)[1]
         # Only for a gradient of b.
         save = options.save_gathered and needs_gradient((b,))
         value, _ = op(a, b, where, num_rows, *common, options.partial_dtype, save)

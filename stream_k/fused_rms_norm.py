@@ -21,10 +21,9 @@ from collectives.rms_norm import all_columns
 from collectives.rms_norm_plan import Norm, NormPlan, new_results
 from collectives.tensors import agree, new_like, template
 from pyrocshmem import status, target, trace
-from stream_k.autograd import ranks
 from stream_k.blas import BlasPlan
 from stream_k.config import BY_MESSAGE, Config
-from stream_k.dispatch import dispatched, name_of, refuse
+from stream_k.dispatch import dispatched, name_of, ranks, refuse
 from stream_k.fused import longest_k
 from stream_k.fused_all_reduce import gemm_all_reduce
 from stream_k.gemm import GemmPlan, with_inner_size

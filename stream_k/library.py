@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stream_k import autograd
-from stream_k.dispatch import find
+from stream_k.dispatch import find, ranks
 from stream_k.fused import Request
 from stream_k.gemm import run as run_gemm
 from stream_k.operands import check_product
@@ -149,7 +149,7 @@ def _shape(name: str) -> Any:
         a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any
     ) -> torch.Tensor:  # fmt: skip
         M, N, _ = check_product(a, b, bias, activation)
-        rank, world_size = autograd.ranks(group)
+        rank, world_size = ranks(group)
         if name == "gemm_all_scatter":
             return a.new_empty(M, N * world_size)
         # The blocks of `torch.tensor_split`, without a branch on M, which may be symbolic.

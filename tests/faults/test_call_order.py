@@ -141,33 +141,42 @@ def test_without_the_ledger_nobody_notices() -> None:
         assert [raised for raised, _, _ in found.values()] == ["nothing"] * 2
 
 
-def written_down(rank: int, world_size: int) -> list[Any]:
-    """What `Ledger.compare` says as two ranks begin calls, one of them later, or not at all."""
-    group = as_group(None)
-    ledger, said = Ledger(group, 10.0), []
+class _Book(Ledger):
+    """A ledger, and what `compare` has said of it."""
 
-    def both(mine: list[int]) -> None:
+    def __init__(self) -> None:
+        self.members = as_group(None)
+        self.said: list[Any] = []
+        super().__init__(self.members, 10.0)
+
+    def both(self, mine: list[int]) -> None:
         """The ranks begin calls at the same time, then look."""
         for which in mine:
-            ledger.begin(which)
-        group.exchange(b"", "began")
-        said.append(ledger.compare())
-        group.exchange(b"", "compared")
+            self.begin(which)
+        self.members.exchange(b"", "began")
+        self.said.append(self.compare())
+        self.members.exchange(b"", "compared")
 
-    both([5, 6, 5])
-    both([7] if rank == 0 else [])  # late is not different
-    both([] if rank == 0 else [7])
-    both([8, 9] if rank == 0 else [8])
-    both([1] if rank == 0 else [2, 1])
-    ledger.restart()
-    group.exchange(b"", "restarted")
-    both([3] if rank == 0 else [4])
-    ledger.restart()
-    group.exchange(b"", "restarted")
+    def restart(self) -> None:
+        super().restart()
+        self.members.exchange(b"", "restarted")
+
+
+def written_down(rank: int, world_size: int) -> list[Any]:
+    """What `Ledger.compare` says as two ranks begin calls, one of them later, or not at all."""
+    book = _Book()
+    book.both([5, 6, 5])
+    book.both([7] if rank == 0 else [])  # late is not different
+    book.both([] if rank == 0 else [7])
+    book.both([8, 9] if rank == 0 else [8])
+    book.both([1] if rank == 0 else [2, 1])
+    book.restart()
+    book.both([3] if rank == 0 else [4])
+    book.restart()
     # A rank that is further behind than words are kept: what can be compared still is.
-    both([1] * (_KEPT + 10) if rank == 0 else [])
-    both([] if rank == 0 else [1] * (_KEPT + 9) + [2])
-    return said
+    book.both([1] * (_KEPT + 10) if rank == 0 else [])
+    book.both([] if rank == 0 else [1] * (_KEPT + 9) + [2])
+    return book.said
 
 
 @pytest.mark.num_ranks(2)
@@ -180,22 +189,13 @@ def test_who_is_late_is_compared_later() -> None:
 
 def counted_on(rank: int, world_size: int) -> list[Any]:
     """What `Ledger.compare` says, once all have begun, of calls of two ranks around the one whose number is 0 again."""
-    group = as_group(None)
-    ledger, said = Ledger(group, 10.0), []
-    ledger._begun = ledger._compared = _NUMBERS - _KEPT - 2
-
-    def both(mine: list[int]) -> None:
-        for which in mine:
-            ledger.begin(which)
-        group.exchange(b"", "began")
-        said.append(ledger.compare())
-        group.exchange(b"", "compared")
-
-    both([0] * _KEPT)
-    both([0] * 5 if rank == 0 else [0])  # the other one's words have the last numbers before
-    both([] if rank == 0 else [0] * 4)
-    both([0, 1] if rank == 0 else [0, 2])
-    return said
+    book = _Book()
+    book._begun = book._compared = _NUMBERS - _KEPT - 2
+    book.both([0] * _KEPT)
+    book.both([0] * 5 if rank == 0 else [0])  # the other one's words have the last numbers before
+    book.both([] if rank == 0 else [0] * 4)
+    book.both([0, 1] if rank == 0 else [0, 2])
+    return book.said
 
 
 @pytest.mark.num_ranks(2)
