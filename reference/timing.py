@@ -83,7 +83,7 @@ def repeated(call: Callable[[], object], calls: int) -> Callable[[], None]:
 
 def cold_copies(b: torch.Tensor, calls: int) -> list[torch.Tensor]:
     """`b` and copies of it, which the `calls` calls of a graph are to read in turn."""
-    copies = COLD_BYTES // b.nbytes + 1
+    copies = COLD_BYTES // max(b.nbytes, 1) + 1
     return [b, *(b.clone() for _ in range(min(copies, calls - 1)))]
 
 

@@ -16,7 +16,7 @@ from benchmarks.operands import Operands
 from benchmarks.provider import Unavailable
 from benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
 from pyrocshmem import Heap, target
-from reference.timing import COLD_BYTES
+from reference.timing import COLD_BYTES, cold_copies
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 
@@ -177,3 +177,10 @@ def test_where_ours_is_behind(tmp_path: Path) -> None:
     assert "- `nccl_window` at 2 KiB (0.600): reason not known.\n" in text
     drawn = {path.stem for path in plots.draw([file], tmp_path)}
     assert {f"all-gather-bfloat16-4-{what}" for what in ("time", "bandwidth")} <= drawn
+
+
+def test_weights_that_are_empty_are_cold() -> None:
+    """Those of K = 0, too."""
+    copies = cold_copies(torch.empty(0, 8), 20)
+    assert len(copies) == 20
+    assert {copy.shape for copy in copies} == {(0, 8)}
