@@ -99,14 +99,19 @@ def _run(
         raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
+    # What can't be written is said before anything is measured.
+    if csv_file is not None:
+        write_csv(csv_file, [])
+    if plot is not None:
+        from benchmarks import plots
+
+        plot.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = json_file if json_file is not None else Path(folder) / "records.jsonl"
         file = run.run(cases, wanted, iters, ranks, path, commit)
         if csv_file is not None:
             write_csv(csv_file, file.cases)
         if plot is not None:
-            from benchmarks import plots
-
             plots.draw([file], plot)
     console.print(tables.document([file]), soft_wrap=True, markup=False, highlight=False)
     problems = run.problems(file.cases)

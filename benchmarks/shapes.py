@@ -241,8 +241,9 @@ def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int
         columns = min(elements, NORM_ROWS[-1][1])
         return elements // columns, columns, 0
     if op in COLUMN_NORMS:
-        columns = min(elements, NORM_ROWS[-1][1]) // ranks
-        return elements // ranks // columns, columns, 0
+        mine = max(1, elements // ranks)
+        columns = min(mine, NORM_ROWS[-1][1] // ranks)
+        return mine // columns, columns, 0
     if op in ("all_reduce", "broadcast"):
         return 1, elements, 0
     mine = max(1, elements // ranks)

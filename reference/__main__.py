@@ -84,6 +84,7 @@ def _run(
         raise ValueError(f"{num_ranks} ranks asked for, allowed 1 or more")
     if on_gpu and num_ranks > target.num_devices():
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
+    check_folder(json_path)
     check_name(collective)
     sizes, steps, share = _problem(collective, shape, num_ranks, on_gpu)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
@@ -128,6 +129,12 @@ def _problem(
     problem = find_problem(collective)
     sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
+
+
+def check_folder(path: Path | None) -> None:
+    """ValueError, before anything is measured, where there is no folder for a file."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{path} can't be written: there is no folder {path.parent}")
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from reference.__main__ import Backend, Dtype, parse_shape, parse_sizes
+from reference.__main__ import Backend, Dtype, check_folder, parse_shape, parse_sizes
 from stream_k.tune import tune
 
 MAX_RANKS = 8
@@ -51,8 +51,7 @@ def main(
         tile = parse_sizes(block, "MNK", "--block") if block else None
         options = {"placement": placement, "seed": seed, "block": tile}
         for path in (json, trace):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{path} can't be written: there is no folder {path.parent}")
+            check_folder(path)
         if backend is not Backend.auto:
             _on_backend(backend)
         ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)

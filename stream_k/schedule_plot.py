@@ -30,7 +30,8 @@ _MAX_LABELLED_PROGRAMS = 24
 def draw(schedule: Schedule, path: Path, title: str) -> None:
     """Write the picture of `schedule` to `path`, in the format of its suffix (.svg, .png, .pdf).
 
-    Raises ImportError without matplotlib, ValueError for a suffix that it can't write or an empty schedule.
+    Raises ImportError without matplotlib, ValueError for a suffix that it can't write or an empty schedule, OSError for
+    a file that it can't.
     """
     if schedule.num_programs == 0:
         raise ValueError("nothing to draw: the product is empty, so the schedule has no programs")
@@ -126,6 +127,9 @@ def main(
         draw(schedule, out, schedule.kind)
     except ValueError as error:
         typer.echo(f"error: {error} (--shape and --tile are three integers, M,N,K)", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(
         f"{out}: {schedule.kind}, {schedule.whole_tiles} whole and {schedule.num_split_tiles} split tiles of "

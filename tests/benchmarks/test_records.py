@@ -193,6 +193,15 @@ def test_shapes_from_a_file_and_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "op", sorted(op.name for op in OPS.values() if op.kind == "collective" and op.name != "barrier")
+)
+def test_sizes_of_less_than_an_element_a_rank(op: str) -> None:
+    found = cases_of(op, "1,2,6,100000", 4, "float32", False)
+    assert all(case.M > 0 and case.N > 0 for case in found)
+    assert [c.M * c.N for c in found] == sorted(c.M * c.N for c in found)
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("gemm", "--shapes", "1,2"), "shapes is '1,2'; allowed are llama3, decode"),
@@ -208,9 +217,12 @@ def test_shapes_from_a_file_and_the_command_line(tmp_path: Path) -> None:
         (("gemm", "--iters", "0"), "iters is 0, allowed 1 or more"),
         (("gemm", "-n", "0"), "0 ranks asked for"),
         (("multicast",), "No such command"),
+        (("gemm", "--shapes", "tiny", "-n", "1", "--csv", "nowhere/at/all.csv"), "nowhere/at/all.csv"),
     ],
 )
-def test_bad_options(arguments: tuple[str, ...], text: str) -> None:
+def test_bad_options(arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured."""
+    monkeypatch.delattr(run, "run")
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2, done.output
     assert text in done.output

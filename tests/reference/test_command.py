@@ -76,6 +76,10 @@ def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path
             "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, rms_norm",
         ),
         (("--backend", "tpu"), "gpu"),
+        (
+            ("--json", "nowhere/at/all.json"),
+            "nowhere/at/all.json can't be written: there is no folder nowhere/at",
+        ),
     ],
 )
 def test_bad_options(arguments: tuple[str, ...], text: str) -> None:

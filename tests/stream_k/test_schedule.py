@@ -335,3 +335,7 @@ def test_picture(tmp_path: Path) -> None:
     wrong = subprocess.run(command, check=False, cwd=ROOT, timeout=100, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "three integers" in wrong.stderr
+    command += ["--out", "nowhere/at.svg", "--tile", "128,256,64"]
+    wrong = subprocess.run(command, check=False, cwd=ROOT, timeout=100, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "nowhere/at.svg" in wrong.stderr
