@@ -13,6 +13,15 @@ set -uo pipefail
 unset CDPATH
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 
+for arg in "$@"; do
+  case $arg in
+    -h | --help)
+      sed -n '2,/^set/ s/^# \{0,1\}//p' tests/run.sh # the words above
+      exit 0
+      ;;
+  esac
+done
+
 # shellcheck source=activate.sh
 source ./activate.sh || exit 1
 if ! python -c 'import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))' \

@@ -26,8 +26,8 @@ EPS = 1e-6
 SEED = 7
 
 Ranks = Annotated[int | None, typer.Option("-n", "--ranks", help="Default: the GPUs, at most 8; 4 on a CPU.")]
-Rows = Annotated[int, typer.Option(help="Rows, as many on every rank.")]
-Hidden = Annotated[int, typer.Option(help="Columns of all ranks.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows, as many on every rank.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Columns of all ranks.")]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """RMSNorm over processes that torchrun starts: torchrun --nproc-per-node 4 examples/rms/torchrun.py
 
-Exits with 1 when any rank's result is wrong.
+Exits with 1 when any rank's result is wrong, with 2 when torchrun did not start it.
 """
 
 import typer
@@ -11,7 +11,11 @@ from pyrocshmem import from_torchrun
 
 def main(rows: Rows = 16, hidden: Hidden = 1001) -> None:
     """Check mixed-precision RMSNorm on the processes of torchrun."""
-    from_torchrun()
+    try:
+        from_torchrun()
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
     finish(check_rank(None, rows, hidden))
 
 

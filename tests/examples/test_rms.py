@@ -56,6 +56,25 @@ def test_example(before: tuple[str, ...], script: str, after: tuple[str, ...]) -
     check_table(done.stdout)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("script", "options", "text"),
+    [
+        ("torchrun.py", (), "not started by torchrun: RANK, WORLD_SIZE"),
+        ("spawn.py", ("-n", "2", "--hidden", "0"), "--hidden"),
+        ("threads.py", ("-n", "2", "--rows", "-1"), "--rows"),
+        ("threads.py", ("-n", "9"), "9 ranks, allowed are 1 to 8"),
+    ],
+)
+def test_mistakes(script: str, options: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    done = run(str(FOLDER / script), *options)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def check_table(text: str) -> None:
     """Every check is there and right, on two ranks, and compared something: 16 bits differ from float64."""
     assert "RMSNorm on 2 ranks" in text

@@ -56,6 +56,17 @@ class cuda:
 """
 
 
+def test_help() -> None:
+    """Of this script, without a set-up: a bare PATH."""
+    bare = {"PATH": "/usr/bin:/bin", "PYROCSHMEM_NO_VENV": "1"}
+    command = [str(support.ROOT / "tests/run.sh"), "--max-tier", "1", "-h"]
+    done = subprocess.run(command, check=True, env=bare, capture_output=True, text=True, timeout=20)
+    assert done.stdout.startswith("Runs every test that this machine can run")
+    assert "\n  tests/run.sh --max-tier 1 " in done.stdout
+    assert "arguments go to pytest" in done.stdout
+    assert "set -uo" not in done.stdout
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """The harness with tests of its own. The dear module sorts first by name, and its /dev/shm is a folder here."""
