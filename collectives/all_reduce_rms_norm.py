@@ -9,7 +9,6 @@ its GEMM is the same, and its parts are these: `check_norm`, `results`, `normali
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 from collectives.by_message import all_reduce, check, check_algorithm, check_kind
 from collectives.exchange import Exchange, Finish
-from collectives.tensors import DTYPES, agree, new_like
+from collectives.tensors import DTYPES, agree, check_eps, new_like
 from pyrocshmem import status, trace
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
@@ -131,8 +130,7 @@ def check_norm(
             f"weight is {tuple(weight.shape)} on {weight.device}, strides {weight.stride()}; contiguous ({N},) on "
             f"{x.device} is needed"
         )
-    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
-        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+    check_eps(eps)
     if residual is None:
         return
     if not isinstance(residual, torch.Tensor):

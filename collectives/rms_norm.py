@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
-from collectives.tensors import DTYPES, as_rows
+from collectives.tensors import DTYPES, as_rows, check_eps
 from reference.ops import shard_range
 from stream_k.dispatch import dispatched, find, name_of, ranks, refuse
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
@@ -261,8 +261,7 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
         raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")
-    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
-        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+    check_eps(eps)
     assert weight is not None
     check_plain("weight", weight)
     if not weight.is_contiguous():

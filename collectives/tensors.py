@@ -17,6 +17,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUM_WARPS = 8
 
 
+def check_eps(eps: Any) -> None:
+    """TypeError, ValueError for what is no finite number of 0 or more."""
+    if eps is None:
+        raise TypeError("eps is None, a number is needed")
+    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
+        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+
+
 def run(
     workspace: Workspace,
     key: Hashable,

@@ -76,6 +76,8 @@ class Lifecycle:
         try:
             self.device = own_device(device)
             refuse_capture(self.device, "__init__")
+            if not timeout > 0:
+                raise ValueError(f"timeout is {timeout}, allowed are seconds greater than 0")
             self.nbytes = self._agree_on_size(nbytes)
         except (TypeError, ValueError, RuntimeError) as error:
             self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank

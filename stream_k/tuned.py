@@ -146,14 +146,15 @@ def choose(
     world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
     known, which is the committed table's where that has the like, else the cost model's.
     Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an op that there is not,
-    TypeError for a dtype that the ops don't take, or a number that is no integer.
+    sizes below 0 and no ranks, TypeError for a dtype that the ops don't take, or a number that is no integer.
     """
     if op not in PLACEMENTS_OF:
         raise ValueError(f"op is {op!r}, allowed are {', '.join(PLACEMENTS_OF)}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype is {dtype}, allowed are {', '.join(map(str, DTYPES))}")
-    for name, number in (("M", M), ("N", N), ("K", K), ("world_size", world_size)):
-        as_integer(name, number)
+    for name, number, least in (("M", M, 0), ("N", N, 0), ("K", K, 0), ("world_size", world_size, 1)):
+        if as_integer(name, number) < least:
+            raise ValueError(f"{name} is {number}, allowed are {least} or more")
     device = torch.device(device)
     config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
     if placement is not None:

@@ -277,6 +277,12 @@ def test_bad_sizes(nbytes, error):
         Heap(nbytes)
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_bad_timeouts(timeout):
+    with pytest.raises(ValueError, match=f"timeout is {timeout}, allowed are"):
+        Heap(MIB, timeout=timeout)
+
+
 def test_bad_device_and_default_size(monkeypatch):
     with pytest.raises(ValueError, match="device meta, allowed are"):
         Heap(MIB, device="meta")

@@ -51,6 +51,18 @@ def test_arguments() -> None:
         assert collectives.broadcast(X, first, group=heap).equal(X)
 
 
+def test_too_few() -> None:
+    for name, sizes in (
+        ("M", (-1, 1, 1, 1)),
+        ("N", (1, -1, 1, 1)),
+        ("K", (1, 1, -1, 1)),
+        ("world_size", (1, 1, 1, 0)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is {min(sizes)}, allowed are"):
+            choose(*sizes)
+    assert choose(0, 0, 0, 1)
+
+
 def test_a_gradient_does_not_change_that() -> None:
     half: Any = 0.5
     with Heap(16 << 20, ThreadGroup.create(1)[0]) as heap, pytest.raises(TypeError, match=r"got 0\.5"):
