@@ -66,6 +66,9 @@ def test_a_wheel_of_the_sdist_holds_a_library_that_loads(tree: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'site' / LIBRARY}\n"
     assert (tmp_path / "site/stream_k/usage.txt").exists()
+    # Type checkers read the annotations of packages that say so.
+    typed = {path.parent.name for path in tmp_path.glob("site/*/py.typed")}
+    assert typed == {"pyrocshmem", "finegrained_alloc", "stream_k", "collectives", "reference"}
 
 
 def test_an_editable_installation_has_the_library_beside_its_sources(tree: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import stream_k
+import stream_k.nn
 from stream_k.config import ALGORITHMS, CPU_PROGRAMS, PLACEMENTS, Config, num_multiprocessors
 from stream_k.schedule import SPLITS
 from tests.stream_k.products import DTYPES, device
@@ -90,3 +91,8 @@ def test_programs_of_the_cpu_target() -> None:
     """Enough for several waves of a small product, few enough to follow."""
     assert num_multiprocessors(torch.device("cpu")) == CPU_PROGRAMS
     assert CPU_PROGRAMS > 1
+
+
+def test_what_is_loaded_when_asked_for_is_listed() -> None:
+    for package in (stream_k, stream_k.nn):
+        assert set(package.__all__) <= set(dir(package))
