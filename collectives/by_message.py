@@ -46,7 +46,10 @@ def all_reduce(
     x: any shape; float16, bfloat16 or float32. group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default
     process group. out: like `x`, and may be `x` itself; None: a new tensor. algorithm: "one_shot" (everything to
     everyone: one hop), "two_shot" (parts to their owners, sums to everyone: 2 (R-1)/R of the bytes), or "auto" by
-    size. Returns out.
+    size.
+
+    Returns out. Raises TypeError, ValueError before any launch; `CallMismatch` where ranks disagree, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
     check_algorithm(algorithm)
     if dispatched(x, whole=out is None):
@@ -64,7 +67,8 @@ def all_gather(
     """`x` of every rank of `group`, one below the other in rank order, on every rank.
 
     x: [M, ...], the same shape on every rank; float16, bfloat16 or float32; the values arrive bit by bit, but for the
-    payload of one NaN. out: [R x M, ...], and x may be its part of it; None: a new tensor. Returns out.
+    payload of one NaN. out: [R x M, ...], and x may be its part of it; None: a new tensor. Returns out. Raises as
+    `all_reduce`.
     """
     if dispatched(x, whole=out is None):
         return _operator("all_gather", x, 1, out, name_of(group, workspace))
@@ -81,6 +85,7 @@ def reduce_scatter(
 
     x: [M, ...]; float16, bfloat16 or float32. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
     one more on the first M % R ranks. out: these rows, which may be x's own; None: a new tensor. Returns out.
+    Raises as `all_reduce`.
     """
     if dispatched(x, whole=out is None):
         return _operator("reduce_scatter", x, 1, out, name_of(group, workspace))
@@ -97,7 +102,7 @@ def all_scatter(
     """`x` of every rank of `group`, side by side in rank order, on every rank.
 
     x: [M, N], the same shape on every rank; float16, bfloat16 or float32. out: [M, R x N], and x may be its columns of
-    it, which are then copied first; None: a new tensor. Returns out.
+    it, which are then copied first; None: a new tensor. Returns out. Raises as `all_reduce`.
     """
     if isinstance(x, torch.Tensor) and x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, a matrix is needed")
@@ -120,7 +125,7 @@ def broadcast(
     """`x` of rank `root` of `group`, on every rank.
 
     x: any shape, the same on every rank; float16, bfloat16 or float32; on the others its values don't matter. root: a
-    rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out.
+    rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. Returns out. Raises as `all_reduce`.
     """
     root = as_integer("root", root)
     if dispatched(x, whole=out is None):

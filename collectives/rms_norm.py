@@ -45,7 +45,7 @@ def rms_norm(
 
     x: [..., N], this rank's columns, ordinary memory; float16, bfloat16 or float32; rows that are not contiguous are
     copied. weight: [N], of these columns. residual: like x, but for its dtype: added before the norm. eps: added to
-    the mean of squares. hidden: the columns of all ranks, R x N unless given; rank r holds those of
+    the mean of squares, 0 or more. hidden: the columns of all ranks, R x N unless given; rank r holds those of
     `torch.tensor_split(..., R)`. replicated: all columns on every rank, instead of its own. out: where the result
     goes, [..., N] or (replicated) [..., hidden] with contiguous rows; sharded it may be x or residual itself;
     replicated, symmetric and contiguous: peers write it directly. out_dtype: of the result, that of `out` or of x

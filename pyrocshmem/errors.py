@@ -150,4 +150,4 @@ class InitTimeout(ShmemError):
 
 
 class WorkspaceBusy(ShmemError):
-    """A workspace is in use by a call on another stream or thread; give each its own workspace."""
+    """A workspace is in use by a call of another thread; give each thread its own workspace."""

@@ -36,7 +36,7 @@ class Room(NamedTuple):
         return self.quads >= other.quads and self.notes >= other.notes
 
     def grown(self, needed: Room) -> Room:
-        """Room for both. In steps of a quarter at least: every growth costs the ranks a meeting."""
+        """Room for both. In steps of an eighth at least: every growth costs the ranks a meeting."""
         return Room(
             max(self.quads, _rounded_up(needed.quads, _FEWEST_QUADS)),
             max(self.notes, _rounded_up(needed.notes, _FEWEST_NOTES)),

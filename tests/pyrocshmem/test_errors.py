@@ -46,7 +46,7 @@ FAULTS = [
         ("ranks 1, 3 of 4", "30.0 s", "PYROCSHMEM_INIT_SECONDS"),
     ),
     (pyrocshmem.InitTimeout([1], "Heap", 0.0, 4, "MemoryError: full"), ("rank 1 of 4", "MemoryError: full")),
-    (pyrocshmem.WorkspaceBusy("in use by stream 3"), ("stream 3",)),
+    (pyrocshmem.WorkspaceBusy("in use by thread 3"), ("thread 3",)),
 ]
 
 
