@@ -12,6 +12,10 @@
 #
 # The preparation runs in a child bash (this same file, executed), so none of its settings reach the calling shell.
 
+if [ -z "${BASH_VERSION:-}${ZSH_VERSION:-}" ]; then
+  echo 'activate.sh: this shell is neither bash nor zsh; run.sh and tests/run.sh can be called from any' >&2
+  return 1
+fi
 if [ -n "${ZSH_VERSION:-}" ]; then
   # Only zsh can parse this expansion.
   eval '_pyrocshmem_file=${(%):-%x}'

@@ -154,6 +154,14 @@ def test_python_too_old(tree: Path, tmp_path: Path) -> None:
     assert "needs Python 3.11 or newer; found Python 3.9.1" in done.stderr
 
 
+def test_another_shell_is_told_so(tree: Path) -> None:
+    if shutil.which("dash") is None:
+        pytest.skip("dash is not installed")
+    done = support.bash(tree, ". ./activate.sh || echo alive $?", shell="dash", PYROCSHMEM_NO_VENV="1")
+    assert (done.stdout, done.stderr.count("\n")) == ("alive 1\n", 1), done.stderr
+    assert "neither bash nor zsh" in done.stderr
+
+
 STATE = {
     "bash": 'set +o; shopt -p; trap; compgen -A function; (set -o posix; set) | grep -o "^_*pyrocshmem[^=]*"; pwd',
     "zsh": "setopt; trap; print -l ${(k)functions}; typeset +m '*pyrocshmem*'; pwd",
