@@ -51,7 +51,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 root=$PWD
 venv=$root/.venv
 runtime_modules=(numpy typer rich)
-other_modules=(pytest pytest_timeout hypothesis matplotlib)
+other_modules=(pytest pytest_timeout xdist hypothesis matplotlib)
 
 say() { printf 'activate.sh: %s\n' "$*" >&2; }
 fail() {
@@ -146,6 +146,7 @@ make_venv() {
 
   [ -t 2 ] || quiet=(--quiet)
   read -r _ _ both_for_gpus missing < <(probe "$python" "${runtime_modules[@]}" "${other_modules[@]}")
+  missing=${missing/xdist/pytest-xdist} # the one whose package has another name
   # A folder that was moved, or a creation that was cut short, can't be mended by pip.
   if [ "$(cat "$venv/root" 2>/dev/null)" != "$root" ] || ! [ -x "$venv/bin/python" ]; then
     say "making .venv with $("$python" --version)"

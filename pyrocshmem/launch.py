@@ -93,7 +93,7 @@ def spawn(
     """Run `fn(rank, world_size, *args)` in `num_ranks` processes; the results in rank order.
 
     Each rank has the default process group (gloo, and NCCL or RCCL on GPUs) and, on GPUs, the GPU of its
-    number as the current device. `fn` and `args` are pickled.
+    number as the current device. `fn` and `args` are pickled: call it in a file, under `if __name__ == "__main__":`.
 
     Args:
         backend: "cpu" or "gpu" instead of the target of this process.

@@ -104,6 +104,6 @@ def fake_torch(folder: Path, version: str = "2.13.0", cuda: str | None = "13.0")
     torch = f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
     fake_module(folder, "torch", version=torch + "hip: Optional[str] = None\n")
     fake_module(folder, "triton", __init__="__version__ = '3.9.0'\n")
-    for name in ("numpy", "typer", "rich", "pytest", "pytest_timeout", "hypothesis", "matplotlib"):
+    for name in ("numpy", "typer", "rich", "pytest", "pytest_timeout", "xdist", "hypothesis", "matplotlib"):
         fake_module(folder, name)
     return str(folder)

@@ -3,10 +3,12 @@
 No test reaches a network: pip is given no index, and installed packages are stood in for by empty ones on PYTHONPATH.
 """
 
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,22 @@ def test_two_activations_at_once_make_one_environment(tree: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("making .venv") == 1
     assert (tree / "one").read_text() == (tree / "two").read_text() == f"{tree}/.venv\n"
+
+
+def test_only_what_is_missing_is_installed(tree: Path, tmp_path: Path) -> None:
+    """By the packages' names, all that the extras `test` and `plot` have."""
+    site = Path(support.fake_torch(tmp_path / "site"))
+    for name in ("pytest", "pytest_timeout", "xdist", "hypothesis", "matplotlib"):
+        shutil.rmtree(site / name)
+    bare = tmp_path / "bare"  # without what this machine's Python has
+    bare.write_text(f'#!/bin/sh\nexec "{BASE_PYTHON}" -S "$@"\n')
+    bare.chmod(0o755)
+    path = support.path_without_python(tmp_path, python3=str(bare))
+    done = support.bash(tree, ". ./activate.sh", PATH=path, PYTHONPATH=str(site), PIP_NO_INDEX="1")
+    (said,) = re.findall("torch and Triton; installing (.*)", done.stderr)
+    extras = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {re.split("[>=]", text)[0] for text in (*extras["test"], *extras["plot"])}
+    assert {name.replace("_", "-") for name in said.split()} == names
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.14.0"])
