@@ -2,6 +2,7 @@
 not."""
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -191,6 +192,25 @@ def copied_on_a_heap(rank: int, world_size: int) -> list[bool]:
             said.append([each.kept for each in copies] == [True] if copied else copies == [None])
         heap.synchronize()
     return said
+
+
+def gathered(rank: int, world_size: int) -> list[str]:
+    """What an all-gather before a product, whose memory is fresh, is warned of."""
+    with Heap(HEAP_BYTES) as heap, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        workspace = Workspace(heap)
+        workspace.buffer("own gathered", 64 * K, DTYPE, local=True).fill_(math.inf)
+        config = small_config(placement="messages", block_m=64)
+        a, b = random(16, K, DTYPE, rank), random(K, N, DTYPE, 2)
+        assert stream_k.all_gather_gemm(a, b, group=heap, config=config, workspace=workspace).isfinite().all()
+        return [str(each.message) for each in warned]
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_nobody_is_warned_of_what_is_behind_gathered_rows() -> None:
+    """The interpreter computes with NumPy, which tells of every infinity."""
+    assert values(run_ranks(gathered, 2)) == [[]] * 2
 
 
 @pytest.mark.num_ranks(2)
