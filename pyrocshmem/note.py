@@ -2,7 +2,8 @@
 
 A note is there when it has the call's number, as in NCCL's LL protocol. It comes to a place of its own, which nothing
 else uses, so nobody has to empty that as the slots of messages are (`pyrocshmem.message`), and several programs can
-read it. The notes of two calls take turns, behind the slots; messages keep ranks from being further apart.
+read it. The notes of two calls take turns, behind the slots: ranks are never further apart, since in every call every
+rank hears from every rank, by messages or by notes.
 
     number = message.number(messages)
     note.push(remote(note.first(messages, slot_quads, number) + 2 * place, ..), word, number, mask)

@@ -224,7 +224,8 @@ class Workspace(Streams):
         return buffer, buffer.numel() // 2
 
     def messages(self, slot_bytes: int, notes: int = 0) -> tuple[torch.Tensor, int]:
-        """(memory for `pyrocshmem.message`, the quads of one of its slots): `slot_bytes` have room in each."""
+        """(memory for `pyrocshmem.message`, the quads of one of its slots): `slot_bytes` have room in each, and
+        `notes` notes of a call behind them."""
         needed, found = Room(-(-slot_bytes // QUAD_BYTES), notes), self._buffers.get(_MESSAGES)
         held = Room() if found is None else self._room
         if found is None or not held.has(needed):
