@@ -243,7 +243,7 @@ def _computed(
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
 
-    called: str  # as the ranks compared it
+    called: str | None = None  # as the ranks compared it; None: a call of this rank alone
 
     def __init__(
         self,

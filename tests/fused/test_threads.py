@@ -11,6 +11,7 @@ from stream_k.workspace import Workspace
 from tests.stream_k.products import integers
 
 TIER = 2
+pytestmark = pytest.mark.gpu_a_rank("ranks are threads, which would wait for one another on the GPU")
 # The second one outgrows the buffers of the first, which is then planned anew.
 SHAPES = ((768, 512, 64), (1536, 1024, 64), (768, 512, 64))
 OPS = ("gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter", "all_gather_gemm")
