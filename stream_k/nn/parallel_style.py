@@ -6,7 +6,9 @@
     })
 
 They take what torch's styles of the same names take, and mix with the others, such as `SequenceParallel`. An
-`nn.Linear` becomes a `ColumnParallelLinear` or a `RowParallelLinear`, in place; its parameters are ordinary ones.
+`nn.Linear` becomes a `ColumnParallelLinear` or a `RowParallelLinear`, in place; its parameters are ordinary ones. A
+`DTensor` of one dimension of a mesh, in another layout than the style's, is redistributed first; of an ordinary tensor,
+and of one of several dimensions, this rank's part is taken for what has that layout.
 """
 
 from __future__ import annotations
@@ -80,13 +82,22 @@ def _take_local(
     layer: ParallelLinear, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The local tensors; of a DTensor whose tokens the ranks divide unevenly, also how many there are in all."""
-    x = inputs[0]
-    if isinstance(x, DTensor) and isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel:
-        size = x.shape[layer.sequence_dim]
-        _check_split(layer, size)
-        if size % layer.world_size and len(inputs) == 1:
-            options = {"num_rows": math.prod(x.shape[:-1]), **options}
-    return tuple(each.to_local() if isinstance(each, DTensor) else each for each in inputs), options
+    x, *more = inputs
+    if not isinstance(x, DTensor):
+        return inputs, options
+    placement: Placement = Shard(x.ndim - 1)
+    if isinstance(layer, ColumnParallelLinear):
+        placement = Replicate()
+        if layer.sequence_parallel:
+            size = x.shape[layer.sequence_dim]
+            placement = Shard(layer.sequence_dim % x.ndim)
+            _check_split(layer, size)
+            if size % layer.world_size and not more:
+                options = {"num_rows": math.prod(x.shape[:-1]), **options}
+    # Otherwise its part would have the right features, and other tokens. What lies on a larger mesh is the caller's.
+    if x.device_mesh.ndim == 1 and x.placements != (placement,):
+        x = x.redistribute(placements=[placement])
+    return (x.to_local(), *more), options
 
 
 def _as_dtensor(
