@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from reference.ops import shard_range
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from stream_k.nn.parameters import ParallelLinear
+from stream_k.nn.parameters import ParallelLinear, check_ordinary
 
 
 class _FusedStyle(ParallelStyle):
@@ -43,8 +43,8 @@ class _FusedStyle(ParallelStyle):
         return f"{type(self).__name__}({self.outer}, output {self.output}, local {self.use_local_output})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            raise TypeError(f"{type(self).__name__} is for nn.Linear, got {type(module).__name__}")
+        check_ordinary(type(self).__name__, module)
+        assert isinstance(module, nn.Linear)
         sequence_dim = self.outer.dim if isinstance(self.outer, Shard) else None
         sharded = self.layer(
             module.in_features,

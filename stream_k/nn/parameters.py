@@ -108,8 +108,10 @@ class ParallelLinear(OnGroup, nn.Module):
         """Take the shares, dtype and device of ordinary layers, by the names of its parts; returns this layer.
 
         Raises ValueError, naming the layer, for linears of other sizes, without a weight, or that differ among
-        themselves.
+        themselves; TypeError for what computes otherwise than `nn.Linear`.
         """
+        for linear in linears.values():
+            check_ordinary(self.name, linear)
         full = {
             f"{part}.{kind}" if part else kind: parameter.detach()
             for part, linear in linears.items()
@@ -226,6 +228,14 @@ class ParallelLinear(OnGroup, nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank={self.rank}/{self.world_size}, sequence_parallel={self.sequence_parallel}"
         )
+
+
+def check_ordinary(name: str, linear: nn.Module) -> None:
+    """TypeError for what is no `nn.Linear`, or computes otherwise: a parallel layer would not."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"{name} is for nn.Linear, got {type(linear).__name__}")
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
+        raise TypeError(f"{name} is for nn.Linear, got {type(linear).__name__} with a forward of its own")
 
 
 def ranks_of(group: Any) -> Any:

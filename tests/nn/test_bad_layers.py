@@ -260,3 +260,23 @@ def test_layouts_and_modules_that_styles_do_not_take() -> None:
             wrong()
     with pytest.raises(TypeError, match="Block"):
         parallel.ColwiseParallel()._apply(models.Block(False), None)
+
+
+class Adapted(nn.Linear):
+    """A linear that computes more than its weight says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_linears_with_a_forward_of_their_own() -> None:
+    patched = nn.Linear(8, 12)
+    patched.forward = Adapted(8, 12).forward  # type: ignore[method-assign]
+    for linear in (Adapted(8, 12), patched):
+        for layer in (parallel.RowParallelLinear, parallel.ColumnParallelLinear):
+            with pytest.raises(
+                TypeError, match=rf"{layer.__name__} is for nn.Linear, got .* forward of its own"
+            ):
+                layer.from_linear(linear, group=GROUP)
+        with pytest.raises(TypeError, match=r"RowwiseParallel is for nn.Linear, got .* forward of its own"):
+            parallel.RowwiseParallel()._apply(linear, None)
