@@ -62,9 +62,9 @@ class _FusedStyle(ParallelStyle):
             made = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
             local = nn.Parameter(made.to_local().detach().clone(), parameter.requires_grad)
             sharded.register_parameter(shard.key, local)
-        # The module itself, which others hold, becomes the parallel one; hooks that it has stay.
-        hooks = {name: value for name, value in vars(module).items() if "hook" in name}
-        vars(module).update(vars(sharded) | hooks)
+        # The module itself, which others hold, becomes the parallel one; its hooks stay, and whether it is trained.
+        kept = {name: value for name, value in vars(module).items() if "hook" in name or name == "training"}
+        vars(module).update(vars(sharded) | kept)
         module.__class__ = type(sharded)
         module.register_forward_pre_hook(_take_local, with_kwargs=True)
         if not self.use_local_output:

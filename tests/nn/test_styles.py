@@ -36,7 +36,8 @@ def layouts(rank: int, ranks: int) -> dict[str, float]:
     }
     found = {}
     for name, (style, cut) in styles.items():
-        model = parallelize_module(nn.Sequential(copy.deepcopy(linear)), mesh, {"0": style})
+        model = parallelize_module(nn.Sequential(copy.deepcopy(linear)).eval(), mesh, {"0": style})
+        assert not model[0].training
         wanted = exact if cut < 0 else exact.tensor_split(ranks, cut)[rank]
         for layout in (Replicate(), Shard(0), Shard(1), Partial()):
             if isinstance(layout, Partial):
