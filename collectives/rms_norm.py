@@ -257,11 +257,11 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} on {tensor.device}, {wanted[name]} on {x.device} is needed"
             )
-    eps, out_dtype = norm.eps, norm.out_dtype
+    out_dtype = norm.out_dtype
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
         raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")
-    check_eps(eps)
+    check_eps(norm.eps)
     assert weight is not None
     check_plain("weight", weight)
     if not weight.is_contiguous():

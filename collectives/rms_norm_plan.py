@@ -109,7 +109,8 @@ class NormPlan:
         tensors = self._tensors(x, weight, residual, new_results(self.templates, x, residual, out))
         strides = tuple(tensors[i].stride(0) for i in (0, 1, 5))
         first = shard_range(hidden, heap.rank, world)[0] if norm.replicated else 0
-        self.rest = (*place, flags, workspace.context, M, N, hidden, first, tiles_n, *strides, norm.eps)
+        sizes = (M, N, hidden, first, tiles_n, *strides)
+        self.rest = (*place, flags, workspace.context, *sizes, float(norm.eps))
         self.launch.compile((*tensors, *self.rest))
 
     def run(

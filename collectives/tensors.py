@@ -17,14 +17,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUM_WARPS = 8
 
 
-def check_eps(eps: Any) -> None:
-    """TypeError, ValueError for what is no finite number of 0 or more."""
-    if eps is None:
-        raise TypeError("eps is None, a number is needed")
-    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
-        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
-
-
 def run(
     workspace: Workspace,
     key: Hashable,
@@ -52,6 +44,14 @@ def agree(workspace: Workspace, call: str) -> None:
     if call not in workspace.agreed:
         workspace.compare(call)
         workspace.agreed[call] = 0
+
+
+def check_eps(eps: float) -> None:
+    """TypeError for what is no number, ValueError for one that no norm adds to its mean of squares."""
+    if eps is None or isinstance(eps, str | torch.Tensor):
+        raise TypeError(f"eps is a {type(eps).__name__}, a number is needed")
+    if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
+        raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
