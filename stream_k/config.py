@@ -114,6 +114,12 @@ class Config:
         return torch.float32 if dtype == torch.float32 else self.partial_dtype or torch.float32
 
 
+def check_config(config: object) -> None:
+    """TypeError for what is neither a `Config` nor None."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is a {type(config).__name__}, a stream_k.Config or None is needed")
+
+
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Programs that run at once with one a multiprocessor."""

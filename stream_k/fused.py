@@ -21,6 +21,7 @@ from stream_k.config import (
     BY_ROWS,
     PLACEMENTS_OF,
     Config,
+    check_config,
     num_multiprocessors,
     with_a_free_multiprocessor,
 )
@@ -130,6 +131,7 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)
+        check_config(request.config)
         num_rows, shape = op.sizes(request, heap)
         check_output(out, shape, a, b, bias)
         if request.config is not None and request.partial_dtype is not None:

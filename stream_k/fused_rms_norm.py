@@ -22,7 +22,7 @@ from collectives.rms_norm_plan import Norm, NormPlan, new_results
 from collectives.tensors import agree, new_like, template
 from pyrocshmem import status, target, trace
 from stream_k.blas import BlasPlan
-from stream_k.config import BY_MESSAGE, Config
+from stream_k.config import BY_MESSAGE, Config, check_config
 from stream_k.dispatch import dispatched, name_of, ranks, refuse
 from stream_k.fused import longest_k
 from stream_k.fused_all_reduce import gemm_all_reduce
@@ -74,6 +74,7 @@ def gemm_all_reduce_rms_norm(
         if plan is not None:
             return plan.run(a, b, residual, weight, eps, bias)
     M, N, K = check_product(a, b, bias, "none")
+    check_config(config)
     check_norm(a, (M, N), residual, weight, eps)
     if config is not None and partial_dtype is not None:
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
@@ -133,6 +134,7 @@ def gemm_rms_norm_all_scatter(
         if plan is not None:
             return plan.run(a, b, weight, bias)[0]
     M, N, _ = check_product(a, b, bias, "none")
+    check_config(config)
     check_norm(a, (M, N), None, weight, eps)
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyrocshmem import signal, status, target, trace
-from stream_k.config import Config
+from stream_k.config import Config, check_config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import ACTIVATIONS, store_output, store_with_squares
 from stream_k.launch import Launch
@@ -81,6 +81,7 @@ def run(
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)
+        check_config(config)
         check_output(out, (M, N), a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)

@@ -197,7 +197,7 @@ def mistakes(group: Any) -> None:
         for eps in (-1.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="finite numbers of 0 or more"):
                 norm(x, weight, eps, group=heap)
-        with pytest.raises(TypeError, match="eps is None"):
+        with pytest.raises(TypeError, match="eps is a NoneType"):
             norm(x, weight, None, group=heap)
         with pytest.raises(ValueError, match=r"out is \(4, 8\)"):
             norm(x, weight, EPS, group=heap, replicated=True, out=torch.empty_like(x))

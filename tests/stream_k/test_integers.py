@@ -1,4 +1,5 @@
-"""Counts, sizes and places that are no integers: TypeError, and no garbage, of ops, choices and configurations."""
+"""Counts, sizes and places that are no integers, or too small, and what is no configuration: TypeError or ValueError,
+and no garbage, of ops, choices and configurations."""
 
 import dataclasses
 from collections.abc import Callable
@@ -78,6 +79,30 @@ def test_configurations() -> None:
         for number in wrong:
             with pytest.raises(TypeError, match=rf"Config\.{name} must be an integer, got {number}"):
                 stream_k.Config(**{name: number})
+
+
+def test_numbers_that_no_choice_is_for() -> None:
+    for place, name in enumerate(("M", "N", "K", "world_size")):
+        sizes = [64] * 3 + [2]
+        sizes[place] = -1
+        with pytest.raises(ValueError, match=rf"^{name} is -1, allowed are"):
+            choose(*sizes)
+    with pytest.raises(ValueError, match=r"^world_size is 0, allowed are 1 or more"):
+        choose(1, 1, 1, 0)
+    assert choose(0, 0, 0, 1)
+
+
+def test_what_is_no_configuration() -> None:
+    wrong: Any = "auto"
+    with Heap(16 << 20, ThreadGroup.create(1)[0]) as heap:
+        for call in (
+            lambda: stream_k.gemm(X, X, config=wrong),
+            lambda: stream_k.gemm_all_reduce(X, X, group=heap, config=wrong),
+            lambda: stream_k.gemm_all_reduce_rms_norm(X, X, None, X[0], 1e-6, group=heap, config=wrong),
+            lambda: stream_k.gemm_rms_norm_all_scatter(X, X, X[0], 1e-6, group=heap, config=wrong),
+        ):
+            with pytest.raises(TypeError, match=r"^config is a str, a stream_k\.Config or None is needed"):
+                call()
 
 
 def test_what_is_one() -> None:
