@@ -17,6 +17,7 @@ from stream_k.nn.functional import autocast
 from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from stream_k.nn.parameters import ranks_of
 from stream_k.nn.pointwise import rotated_heads
+from stream_k.schedule import as_integer
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class ParallelAttention(nn.Module):
         name: str = "ParallelAttention",
     ) -> None:
         super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        ranks = ranks_of(group).world_size
+        for what, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if as_integer(f"{name}: {what}", heads) < ranks or heads % ranks:
+                raise ValueError(f"{name}: {what} is {heads}, which the {ranks} ranks can't divide")
         if head_dim is None and hidden % num_heads:
             raise ValueError(
                 f"{name}: hidden is {hidden}, no multiple of num_heads, {num_heads}; give head_dim"
             )
         head_dim = hidden // num_heads if head_dim is None else head_dim
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        ranks = ranks_of(group).world_size
-        for what, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-            if heads < ranks or heads % ranks:
-                raise ValueError(f"{name}: {what} is {heads}, which the {ranks} ranks can't divide")
         if num_heads % num_kv_heads:
             raise ValueError(f"{name}: num_heads is {num_heads}, no multiple of num_kv_heads, {num_kv_heads}")
         if rope_theta is not None and head_dim % 2:

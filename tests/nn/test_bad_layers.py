@@ -107,6 +107,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "rows": (lambda: parallel.RowParallelLinear(3, 8, **OPTIONS), ("in_features is 3", "4 ranks")),
     "intermediate": (lambda: parallel.ParallelMLP(8, 18, **OPTIONS), ("gate_up_proj", "18")),
+    "no heads": (lambda: attention(num_heads=0), ("num_heads is 0", "4 ranks")),
     "heads": (lambda: attention(num_heads=6, head_dim=4, num_kv_heads=2), ("num_heads is 6", "4 ranks")),
     "key-value heads": (lambda: attention(num_kv_heads=2), ("num_kv_heads is 2", "4 ranks")),
     "groups": (lambda: attention(num_heads=12, num_kv_heads=8, head_dim=4), ("no multiple",)),
