@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """Keys and shapes of the unsharded model; what is divided as `DTensor`s, views of the parameters.
 
     Everything else as `model.state_dict()` has it. Raises ValueError, naming the layer, for a layer whose group is no
-    ProcessGroup and no DeviceMesh.
+    ProcessGroup and no DeviceMesh, and for parts that have the name of another layer's.
     """
     # Only here: its import takes longer than all else of this package.
     from torch.distributed.tensor import DTensor, Replicate
@@ -112,14 +112,27 @@ def _whole(x: Any) -> Any:
 
 
 def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Shard, ParallelLinear]]]:
-    """(what parallel layers don't hold, what they hold): by the unsharded model's keys."""
+    """(what parallel layers don't hold, what they hold): by the unsharded model's keys. ValueError, naming the layer,
+    for a key that stands for two tensors, one of which no state dict would have."""
     state = dict(model.state_dict())
-    found = {}
+    found: dict[str, tuple[Shard, ParallelLinear]] = {}
     for prefix, layer in _layers(model):
         for kind, _ in layer.named_parameters(recurse=False):
             del state[f"{prefix}{kind}"]
-        found.update({_key(prefix, layer, shard): (shard, layer) for shard in layer.shards()})
+        for shard in layer.shards():
+            key = _key(prefix, layer, shard)
+            if found.setdefault(key, (shard, layer))[1] is not layer:
+                _refuse_twice(key, layer)
+    for key in found.keys() & state.keys():
+        _refuse_twice(key, found[key][1])
     return state, found
+
+
+def _refuse_twice(key: str, layer: ParallelLinear) -> NoReturn:
+    raise ValueError(
+        f"{layer.name}: {key} stands for a part of it and for another layer's; give the parts other names, or put the "
+        "layers into modules of their own"
+    )
 
 
 def _layers(model: nn.Module) -> list[tuple[str, ParallelLinear]]:

@@ -235,6 +235,26 @@ def test_nothing_is_loaded_where_there_is_no_memory(model: nn.Module) -> None:
     assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
 
 
+def test_parts_that_have_the_name_of_another_layer() -> None:
+    """In the unsharded model joined layers are siblings of the joined one: one of two would be lost."""
+    parts = {"gate": 8, "up": 8}
+    joined, other = (parallel.ColumnParallelLinear(8, parts, **OPTIONS) for _ in range(2))
+    for model in (
+        nn.ModuleDict({"first": joined, "second": other}),
+        nn.ModuleDict({"first": joined, "gate": nn.Linear(8, 8)}),
+    ):
+        before = [x.clone() for x in model.state_dict().values()]
+        for call in (
+            lambda model=model: parallel.full_state_dict(model),
+            lambda model=model: parallel.load_full_state_dict(model, nn.Linear(8, 8).state_dict()),
+        ):
+            with pytest.raises(
+                ValueError, match=r"layers\.3: gate\.(weight|bias) stands for a part of it and for"
+            ):
+                call()
+        assert all(map(torch.equal, before, model.state_dict().values()))
+
+
 def test_checkpoints_need_a_group_that_torch_knows(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"gate_up_proj: its group is a ThreadGroup"):
         parallel.full_state_dict(model)
