@@ -72,8 +72,8 @@ class ColumnParallelLinear(ParallelLinear):
     def from_linear(cls, linear: nn.Linear | Mapping[str, nn.Linear], **options: Any) -> Self:
         """The layer that computes what `linear` does, or several by their names, which all ranks hold alike.
 
-        Its dtype, device and bias are theirs; options: as of the class but for these. Raises ValueError for layers that
-        differ in these or in their input.
+        Its dtype, device, bias and requires_grad are theirs; options: as of the class but for these. Raises ValueError
+        for layers that differ in these or in their input.
         """
         parts = {"": linear} if isinstance(linear, nn.Linear) else dict(linear)
         sizes: Any = {part: each.out_features for part, each in parts.items()}

@@ -121,11 +121,15 @@ class ParallelLinear(OnGroup, nn.Module):
         facts = set()
         for linear in linears.values():
             devices = sorted({str(parameter.device) for parameter in linear.parameters()})
-            facts.add((linear.in_features, linear.bias is not None, linear.weight.dtype, *devices))
-        if len(facts) > 1 or len(next(iter(facts))) > 4:
+            trained = [parameter.requires_grad for parameter in linear.parameters()]
+            facts.add(
+                (linear.in_features, linear.bias is not None, linear.weight.dtype, str(trained), *devices)
+            )
+        if len(facts) > 1 or len(next(iter(facts))) > 5:
             texts = "; ".join(", ".join(map(str, fact)) for fact in sorted(facts, key=str))
             raise ValueError(
-                f"{self.name}: input features, bias, dtype and device must be the same, they are: {texts}"
+                f"{self.name}: input features, bias, dtype, requires_grad and device must be the same, they are: "
+                f"{texts}"
             )
         first = next(iter(linears.values()))
         bias = None if first.bias is None else self.local_bias

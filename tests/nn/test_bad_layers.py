@@ -57,6 +57,12 @@ def divided(layer: type[nn.Module], dim: int, *shape: int) -> None:
     layer(8, 8, sequence_parallel=True, sequence_dim=dim, **OUTPUT)(torch.zeros(shape))
 
 
+def one_frozen() -> None:
+    gate, up = nn.Linear(8, 16), nn.Linear(8, 16)
+    up.weight.requires_grad_(False)
+    parallel.ColumnParallelLinear.from_linear({"gate": gate, "up": up}, **OPTIONS)
+
+
 def three_dimensions() -> None:
     layer = parallel.ParallelAttention(32, 8, sequence_parallel=True, **OPTIONS)
     layer(torch.zeros(2, 3, 32))
@@ -118,6 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "features": (lambda: parallel.RowParallelLinear(8, 8, **OPTIONS)(torch.zeros(3, 8)), ("(3, 8)", "2")),
     "a vector": (lambda: parallel.ColumnParallelLinear(8, 8, **OPTIONS)(torch.zeros(8)), ("(8,)", "(.., 8)")),
     "inputs differ": (lambda: from_linears(up_proj=(12, 16)), ("gate_up_proj", "12")),
+    "one is frozen": (one_frozen, ("requires_grad", "[True, True]", "[False, True]")),
     "parts differ": (lambda: from_linears(up_proj=(8, 32)), ("gate_up_proj", "(32, 8)")),
     "uneven blocks": (lambda: uneven(1), ("dimension 1 is 9", "matrix of tokens")),
     "residual elsewhere": (
