@@ -107,7 +107,8 @@ class SharedMemory:
         self.processes: tuple[tuple[int, int], ...] = ()  # of each rank, for `status.describe_process`
         self.own: finegrained_alloc.Allocation | None = None
         self._parts: list[Callable[[], None]] = []
-        farewell = None if backend == "host" else channel.channel("unmapped")
+        # No channel, which has its group, whose heap would then live as long as this memory.
+        farewell = None if backend == "host" else channel.subgroup(range(channel.world_size))
         self.release = weakref.finalize(self, _release, self._parts, farewell, device, os.getpid())
         self.release.atexit = False  # `heap` ends the live ones, after telling the peers of an exception
         live_memories.add(self)

@@ -62,6 +62,7 @@ def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path
     assert len(result["seconds"]["reference"]) == 2
 
 
+@pytest.mark.num_ranks(2)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
