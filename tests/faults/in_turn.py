@@ -147,8 +147,8 @@ def _late(meeting: Meeting) -> dict[str, Any]:
     """Case 3."""
     meeting.wait_budget(LATE_WAIT_S)
     undelayed = meeting.right()
+    start = time.monotonic()  # before the victim, who may leave the barrier first, begins to sleep
     meeting.heap.barrier()
-    start = time.monotonic()
     if meeting.rank == VICTIM:
         time.sleep(0.8 * LATE_WAIT_S)
     late = meeting.right()
