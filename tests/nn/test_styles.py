@@ -71,6 +71,7 @@ def test_inputs_of_a_larger_mesh() -> None:
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.gpu_a_rank("PyTorch's DTensor over gloo ends in a segmentation fault with tensors of a GPU")
 def test_inputs_of_any_layout() -> None:
     for found in values(run_ranks(layouts, 2)):
         bad = {key: value for key, value in found.items() if not value <= 1e-5}
