@@ -101,7 +101,7 @@ def _run(
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
     # What can't be written is said before anything is measured.
     if csv_file is not None:
-        write_csv(csv_file, [])
+        csv_file.open("a").close()  # what it holds stays until there is something new
     if plot is not None:
         from benchmarks import plots
 

@@ -32,7 +32,6 @@ _LONGEST_PAUSE_S = 0.01
 _LOOK_FOR_ABORT_S = 0.05
 _GAVE_UP = 0xFFFFFFFF  # instead of the length of a call
 
-
 _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 
 

@@ -193,8 +193,8 @@ class Lifecycle:
             raise fault
 
     def _mismatch(self) -> CallMismatch | None:
-        for reference in self._callers:
-            if (caller := reference()) is not None and (found := caller.mismatch()) is not None:
+        for caller in self._living():
+            if (found := caller.mismatch()) is not None:
                 return found
         return None
 
@@ -213,8 +213,10 @@ class Lifecycle:
 
     def attach(self, caller: Caller) -> None:
         """Ask `caller` what `Caller` says, as long as it lives."""
-        self._callers = [each for each in self._callers if each() is not None]
-        self._callers.append(weakref.ref(caller))
+        self._callers = [weakref.ref(each) for each in (*self._living(), caller)]
+
+    def _living(self) -> list[Caller]:
+        return [caller for each in self._callers if (caller := each()) is not None]
 
     def new_ledger(self) -> Ledger | None:
         """Where ranks write down which calls of a workspace they begin: collective. None: of one rank."""
@@ -246,9 +248,8 @@ class Lifecycle:
     def _start_anew(self) -> None:
         self.system[:1] = 0
         self.status.zero_()
-        for reference in self._callers:
-            if (caller := reference()) is not None:
-                caller.start_anew()
+        for caller in self._living():
+            caller.start_anew()
         synchronize(self.device)
 
     @property
@@ -264,9 +265,8 @@ class Lifecycle:
         live_heaps.discard(self)
         with store_may_be_gone():
             self._home.leave("it closed the heap")
-        for reference in self._callers:
-            if (caller := reference()) is not None:
-                caller.let_go()
+        for caller in self._living():
+            caller.let_go()
         self._system = None
         self.workspace = None
         self._abort_places = []

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 from pyrocshmem import Heap, message, note, signal, spawn, target  # isort: skip  # before Triton
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -81,17 +81,18 @@ def _forget_compiled() -> None:
 def without_checks() -> Iterator[None]:
     """What is prepared inside waits for ever."""
     polls = (message, "_POLL_ONE"), (message, "_POLL_TWO"), (note, "POLL")
-    with pytest.MonkeyPatch.context() as plant:
-        plant.setattr(signal, "wait", bare_wait)
+    with contextlib.ExitStack() as planted:
         # The interpreter's poll is another one.
         if not target.interpreted():
-            plant.setattr(message, "deadline_ns", no_deadline)
+            planted.callback(_forget_compiled)  # last of all, when all is as it was
+            planted.enter_context(mock.patch.object(message, "deadline_ns", no_deadline))
             for module, name in polls:
-                plant.setattr(module, name, tl.constexpr(_bare_poll(getattr(module, name).value)))
+                bare = tl.constexpr(_bare_poll(getattr(module, name).value))
+                planted.enter_context(mock.patch.object(module, name, bare))
+        planted.enter_context(mock.patch.object(signal, "wait", bare_wait))
+        if not target.interpreted():
             _forget_compiled()
         yield
-    if not target.interpreted():
-        _forget_compiled()
 
 
 @dataclass(frozen=True)
