@@ -20,6 +20,9 @@ from tests.faults.cases import (
 )
 
 SENT_TILES, POLLS = "tests/fused/test_sent_tiles.py", "tests/compile/test_polls.py"
+MANY_TENSORS, NORM_PROTOCOL = (
+    f"tests/collectives/test_{name}.py" for name in ("many_calls", "rms_norm_protocol")
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,24 @@ GUARD_LIST = (
         tests_in(PROTOCOL, "a_constant_epoch_is_caught") + tests_in(SIGNALS, "constant_epoch_is_found"),
     ),
     Guard(
-        "two slots, of messages three",
+        "two slots",
         "what a peer still reads is overwritten",
         tests_in(PROTOCOL, "a_stalled_reader", "messages_of_a_rank_that_is_a_call_ahead"),
         tests_in(PROTOCOL, "a_single_slot_is_caught", "messages_of_a_rank_that_is_a_call_ahead"),
+    ),
+    Guard(
+        "emptying of what was taken",
+        "messages of the call before last pass for today's",
+        tests_in(PROTOCOL, "messages_of_a_rank_that_is_a_call_ahead")
+        + tests_in(MANY_TENSORS, "many_calls_with_random_delays"),
+        tests_in(PROTOCOL, "messages_of_a_rank_that_is_a_call_ahead")
+        + tests_in(MANY_TENSORS, "many_calls_with_random_delays"),
+    ),
+    Guard(
+        "number of the call in a note",
+        "squares of an earlier call pass for today's",
+        tests_in(NORM_PROTOCOL, "late_ranks"),
+        tests_in(NORM_PROTOCOL, "without_a_guard_late_ranks_are_noticed"),
     ),
     Guard(
         "wait for the peers' partials",

@@ -64,22 +64,23 @@ def results(
     return where
 
 
-def run(*arguments: str | Path) -> tuple[int, str]:
+def run(where: Path, *arguments: str | Path, commit: str = "abc123") -> tuple[int, str]:
+    """Exit status and output of a report that has its data and its page in `where`."""
     app = typer.Typer()
     app.command()(report.main)
-    ended = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    places = ("--data", where / "results.jsonl", "--out", where / "page.md", "--commit", commit)
+    ended = CliRunner().invoke(app, [str(argument) for argument in (*arguments, *places)])
     return ended.exit_code, ended.output
 
 
 def test_a_page_of_two_targets(tmp_path: Path) -> None:
-    page, stress = tmp_path / "page.md", tmp_path / "stress.json"
+    stress = tmp_path / "stress.json"
     options = {"seed": 7, "ops": ["gemm", "all_reduce"]}
     counts = {"target": GPU, "options": options, "rounds": 321, "seconds": 12.0, "failure": None}
     stress.write_text(json.dumps(counts))
     files = [results(tmp_path / "cpu.xml", CPU), results(tmp_path / "gpu.xml", GPU, seconds="0.75")]
-    code, output = run(*files, "--out", page, "--commit", "abc123", "--stress", stress)
-    assert (code, output) == (0, "")
-    text = page.read_text()
+    assert run(tmp_path, *files, "--stress", stress) == (0, "")
+    text = (tmp_path / "page.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| 2 | a peer is stopped")]
     assert rows == [
         "| 2 | a peer is stopped, later resumed | the same; the late rank sees the abort, raises, writes nothing; "
@@ -87,25 +88,43 @@ def test_a_page_of_two_targets(tmp_path: Path) -> None:
         "0.75 s |"
     ]
     assert "| case | what happens | what must follow | CPU | 2 x NVIDIA H200 |" in text
-    assert "- 2 x NVIDIA H200: 321 rounds of random calls in 12 s, seed 7, 2 ops: nothing was wrong." in text
-    assert "abc123" in text
+    assert (
+        "- 2 x NVIDIA H200, commit `abc123`: 321 rounds of random calls in 12 s, seed 7, 2 ops: nothing was wrong."
+        in text
+    )
     assert "test_other" not in text
 
 
 def test_what_is_not_green_is_said(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
     failing = CASES[1].tests[0]
-    code, output = run(results(tmp_path / "a.xml", CPU, failing=failing), "--out", page, "--commit", "x")
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    code, output = run(first, results(tmp_path / "a.xml", CPU, failing=failing))
     assert code == 1
     assert f"{failing} failed on CPU" in output
-    assert "FAILED" in next(line for line in page.read_text().splitlines() if line.startswith("| 2 |"))
+    page = (first / "page.md").read_text()
+    assert "FAILED" in next(line for line in page.splitlines() if line.startswith("| 2 |"))
     (missing,) = CASES[27].tests
-    code, output = run(results(tmp_path / "b.xml", CPU, leave_out=missing), "--out", page, "--commit", "x")
+    code, output = run(second, results(tmp_path / "b.xml", CPU, leave_out=missing))
     assert (code, output.strip()) == (1, "case 28 has no test that passed")
     # The last run of a test counts.
     both = [results(tmp_path / "c.xml", CPU), tmp_path / "a.xml"]
-    assert run(*both, "--out", page, "--commit", "x")[0] == 1
-    assert run(*both[::-1], "--out", page, "--commit", "x")[0] == 0
+    assert run(first, *both)[0] == 1
+    assert run(first, *both[::-1])[0] == 0
+
+
+def test_runs_of_other_targets_stay(tmp_path: Path) -> None:
+    """What was run elsewhere, at an earlier commit, stays on the page, under that commit."""
+    failing = CASES[1].tests[0]
+    assert run(tmp_path, results(tmp_path / "gpu.xml", GPU), commit="older1")[0] == 0
+    assert run(tmp_path, results(tmp_path / "bad.xml", CPU, failing=failing), commit="older2")[0] == 1
+    assert run(tmp_path, results(tmp_path / "cpu.xml", CPU), commit="newer1") == (0, "")
+    text = (tmp_path / "page.md").read_text()
+    commits = [line.partition(" (")[0] for line in text.splitlines() if line.startswith("- ")]
+    assert commits == ["- CPU: `newer1`", "- 2 x NVIDIA H200: `older1`"]
+    assert run(tmp_path) == (0, "")
+    assert (tmp_path / "page.md").read_text() == text
 
 
 def test_this_run_says_where_it_runs(request: pytest.FixtureRequest) -> None:
