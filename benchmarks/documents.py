@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from benchmarks import stats
 from benchmarks.notes import Notes
 from benchmarks.records import File
 from benchmarks.shapes import LINK_BYTES_PER_S
-from benchmarks.tables import changed, document, number, table
+from benchmarks.tables import document, number, table
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _VARIANTS = ("ours", "ours_16bit")
@@ -48,45 +48,61 @@ workspace that it needs.
 """
 
 
-def readme_table(files: Sequence[File]) -> str:
-    """For each op on GPUs and each set of shapes: ours, and its faster variants, over its peers."""
+def all_variants(files: Sequence[File]) -> str:
+    """For each op on GPUs and each set of shapes: ours, and its faster variant, over each of its peers."""
     rows = []
+    for group, name, over in _measured(files):
+        texts = [f"{peer} {_mean_and_worst(found)}" for peer, found in over.items()]
+        efficiency = number(stats.geometric_mean(stats.efficiencies(group, name)), 2)
+        count = max(len(found) for found in over.values())
+        rows.append([*_what(group), name, str(count), efficiency, "; ".join(texts)])
+    speed = "speed over: geometric mean (worst case)"
+    return table(["op", "shapes", "on", "variant", "cases", "overlap efficiency", speed], rows)
+
+
+def readme_table(files: Sequence[File]) -> str:
+    """A row for each op on GPUs and each set of shapes: ours, and its faster variant, over what it is first compared
+    with, and over the strongest of the others."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for group, name, over in _measured(files):
+        first, *others = sorted(over, key=lambda peer: (peer != stats.baseline(group.op), _mean(over[peer])))
+        cells = rows.setdefault(
+            _what(group), [str(len(group.cases)), first, "", "", *(others[:1] or [""]), "", ""]
+        )
+        column = 2 + _VARIANTS.index(name)
+        cells[column] = _mean_and_worst(over[first])
+        cells[column + 3] = _mean_and_worst(over.get(cells[4], []))
+    header = ["op", "shapes", "on", "cases", "over", *_VARIANTS, "over", *_VARIANTS]
+    environments = [file.environment for file in files if file.environment["gpus"]]
+    dates = sorted(env["started"][:10] for env in environments)
+    versions = sorted({_versions(env) for env in environments})
+    when = f"{dates[0]} to {dates[-1]}; {'; '.join(versions)}. " if dates else ""
+    return f"{when}Multicast is off for all.\n\n{table(header, [[*what, *cells] for what, cells in rows.items()])}"
+
+
+def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[str, list[float]]]]:
+    """(cases, variant of ours, its speeds over each peer) of all that was measured on GPUs."""
     for group in stats.groups(files):
-        if group.device == "cpu":
-            continue
-        for name in _VARIANTS:
-            peers = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
-            peers = {peer: found for peer, found in peers.items() if found}
-            if not peers:
-                continue
-            texts = [
-                f"{peer} {stats.geometric_mean(found):.2f} (worst {min(found):.2f})"
-                for peer, found in peers.items()
-            ]
-            efficiency = number(stats.geometric_mean(stats.efficiencies(group, name)), 2)
-            count = max(len(found) for found in peers.values())
-            where = f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
-            rows.append(
-                [f"`{group.op}`", group.shapes, where, name, str(count), efficiency, "; ".join(texts)]
-            )
-    header = [
-        "op",
-        "shapes",
-        "on",
-        "variant",
-        "cases",
-        "overlap efficiency",
-        "speed over: geometric mean (worst case)",
-    ]
-    runs = {_run(file.environment): None for file in files if file.environment["gpus"]}
-    return f"Multicast is off for all. {'; '.join(runs)}.\n\n{table(header, rows)}"
+        for name in _VARIANTS if group.device != "cpu" else ():
+            over = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
+            if over := {peer: found for peer, found in over.items() if found}:
+                yield group, name, over
 
 
-def _run(env: dict[str, Any]) -> str:
-    """Where and of what a run was made, in a few words; docs/results.md has its command."""
-    gpu = env["gpus"][0].split(",")[0]
-    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
-    return f"{env['num_ranks']} x {gpu}: {versions}, commit `{env['commit'][:7]}`{changed(env)}"
+def _what(group: stats.Group) -> tuple[str, str, str]:
+    return f"`{group.op}`", group.shapes, f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
+
+
+def _mean(found: Sequence[float]) -> float:
+    return stats.geometric_mean(found) or 0.0
+
+
+def _mean_and_worst(found: Sequence[float]) -> str:
+    return f"{_mean(found):.2f} ({min(found):.2f})" if found else ""
+
+
+def _versions(env: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
 
 
 def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes) -> None:
@@ -94,7 +110,8 @@ def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes
     docs = root / "docs"
     drawn = [path.relative_to(docs) for path in plots if path.suffix == ".png"]
     pictures = "".join(f"![{path.stem.replace('-', ' ')}]({path.as_posix()})\n" for path in drawn)
-    text = f"{_HEAD}\n{document(files, notes)}\n## Plots\n\n{pictures}"
+    summary = f"## Summary\n\n{all_variants(files)}"
+    text = f"{_HEAD}\n{summary}\n{document(files, notes)}\n## Plots\n\n{pictures}"
     (docs / "results.md").write_text(text)
     readme = root / "README.md"
     before, rest = readme.read_text().split(BEGIN)

@@ -237,7 +237,7 @@ def speedup_bars(groups: Sequence[Group]) -> Any:
     for group in groups:
         for peer in stats.peers(group):
             if found := stats.speedups(group, peer):
-                name = f"{group.op}, {group.shapes}, {group.dtype}: {peer}"
+                name = f"{group.title}: {peer}"
                 bars.append((name, statistics.geometric_mean(found), min(found), peer))
     if not bars:
         return None
@@ -248,6 +248,7 @@ def speedup_bars(groups: Sequence[Group]) -> Any:
     axis.plot([bar[2] for bar in bars], places, "|", color="black", ms=9, label="worst case")
     axis.axvline(1.0, color="black", lw=0.8)
     axis.set_yticks(places, [bar[0] for bar in bars], fontsize=7)
+    axis.margins(y=0.01)
     axis.set(xlabel="times as fast: geometric mean", title="Speed-up of ours")
     axis.legend(fontsize=7)
     return figure

@@ -47,7 +47,7 @@ def groups(files: Iterable[File]) -> list[Group]:
             found.setdefault(key, {})[(case["M"], case["N"], case["K"])] = case
     order = list(TIMED)
     made = [Group(*key, tuple(cases.values())) for key, cases in found.items()]
-    return sorted(made, key=lambda group: (order.index(group.op), group.device))
+    return sorted(made, key=lambda group: (order.index(group.op), group.device, group.shapes, group.ranks))
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
