@@ -1,4 +1,4 @@
-"""Launches beside the GEMM's or after it: a consumer of its own, and what keeps it from coming too early."""
+"""A consumer in a launch of its own, beside the GEMM's or after it, and the gate that keeps it from starting early."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,8 @@
 """`stream_k.kernel` for products alone, of which there are many sizes: one machine code for all.
 
-Triton compiles a kernel anew where 16 divides an integer that it is given, and where it is 1. Of integers in a tuple it
-does so whatever one tells it; so here `problem` comes in its parts. In the main loop none of them matters (the same
-registers and shared memory on sm_90). Where programs that consume run in the same kernel, their wide accesses do
-depend on what divides N.
+Triton compiles a kernel anew for integer arguments that are 1 or that 16 divides. For integers in a tuple that can't be
+switched off; so here `problem` is passed in its parts. In the main loop none of them matters (the same registers and
+shared memory on sm_90). Where consumers run in the same kernel, their wide accesses do depend on what divides N.
 """
 
 import triton
@@ -27,7 +26,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """As `stream_k_kernel`, with nothing gathered and nothing that arrives."""
+    """As `stream_k_kernel`, without `gathered` and `arrived`."""
     problem = (M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
     stream_k_kernel(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,

@@ -1,37 +1,44 @@
 """The persistent Stream-K GEMM kernel.
 
 Shape letters: A [M, K], B [K, N]; P programs; T tiles [BLOCK_M, BLOCK_N], of which the first T_s are split.
+Algorithm: Stream-K (Osama et al., PPoPP 2023), docs/schedule.md.
 
-Every program does its share of the split tiles first (`stream_k.schedule` has the closed form and its tests):
-one contributing segment, whose fp32 partial goes to the program's own workspace tile, then the segments that
-finish a tile, adding the partials of lower-numbered programs in ascending order, so the bits are the same on
-every run. Then it walks whole tiles, P apart. Split tiles come first, so that those who contributed go on to
-whole ones while a finisher waits (3 to 5 us).
+A program first does its share of the split tiles (`stream_k.schedule` has the closed form and its tests): at most one
+segment that contributes, whose fp32 partial goes to the program's own workspace tile, then the segments that finish a
+tile, to which it adds the partials of lower-numbered programs in ascending order, so that the bits are the same on
+every run. Then it does whole tiles, P apart. Split tiles come first so that contributors are busy with whole ones
+while a finisher waits (3 to 5 us).
 
-A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which tells whoever waits for it;
-after a program's tiles comes CONSUMER. All are jit functions handed over as constexprs; ANNOUNCE may be None:
+A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which raises the flag that somebody waits for;
+when a program has done all its tiles, it runs CONSUMER. All three are jit functions handed over as constexprs;
+ANNOUNCE may be None:
 
     EPILOGUE(parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
              WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     ANNOUNCE(tile, told, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
 
-`parts` is a tuple of SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES], left to right, whose first row is
-row `row` of `c`; from `row_end` on rows are not this tile's. `c` is the output as a descriptor or a pointer,
-`extra` a tuple of pointers and integers that the functions understand, `context` the one of
-`pyrocshmem.signal`, `problem` the tuple (M, N, K, iterations, num_split_tiles, num_split_programs,
-num_gemm_programs), `events` what `pyrocshmem.trace` marks, or None, OPTIONS a tuple of constants. A whole tile
-is announced one tile late, when its stores have long been done and waiting for them costs nothing; `told` is 1,
-or 0 where there is none to announce. Programs from `num_gemm_programs` up have no tiles of their own: that is
-where a consumer beside the GEMM runs.
+  parts     SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES] of the tile, left to right
+  row       row of `c` where the tile starts; rows from `row_end` on are not this tile's
+  epoch     the number of the call, to which flags are raised
+  c         the output, a descriptor or a pointer
+  extra     a tuple of pointers and integers that the three functions understand
+  context   (control, abort, status, heap_bases), see `pyrocshmem.signal`
+  problem   (M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
+  events    what `pyrocshmem.trace` marks, or None
+  told      1; 0 where there is no tile to announce yet
+  OPTIONS   a tuple of constants, see `stream_k.epilogue`
 
-Rows from top to bottom, or in one of three other orders, of which `stream_k.order` has the blocks:
-  PEERS      the peers' row blocks, the neighbour's first, into `c` of R - 1 blocks of whole tiles
-  GATHERS    the own row block from `a`, then the peers' from `gathered`, in pieces of some tile rows, each as soon
-             as its flag is up; `arrived` is (flags, those tile rows), word number p of a peer's flags is of its p-th
-             piece; the result has the rows of all
-  SUMS       the own row block, whose epilogue waits for the peers' partials and adds them. It is launched behind the
-             one with the peers' rows, counts its tiles on from them, and begins before that one ends
+A whole tile is announced one tile late: by then its stores have long been done and waiting for them costs nothing.
+Programs from `num_gemm_programs` up have no tiles: that is where a consumer beside the GEMM runs.
+
+Tiles are done from the first row to the last, or in one of three other orders (`stream_k.order` has the row blocks):
+  PEERS      the peers' row blocks, the neighbour's first; `c` has R - 1 blocks of whole tiles
+  GATHERS    this rank's row block, from `a`, then the peers', from `gathered`, in pieces of some tile rows, each as
+             soon as its flag is up. `arrived` is (flags, tile rows of a piece); word p of a peer's flags is for its
+             piece p. The result has the rows of all ranks
+  SUMS       this rank's row block, whose epilogue waits for the peers' partials and adds them. The launch follows the
+             PEERS launch, continues its tile numbers, and begins before that one ends
 
 Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two sub-tiles, FLATTEN: 165
 registers, 229,408 B of shared memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32
@@ -61,7 +68,7 @@ def _add_partials(
     parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """`parts` plus the workspace tiles of programs [first, last), in that order."""
+    """`parts` plus the workspace tiles of programs [first, last), in that order, once each has raised its flag."""
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
     lanes = tl.arange(0, 32)
     trace.mark(events, trace.WAIT, tile)
@@ -87,7 +94,7 @@ def nothing(
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The consumer of a GEMM that has none."""
+    """The CONSUMER of a GEMM without one."""
 
 
 @triton.jit
@@ -160,14 +167,14 @@ def _whole_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Whole tiles `first`, `first` + P, .. below `end`, of a block of rows whose first tile is `begin`.
+    """Whole tiles `first`, `first` + P, .. below `end`, of a block of rows whose first tile is number `begin`.
 
-    The block has `tiles_m` tile rows; it starts at row `a_row` of `a`, which has `a_rows`, and at row `c_row`
-    of C, where its rows end at `c_end`.
+    The block has `tiles_m` tile rows. It starts at row `a_row` of `a`, which has `a_rows` rows, and covers rows
+    [`c_row`, `c_end`) of C.
     """
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles_n = tl.cdiv(N, BLOCK_N)
-    # Of few tiles, even the first ones are waited for.
+    # A program announces its last two tiles at once, and all of them where it has eight or fewer.
     prompt = tl.where(end - begin <= 8 * num_gemm_programs, 8, 2) * num_gemm_programs
     trace.mark(events, trace.MMA, first, first < end)
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
@@ -209,9 +216,10 @@ def stream_k_kernel(
 ):  # fmt: skip
     """One program of the schedule; the module's docstring has the arguments.
 
-    LAG: what this launch writes may be written once every peer has entered the call LAG before this one;
-    negative: at once. ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that
-    gave up.
+    LAG: how many calls a peer may be behind when this launch starts to write: it waits until every peer has entered
+    call `epoch` - LAG. 1 where what it writes alternates between two slots, 0 where there is one; negative: no wait.
+    ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that gave up. a, b, A_HOW, B_HOW,
+    strides: see `stream_k.mainloop`. workspace, fix_up_flags: a tile and a flag for each program's partial.
 
     Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each:
     program 0 does tile 0, then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9
@@ -219,7 +227,7 @@ def stream_k_kernel(
     tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
     """
     if not SUMS:
-        # Before `begin` allows the next kernel, which may count on it: see `chain`.
+        # Before `begin` lets the next kernel start, which may count on what came before this one: see `chain`.
         chain.wait_for_previous()
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     program = tl.program_id(0)
@@ -230,7 +238,7 @@ def stream_k_kernel(
     if PEERS or SUMS:
         tiles_m = (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M)
         c_end = tiles_m * BLOCK_M
-    # A rank alone is counted, too, where a gate waits for its programs; a product alone (LAG < 0) by nobody.
+    # Programs of a single rank are counted, too, where a gate waits for them; those of a product alone (LAG < 0) never.
     epoch = signal.begin(context, (WORLD > 1 and not SUMS) or (LAG >= 0 and not ENDS), WORLD)
     may_write = program >= 0
     if LAG >= 0:

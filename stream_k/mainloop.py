@@ -1,7 +1,11 @@
-"""What a tile is made of: blocks of A and B, read and multiplied.
+"""The main loop: blocks of A and B, read and multiplied.
 
-A and B: ROW, by a descriptor of contiguous rows; COLUMN, of contiguous columns; POINTER, any strides; of A
-also MASKED, by pointers, contiguous rows of whole blocks: rows outside, for which TMA would fetch zeros, cost nothing.
+How an operand is read (A_HOW, B_HOW):
+  ROW, COLUMN   by a tensor descriptor (TMA) of contiguous rows, or of contiguous columns
+  POINTER       by pointers, any strides
+  MASKED        A alone, by pointers, where K is whole blocks: rows outside, for which TMA would fetch zeros, cost
+                nothing
+`strides` is (stride_am, stride_ak, stride_bk, stride_bn), in elements; descriptors have their own.
 """
 
 import triton
@@ -21,7 +25,7 @@ _MASKED = tl.constexpr(MASKED)
 def _load_block(
     x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Block [R, C] of a matrix [rows, cols] at (row, col), zeros outside; MASKED, no columns may be."""
+    """Block [R, C] at (row, col) of a matrix [rows, cols], zeros outside; MASKED: no column may be outside."""
     if HOW == _POINTER or HOW == _MASKED:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
@@ -64,11 +68,11 @@ def multiply(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the K-iterations [k_begin, k_end) of the tile at `row` of `a`, which has `rows`: fp32 [BLOCK_M,
-    BLOCK_N]."""
+    """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile column
+    `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
-    # wgmma, which reads both operands where they arrive, has 64 rows or more: for fewer, columns are its rows.
+    # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
     if TRANSPOSED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

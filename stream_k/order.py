@@ -1,4 +1,4 @@
-"""Which tile, and which rows, come when: the part of the schedule that kernels compute for themselves.
+"""Which tile, and which rows, come when: the part of `stream_k.schedule` that kernels compute for themselves.
 
 Shape letters: M rows of A and of the whole result; R ranks; P programs; tiles of [BLOCK_M, BLOCK_N].
 
@@ -25,8 +25,8 @@ def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _shared(iterations, num_split_tiles, num_split_programs):
-    """(iterations, programs): how many split iterations how many programs share, again and again: those of one tile,
-    where every tile has programs of its own."""
+    """(iterations, programs) of a group of programs that share split iterations: of one tile, where every tile has
+    programs of its own (split-K), otherwise of all split tiles."""
     own = num_split_programs % num_split_tiles == 0
     shared = tl.where(own, iterations, num_split_tiles * iterations)
     return shared, tl.where(own, num_split_programs // num_split_tiles, num_split_programs)
@@ -34,8 +34,7 @@ def _shared(iterations, num_split_tiles, num_split_programs):
 
 @triton.jit
 def program_range(program, iterations, num_split_tiles, num_split_programs):
-    """[lo, hi) of the split iterations of `program`: of what is shared, the first `extra` programs have one more than
-    the others."""
+    """[lo, hi) of the split iterations that `program` does; the first `extra` programs of a group have one more."""
     shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
     turn = program % sharers
     base = shared // sharers
@@ -58,7 +57,7 @@ def program_of(iteration, iterations, num_split_tiles, num_split_programs):
 
 @triton.jit
 def num_finished_tiles(program, problem, tiles):
-    """How many tiles `program` finishes: (split ones, split and whole ones)."""
+    """How many of `tiles` tiles `program` finishes: (split ones, all)."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     split = 0
     if program < num_split_programs:
@@ -70,7 +69,7 @@ def num_finished_tiles(program, problem, tiles):
 
 @triton.jit
 def finished_tile(i, split, program, problem):
-    """The i-th of the tiles that `program` finishes, `split` of which are split ones."""
+    """The i-th of the tiles that `program` finishes, the first `split` of which are split ones."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tile = num_split_tiles + program + (i - split) * num_gemm_programs
     if i < split:
@@ -97,14 +96,14 @@ def block_size(block, M, WORLD: tl.constexpr):
 
 @triton.jit
 def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Tile rows of the largest row block; all count as many, so that every rank has the same tiles."""
+    """Tile rows of the largest row block; every block counts as many, so that all ranks number tiles alike."""
     return tl.cdiv(tl.cdiv(M, WORLD), BLOCK_M)
 
 
 @triton.jit
 def peer_row(tile_m, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Row of A where tile row number `tile_m` starts, of those that `rank` computes for others: block after block, the
-    neighbour's first, so that they don't all send to the same one.
+    """Row of A where tile row `tile_m` starts, of those that `rank` computes for its peers: block after block, the
+    neighbour's first, so that ranks don't all send to the same one.
 
     Example, rank 0 of 3, M = 8, BLOCK_M = 2: blocks start at 0 3 6 and have two tile rows each, so 3 5, then 6 8.
     """
