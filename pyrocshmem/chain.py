@@ -1,11 +1,14 @@
 """Programmatic dependent launch: the next kernel of a stream gets ready while this one still runs.
 
-A kernel whose launch allows it (`Launch(.., chained=True)`) starts as soon as all programs of the one before it have
-called `allow_next` or ended, and `wait_for_previous` holds it until that one has ended and all it wrote can be read. A
-kernel that needs nothing of that one may run beside it and wait at its end, for the sake of what comes after both: then
-the one before must not be chained itself, or must allow the next only when it has waited, so that whatever came before
-that has ended.
-What is saved is the latency of a launch. Only NVIDIA has this; elsewhere kernels follow one another as ever.
+A chained kernel (`Launch(.., chained=True)`) starts as soon as all programs of the kernel before it have called
+`allow_next` or ended; its `wait_for_previous` returns when that kernel has ended and all it wrote can be read. That
+saves the latency of a launch.
+
+A kernel that needs nothing of the one before may run beside it and call `wait_for_previous` at its end, for the sake of
+what comes after both. Then the one before must not be chained itself, or must call `allow_next` only after its own
+`wait_for_previous`: otherwise what came before the two may still be running.
+
+Only NVIDIA has this; elsewhere kernels follow one another as usual, and both functions do nothing.
 """
 
 import triton
@@ -19,7 +22,7 @@ _INTERPRETED = tl.constexpr(target.interpreted())
 
 @triton.jit
 def allow_next():
-    """From now on the next kernel may be made ready. It still sees nothing that this one writes before its end."""
+    """From now on the next kernel may start. Until this one ends it must not read what this one writes."""
     if not _INTERPRETED and not target_info.is_hip():
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents;\nmov.u32 $0, 0;",
@@ -33,7 +36,8 @@ def allow_next():
 
 @triton.jit
 def wait_for_previous():
-    """Before a chained kernel touches memory that those before it write, and before it ends: they have ended."""
+    """Wait until the kernel before has ended. To be called before a chained kernel touches memory that earlier kernels
+    write and, at the latest, before it ends."""
     if not _INTERPRETED and not target_info.is_hip():
         tl.inline_asm_elementwise(
             "griddepcontrol.wait;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

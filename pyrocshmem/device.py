@@ -1,8 +1,8 @@
 """Device API: read, write and update a peer's heap from inside a Triton kernel.
 
 A heap pointer addresses the same offset on every rank, so a remote address is `pointer - heap_bases[0] +
-heap_bases[1 + peer]`, where `heap_bases` (`Heap.heap_bases`, int64[1 + R]) holds the own base first and then
-the base of every peer.
+heap_bases[1 + peer]`, where `heap_bases` (`Heap.heap_bases`, int64[1 + max(R, 8)]) holds this rank's own base first and
+then the base of every rank.
 
     import triton
     import triton.language as tl
@@ -13,11 +13,11 @@ the base of every peer.
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         shmem.put(x + offsets, x + offsets, peer, heap_bases, mask=offsets < n)
 
-Argument order everywhere: pointer, value (or local pointer), peer, heap_bases, mask, sem, scope. `pointer` is
-always a pointer into the own heap (a scalar or a block of pointers); `peer` is a rank of the heap's group and
-may be the own rank. Nothing here checks `peer`: the launchers do. Atomics default to the strongest ordering
-(`acq_rel`, `sys`), because a flag with a weaker one is the bug that shows up only on another machine. Flags
-themselves belong to `pyrocshmem.signal`.
+Argument order everywhere: pointer, value (or local pointer), peer, heap_bases, mask, sem, scope. `pointer` always
+points into this rank's own heap (a scalar or a block of pointers); `peer` is a rank of the heap's group, possibly the
+own one. Nothing here checks `peer`: check it before the launch. Atomics default to the strongest ordering (`acq_rel`,
+`sys`), because a flag with a weaker one is the bug that shows up only on another machine. Flags themselves belong to
+`pyrocshmem.signal`.
 
 Atomics work on int32 and int64 (add also on floats); Triton 3.6 drops `scope="sys"` of `atomic_cas` on
 gfx942.
@@ -36,7 +36,7 @@ _SYSTEM = tl.constexpr("sys")
 
 @triton.jit
 def remote(pointer, peer, heap_bases):
-    """The address, in `peer`'s heap, of the place that `pointer` addresses in ours.
+    """The address in `peer`'s heap that corresponds to `pointer` in ours.
 
     Example: own base 0x1000, peer's base 0x9000, pointer 0x1040: the result is 0x9040.
     """
@@ -46,8 +46,8 @@ def remote(pointer, peer, heap_bases):
 
 @triton.jit
 def others(pointer, rank, heap_bases, WORLD: tl.constexpr):
-    """`pointer` on every peer of `rank`, the own rank: a tuple of WORLD - 1, its neighbour's first, so that
-    ranks that walk it in order don't all write to the same one."""
+    """`pointer` in the heap of every peer of `rank`, which is this rank: a tuple of WORLD - 1, the neighbour's first,
+    so that ranks that walk it in order don't all write to the same one."""
     places = ()
     for k in tl.static_range(WORLD - 1):
         places = places + (remote(pointer, (rank + 1 + k) % WORLD, heap_bases),)  # type: ignore[assignment]
@@ -109,8 +109,8 @@ def atomic_cas(
     if mask is None:
         before = tl.atomic_cas(place, compare, value, sem=sem, scope=scope)
     else:
-        # Triton's has no mask. A lane that is left out looks at the word of one that isn't, and puts 0 there if it
-        # holds 0: nobody can tell. Where all are left out, nothing is done.
+        # Triton's has no mask. A masked-out lane compares the word of one that isn't with 0 and puts 0 there, which
+        # changes nothing. Where all are masked out, nothing is done.
         none = tl.zeros(place.shape, place.dtype.element_ty)
         address = tl.where(mask, place.to(tl.int64), 0)
         some = tl.max(address) if len(place.shape) > 0 else address

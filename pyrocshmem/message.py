@@ -1,32 +1,34 @@
-"""Messages: data that carry their own flag, for calls whose size is microseconds.
+"""Messages: data that carry their own flag, for calls that take microseconds.
 
-A receiver's slot holds SENTINEL in every 32-bit word until a peer's data overwrite it: what is not SENTINEL has
-arrived, so there is no flag to raise after the data and no second trip to read them. Who has taken them puts SENTINEL
-back. The sentinel is a NaN that arithmetic never makes, in float32 and in both halves in bfloat16 and float16; data
+A receiver's slot holds SENTINEL in every 32-bit word until a peer's data overwrite it: a word that is not SENTINEL has
+arrived, so there is no flag to raise after the data and no second trip to read them. The receiver then puts SENTINEL
+back. It is a NaN that arithmetic never makes, as a float32 and, in both halves, as bfloat16 and float16; data
 with just these bits are sent as the NaN beside it (`clean`). Integers can't be sent this way.
 
-Two slots alternate between calls:
+The memory has a head, whose first word is the number of the next call, and two slots, which calls use in turn:
 
     number = message.number(messages)
-    slot = message.slot_of(messages, slot_quads, number)               # the own one
+    slot = message.slot_of(messages, slot_quads, number)               # this rank's
     message.push(remote(slot + ..), words, mask, ..)                   # 16 bytes each
-    last = signal.is_last(context, False)                              # all have read the number
+    last = signal.is_last(context, False)                              # in the last program: all have read the number
     words, late = message.poll(slot + .., mask, deadline, context)
-    message.restore(slot + .., mask)                                   # what this program has polled for
+    message.restore(slot + .., mask)                                   # empty what this program has polled for
     if last: message.advance(messages, number)
 
+A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four
+int32 blocks.
+
 Why that is enough: a rank that has finished call n + 1 has heard from every peer in it, and a peer sends in call n + 1
-only when its call n has ended, which has left its slot empty. Hence the one rule for callers: in every call every rank
-hears from every rank, be it 16 bytes.
+only when its call n has ended, at which its slot was empty again. So in call n + 2 the rank may push into the slot of
+call n. Hence the one rule for callers: in every call every rank hears from every rank, be it 16 bytes.
 
 Ranks whose data are late make a poll give up after the wait budget. What such a rank still pushes when its peers have
-given up lands in their slots alone, which nobody takes for a result: the peers' record stands until `Heap.recover`,
-which empties the slots. The number lies before the slots: a graph that holds others, from before they grew, goes on
-with its own.
+given up lands in their slots alone, where nobody takes it for a result: the peers' record stands until `Heap.recover`,
+which empties the slots. Slots that grow are new memory with a number of its own, so that a graph captured before goes
+on with the old slots and their number.
 
-The protocol is NCCL's and FlashInfer's "low latency" idea, as published with NVIDIA's Lamport all-reduce kernels.
-A quad is 16 bytes, four words: what one thread stores and loads at once. Blocks of quads travel as tuples of four
-int32 blocks. `pyrocshmem.note` has messages that need no emptying.
+The idea is that of NCCL's "low latency" protocol and of the Lamport all-reduce kernels published by NVIDIA and in
+FlashInfer. `pyrocshmem.note` has messages that need no emptying.
 """
 
 import triton
@@ -48,11 +50,11 @@ _HEAD = tl.constexpr(message_slots.HEAD_WORDS)
 
 @triton.jit
 def number(messages, WAITED: tl.constexpr = True):
-    """The number of this call. WAITED: the kernel has waited for the one before it.
+    """The number of this call. WAITED: the kernel has waited for the one before it to end.
 
-    Past the caches where the kernel before may have yet to write it; not elsewhere, since all warps that ask one place
-    of L2 are answered one after another, two a nanosecond: a gather of 16 MiB, which has 65536, took 66 us instead of
-    49 (2 x H200).
+    Without WAITED the load bypasses the caches, since the kernel before may have yet to write it. With it it doesn't:
+    L2 answers warps that ask for one address one after another, two a nanosecond, and a gather of 16 MiB, which has
+    65536 of them, took 66 us instead of 49 (2 x H200).
     """
     if WAITED:
         value = tl.load(messages)
@@ -63,14 +65,15 @@ def number(messages, WAITED: tl.constexpr = True):
 
 @triton.jit
 def slot_of(messages, slot_quads, number):
-    """The slot of call `number`, of the own messages or a peer's (`device.remote`); `slot_quads` quads long."""
+    """Where the slot of call `number` begins, in this rank's messages or a peer's (`device.remote`). slot_quads: its
+    length."""
     return messages + _HEAD + tl.cast(number & 1, tl.int64) * slot_quads * 4
 
 
 @triton.jit
 def restore(pointer, mask, apart=4, QUADS: tl.constexpr = 1):
-    """Put SENTINEL back into quads that this program has polled for, with these arguments. What came of that poll must
-    not be used any more, unless it was reduced: the compiler may poll once more for it."""
+    """Put SENTINEL back into quads that this program has polled for, with the same arguments. Don't use what that poll
+    returned afterwards, unless it was reduced: the compiler may poll once more for it."""
     # Several threads may have polled for one quad.
     signal.meet()
     empty = tl.full(pointer.shape, SENTINEL, tl.int32)
@@ -80,13 +83,13 @@ def restore(pointer, mask, apart=4, QUADS: tl.constexpr = 1):
 
 @triton.jit
 def advance(messages, number):
-    """Close the call, in the program for which `signal.is_last` was true: all have read the number by then."""
+    """Close the call, in the program for which `signal.is_last` was true: all programs have read the number by then."""
     tl.store(messages, (number + 1) & _LAST_NUMBER)
 
 
 @triton.jit
 def clean(word):
-    """`word`, or the NaN beside it where it looks like an empty slot."""
+    """`word`, or the NaN beside it where it equals SENTINEL."""
     return tl.where(word == SENTINEL, SENTINEL - 1, word)
 
 
@@ -116,7 +119,7 @@ def fetch(pointer, mask):
 
 @triton.jit
 def keep(pointer, words, mask):
-    """Store quads at `pointer`, for kernels that follow."""
+    """Store quads at `pointer`, for kernels that follow: an ordinary store, 16 bytes at once."""
     w0, w1, w2, w3 = words
     if not _INTERPRETED and not target_info.is_hip():
         tl.inline_asm_elementwise(
@@ -138,7 +141,8 @@ def keep(pointer, words, mask):
 
 @triton.jit
 def push(pointer, words, mask):
-    """Store quads at `pointer`, in the own heap or a peer's, such that whoever polls there sees them soon."""
+    """Store quads at `pointer`, in the own heap or a peer's, so that a poll there sees them soon: relaxed, at system
+    scope."""
     w0, w1, w2, w3 = words
     if not _INTERPRETED and not target_info.is_hip():
         tl.inline_asm_elementwise(
@@ -174,7 +178,7 @@ def deadline_ns(context):
 
 
 def _poll_quads(quads: int) -> str:
-    """Until no word of so many quads is empty; their addresses are the first inputs."""
+    """PTX: poll until no word of so many quads is SENTINEL; their addresses are the first inputs."""
     words = [f"w{i}" for i in range(4 * quads)]
     loads = [
         f"ld.relaxed.sys.global.v4.u32 {{{', '.join(words[4 * i : 4 * i + 4])}}}, [${4 * quads + 1 + i}];"
@@ -192,11 +196,11 @@ _POLL_ONE, _POLL_TWO = tl.constexpr(_poll_quads(1)), tl.constexpr(_poll_quads(2)
 
 @triton.jit
 def poll(pointer, mask, deadline, context, apart=4, QUADS: tl.constexpr = 1):
-    """Wait for QUADS (1 or 2) quads each, `apart` words from one another, the first at `pointer` (a block of int32
-    pointers into the own heap), where `mask`.
+    """Wait, where `mask`, for QUADS (1 or 2) quads a lane: the first at `pointer` (a block of int32 pointers into the
+    own heap), the second `apart` words behind it.
 
-    Returns (a tuple of blocks of words, late): zeros where not `mask`; late is 1 where the data did not come before
-    `deadline`, or a peer gave up.
+    Returns (a tuple of 4 QUADS blocks of words, late): zeros where not `mask`; late is 1 where the data did not come
+    before `deadline` (`deadline_ns`), or a peer gave up: don't use them.
     """
     control, abort, record, heap_bases = context
     if not _INTERPRETED and not target_info.is_hip():

@@ -12,23 +12,23 @@ import torch
 # What an empty slot holds in every word, as int32.
 SENTINEL = 0xFFF3FFF3 - (1 << 32)
 QUAD_BYTES = 16
-# Calls take turns.
+# Calls use them in turn.
 NUM_SLOTS = 2
-# A line of a cache.
+# A cache line.
 HEAD_WORDS = 32
 
 _FEWEST_QUADS, _FEWEST_NOTES = 1 << 16, 1 << 13
 
 
 class Room(NamedTuple):
-    """Quads of a slot, and notes of a call."""
+    """How much fits: quads in a slot, and notes of a call."""
 
     quads: int = 0
     notes: int = 0
 
     @property
     def words(self) -> int:
-        """int32 words of all."""
+        """int32 words in all: the head, both slots, both sets of notes."""
         return HEAD_WORDS + NUM_SLOTS * (4 * self.quads + 2 * self.notes)
 
     def has(self, other: Room) -> bool:
@@ -36,7 +36,7 @@ class Room(NamedTuple):
         return self.quads >= other.quads and self.notes >= other.notes
 
     def grown(self, needed: Room) -> Room:
-        """Room for both. In steps of an eighth at least: every growth costs the ranks a meeting."""
+        """Room for both, grown by an eighth at least: every growth costs the ranks a vote."""
         return Room(
             max(self.quads, _rounded_up(needed.quads, _FEWEST_QUADS)),
             max(self.notes, _rounded_up(needed.notes, _FEWEST_NOTES)),

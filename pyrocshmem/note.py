@@ -1,9 +1,9 @@
 """Notes: a word beside the number of its call, 8 bytes that are stored and loaded at once.
 
-A note is there when it has the call's number, as in NCCL's LL protocol. It comes to a place of its own, which nothing
-else uses, so nobody has to empty that as the slots of messages are (`pyrocshmem.message`), and several programs can
-read it. The notes of two calls take turns, behind the slots: ranks are never further apart, since in every call every
-rank hears from every rank, by messages or by notes.
+A note has arrived when it holds the call's number, as in NCCL's LL protocol. It has an address of its own, which
+nothing else uses, so nobody has to empty it as the slots of messages are (`pyrocshmem.message`), and several programs
+can read it. Notes lie behind the slots, those of two calls interleaved: ranks are never further apart, since in every
+call every rank hears from every rank, by messages or by notes.
 
     number = message.number(messages)
     note.push(remote(note.first(messages, slot_quads, number) + 2 * place, ..), word, number, mask)
@@ -21,7 +21,7 @@ from pyrocshmem.trace import now_ns
 _INTERPRETED = tl.constexpr(target.interpreted())
 _HEAD, _SLOTS = tl.constexpr(message_slots.HEAD_WORDS), tl.constexpr(message_slots.NUM_SLOTS)
 
-# Until what is at the first input has the second one's number.
+# Polls until the note at the first input has the number in the second.
 POLL = tl.constexpr(
     poll_text(
         ["ld.relaxed.sys.global.u64 both, [$2];", "mov.b64 {w0, found}, both;"],
@@ -34,7 +34,7 @@ POLL = tl.constexpr(
 
 @triton.jit
 def first(messages, slot_quads, number):
-    """Where the notes of call `number` begin (int64 pointer). Each is two words from the next."""
+    """Where the notes of call `number` begin: an int64 pointer; note number i is 2 i elements behind it."""
     behind = messages + _HEAD + tl.cast(slot_quads, tl.int64) * (4 * _SLOTS)
     return behind.to(tl.pointer_type(tl.int64), bitcast=True) + (number & 1)
 
@@ -42,7 +42,7 @@ def first(messages, slot_quads, number):
 @triton.jit
 def push(pointer, word, number, mask):
     """Store int32 words as notes of call `number` at `pointer` (a block of int64 pointers), in the own heap or a
-    peer's, such that whoever polls there sees them soon."""
+    peer's, so that a poll there sees them soon."""
     both = tl.cast(number, tl.int64) << 32 | (word.to(tl.int64) & 0xFFFFFFFF)
     if _INTERPRETED:
         tl.store(pointer, both, mask=mask)
@@ -62,7 +62,7 @@ def push(pointer, word, number, mask):
 
 @triton.jit
 def poll(notes, place, number, mask, deadline, context):
-    """Wait for the notes of call `number` at `place` (a block), of those that begin at `notes`, where `mask`.
+    """Wait, where `mask`, for notes number `place` (a block) of call `number`, whose notes begin at `notes` (`first`).
 
     Returns (their words, late): zeros where not `mask`; late is 1 where they did not come before `deadline`, or a peer
     gave up.

@@ -32,8 +32,9 @@ def pause():
 
 
 def poll_text(loads: list[str], words: list[str], missing: list[str], inputs: int) -> str:
-    """PTX: `loads` until not what `missing` says in predicate q; look at the clock and the abort word every 256th time.
-    Outputs: the words, late. Inputs: so many of `loads` and `missing`, mask, deadline, address of the abort word."""
+    """PTX of a loop: run `loads` until `missing` leaves predicate q false; every 256th time look at the clock and the
+    abort word. Outputs: the words, late. Inputs: `inputs` operands of `loads` and `missing`, then mask, deadline, the
+    abort word's address."""
     late, mask, deadline, abort = (f"${len(words) + i}" for i in (0, *range(inputs + 1, inputs + 4)))
     lines = [
         "{",

@@ -68,8 +68,8 @@ def multiply(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile column
-    `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
+    """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
+    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     stride_am, stride_ak, stride_bk, stride_bn = strides
     # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
