@@ -2,8 +2,8 @@
 
     exchange(workspace, status.Op.ALL_GATHER, "all_gather", x, out)
 
-Large tensors go in pieces, one launch each, so that the slots stay small: beyond PIECE_BYTES more at a time is no
-faster (2 x H200: 350 GB/s on the links).
+Large tensors go in pieces, one launch each, so that the slots stay small: pieces of more than PIECE_BYTES are no faster
+(2 x H200: 350 GB/s on the links).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stream_k.workspace import Workspace
 # What a piece takes of a slot, at most.
 PIECE_BYTES = 64 << 20
 
-# Threads of a program, each of which has a unit of one rank. In the interpreter, where a program costs more than its
-# data, it has more.
+# Threads of a program, each of which handles a unit of one rank. In the interpreter, where a program costs more than
+# its data, each handles more.
 _THREADS, _MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
-# Of gathers of more units than these, threads have two: more of them are on the way then.
+# In gathers of more units than this a thread handles two, so that more of them are in flight.
 _MANY_UNITS = 1 << 20
 # Programs of a row that is normalized, at most: a GPU has a multiprocessor for each.
 _MOST_PARTS = 128
@@ -75,7 +75,8 @@ _NOTHING = Finish()
 
 
 class _Piece(NamedTuple):
-    """Elements [first, ..) of each part of x; sizes as the kernel takes them. out_first: where it goes."""
+    """Elements of each part of x, from number `first` on, which go to `out_first` on; the other sizes as the kernel
+    takes them."""
 
     first: int
     out_first: int

@@ -3,29 +3,31 @@
 R ranks. A rank sends each peer a part of its tensor, or all of it to everyone; what arrives is summed over ranks, or
 stored side by side:
 
-    one-shot all-reduce   all of x to everyone, sum
-    reduce-scatter        part j of x to rank j, sum
-    two-shot all-reduce   part j of x to rank j, sum, the sum to everyone, store
-    all-gather            all of x to everyone, store; all-scatter: the same, as columns
-    broadcast             the root's x to everyone; of the others, as the protocol wants, the first unit
+    one-shot all-reduce   all of x to everyone; sum
+    reduce-scatter        part j of x to rank j; sum
+    two-shot all-reduce   part j of x to rank j; sum; the sum to everyone; store
+    all-gather            all of x to everyone; store. All-scatter: the same, as columns
+    broadcast             the root's x to everyone; the others send their first unit, since every rank must hear from
+                          every rank
 
 Sums are fp32, over ranks in an order that depends on R alone, rounded once: the same bits on every rank. On its way
-to the result a sum can meet a bias, an activation, a residual and the norm of its row.
+to the result a sum can get a bias, an activation, a residual and the norm of its row.
 
-A part is rows of `width` elements, a row units of 16 bytes of the result; flat tensors are one row. Each program does
-the same STEP units of every part, on all ranks, so it waits for programs with its own number only. Blocks are
-[units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a warp
-still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap. A slot is region
-A, [R sources][quads of a unit][units of a part of x], and for a two-shot region B, [R sources][units] of sums. Of a
-broadcast region A is the root's units, then one of each rank.
+A part consists of rows of `width` elements, a row of units: 16 bytes of the result each. Flat tensors are one row. A
+program does the same STEP units of every part, on all ranks, so it waits only for programs with its own number. Blocks
+are [units, ranks]: the ranks of a unit lie in neighbouring lanes of a warp, so that sums need no shared memory, and a
+warp still moves 128 contiguous bytes to or from each of 4 ranks. Neither x nor out need be on the heap.
 
-What a product makes can be sent by its tiles (`collectives.message_tiles`), by a GEMM before: then nothing is loaded
-here, and nothing but sums is sent. The two kernels may run at once, since messages bring their own flags.
+A slot is region A, [R sources][quads of a unit][units of a part of x], and for a two-shot region B, [R sources][units]
+of sums. For a broadcast region A is the root's units, then one unit of each rank.
 
-Rows that are normalized are cut for PARTS programs each. Who has summed its units of a row notes the sum of their
-squares with those who will store the row, in the two-shot beside the units themselves: everyone; else the own rank.
-They add the PARTS sums in the same order everywhere. Here a program waits for others than its own number, see
-`_row_squares`.
+The tiles of a product can be sent by its GEMM's epilogue (`collectives.message_tiles`): then this kernel loads nothing
+and sends nothing but sums. The two kernels may run at once, since messages bring their own flags.
+
+A row that is normalized is divided among PARTS programs. A program that has summed its units of a row sends the sum of
+their squares, as a note, to whoever will store the row: in the two-shot everyone, along with the units themselves,
+otherwise its own rank. Everyone adds the PARTS sums in the same order. Here a program waits for others than those of
+its own number, see `_row_squares`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from stream_k.epilogue import activate
 
 @triton.jit
 def _finished(values, added, place, mask, last, finish, ACTIVATION: tl.constexpr):
-    """Sums on their way to the result, of elements from `place` to `last`: plus bias, activated, plus `added`."""
+    """activation(values + bias) + `added`, of the elements from number `place` to `last`; `finish`: see the kernel."""
     bias, columns, residual, total, weight, eps = finish
     done = ()
     for e in tl.static_range(len(values)):
@@ -63,7 +65,7 @@ def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexp
     WEIGHT: tl.constexpr = weight.dtype.element_ty
     values = ()
     if WEIGHT.primitive_bitwidth < DTYPE.primitive_bitwidth:
-        # Half a quad.
+        # A unit of weights is half a quad.
         for e in tl.static_range(UNIT):
             value = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
             values = values + (value,)  # type: ignore[assignment]
@@ -75,7 +77,7 @@ def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def _of_rank(each, rank, RANKS: tl.constexpr):
-    """Element `rank` of [ranks], as one number: no layout of it has to be converted, see `units.spread`."""
+    """Element `rank` of [ranks], as one number, which has no layout to convert (`units.spread` says why)."""
     return tl.sum(tl.where(tl.arange(0, RANKS) == rank, each, 0.0), axis=0)
 
 
@@ -83,8 +85,8 @@ def _of_rank(each, rank, RANKS: tl.constexpr):
 def _note_squares(
     notes, words, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """The fp32 sum of squares of this program's units of a row, the same in each column of the blocks [U, ranks], as
-    one note of `rank` to the ranks where `keeps`."""
+    """Send the fp32 sum of squares of this program's units of a row, as one note of `rank`, to the ranks where `keeps`.
+    words: blocks [U, ranks], the same in each column."""
     values = units.unpack(words, UNIT, DTYPE)
     squares = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(UNIT):
@@ -101,12 +103,12 @@ def _row_squares(
     notes, here, number, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """(the sum of squares of the row that each rank has sent units of, in its column of a block [U, ranks], late), of
-    ranks where `here`.
+    """(sums, late): in column r of `sums`, [U, ranks], the sum of squares of the row that rank r has sent units of,
+    where `here`.
 
-    The PARTS programs of a row wait for one another, so some for higher numbers. A GPU starts programs in the order of
-    their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is
-    not done are running or done, and they end. Where they can't all run, the wait gives up as all do.
+    The PARTS programs of a row wait for one another, hence some for higher numbers. A GPU starts programs in the order
+    of their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is not done
+    are running or done, so they end. Where they can't all run, the wait gives up as all waits do.
     """
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
     place = ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
@@ -120,7 +122,7 @@ def _row_squares(
 
 @triton.jit
 def _normalized(words, squares, weights, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of units of rows, whose sums of squares these are."""
+    """RMSNorm of units, given the sums of squares of their rows."""
     values = units.unpack(words, UNIT, DTYPE)
     scale = tl.math.rsqrt(squares / width + eps)
     scaled = ()
@@ -131,8 +133,8 @@ def _normalized(words, squares, weights, width, eps, UNIT: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _part(rank, row_end, n, x_part, longer, extra, limit):
-    """(where the part of `rank` begins in x, the number at which a unit's elements end: with their row, their part, or
-    with x). Example, 7 elements for 3 ranks, x_part 2, longer 1, extra 1, limit 3: parts begin at 0, 3 and 5."""
+    """(where the part of `rank` begins in x, the element of that part at which a unit ends: with its row, the part or
+    x). Example, 7 elements for 3 ranks, x_part 2, longer 1, extra 1, limit 3: parts begin at 0, 3 and 5."""
     start = tl.cast(rank, tl.int64) * x_part + tl.minimum(rank, longer) * extra
     end = tl.minimum(row_end, tl.minimum(n - start, limit - tl.where(rank < longer, 0, extra)))
     return start, end
@@ -140,7 +142,8 @@ def _part(rank, row_end, n, x_part, longer, extra, limit):
 
 @triton.jit
 def _units_here(rows, row_units, PARTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr):
-    """This program's units of each part: (the first, all, where they are of the part, their rows, their columns)."""
+    """This program's units of each part: (number of the first, numbers of all, which exist, their rows, the columns of
+    their first elements)."""
     program, lane = tl.program_id(0), tl.arange(0, STEP)
     if PARTS:
         # Programs have units of one row alone: the last of a row may have fewer than STEP.
@@ -159,7 +162,7 @@ def _units_here(rows, row_units, PARTS: tl.constexpr, STEP: tl.constexpr, UNIT: 
 
 @triton.jit
 def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """Record that this program missed messages, if it did. absent [ranks]: the larger, the more it says of a rank."""
+    """Record that messages did not come, if so. absent [ranks]: 0, or larger the surer it is that the rank is late."""
     if tl.max(absent, axis=0) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)
@@ -174,11 +177,15 @@ def exchange_kernel(
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """x [n] to out by way of messages. A part has `rows` rows of `width` elements; the next begins `x_part` elements
-    later in x (0: all of x is everyone's), and `extra` more after the first `longer` parts, which have all `limit`
-    elements, the others `extra` less. Parts of out are `out_part` apart, its rows `out_width`. TILES: the tiles of a
-    GEMM send x. RANKS: WORLD, or the next power of two. finish: (bias, columns, residual, total, weight, eps), see
-    `collectives.exchange.Finish`. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
+    """x [n] to out by way of messages; one program for each STEP units of a part.
+
+    Parts: each has `rows` rows of `width` elements, of which the first `longer` parts fill `limit` elements and the
+    others `extra` fewer. A part begins `x_part` elements behind the one before (0: all of x is everyone's), `extra`
+    more behind the `longer` ones. Parts of out are `out_part` elements apart, its rows `out_width`.
+    finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`; n: elements of x.
+    SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. TILES: the tiles of a GEMM send x.
+    RANKS: WORLD, or the next power of two. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
+    ALIGNED: see `words.load_unit`.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -211,7 +218,7 @@ def exchange_kernel(
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
     start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
     own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
-    # Elements of the own part: nobody sends what is beyond them.
+    # Elements of this rank's part: nobody sends what is beyond them.
     _, in_own = _part(rank, n, n, x_part, longer, extra, limit)
     if TILES:
         heard = there & (unit * UNIT < in_own)[:, None]
@@ -219,18 +226,19 @@ def exchange_kernel(
         words = units.load_unit(x, start + elements, elements, end, there, UNIT, ALIGNED)
     number = message.number(messages, not TILES)
     slot, peers = message.slot_of(messages, slot_quads, number), message.slot_of(home, slot_quads, number)
-    # Numbers of quads in a slot; the regions' sources are as far apart as they are long.
+    # Quads of a source in regions A and B, which follow one another without gaps.
     a_quads, b_quads = tl.cast(part_units, tl.int64) * QUADS, tl.cast(part_units, tl.int64)
     own_a, of_a, region_b = rank * a_quads, ranks * a_quads, WORLD * a_quads
     if BROADCASTS:
         own_a = tl.where(rank == root, 0, a_quads + rank)
         of_a = tl.where(ranks == root, 0, a_quads + ranks)
     if not TILES:
-        # All first quads, then all second ones: a warp sends what lies together, or half sectors would cross the links.
+        # All first quads, then all second ones, so that a warp sends contiguous bytes; else half sectors cross the
+        # links.
         units.send(peers, own_a + units_of, part_units, units.clean(words), sent)
     deadline = message.deadline_ns(context)
     last = signal.is_last(context, False)
-    # What the sums will meet is loaded while they travel.
+    # The residual and the weights are loaded while the messages travel.
     bias, columns, residual, total, weight, eps = finish
     added, weights = (), ()
     if residual is not None:
@@ -243,16 +251,17 @@ def exchange_kernel(
 
     trace.mark(events, trace.WAIT, -1)
     if TILES:
-        # First the own rank's message for the first unit, which comes when the GEMM does: programs that asked for all
-        # of theirs meanwhile would slow it, by a tenth where it takes long (2 x H200).
+        # First only this rank's message for the first unit, which comes when its GEMM gets there: programs that polled
+        # for all of theirs meanwhile would slow the GEMM, by a tenth where it takes long (2 x H200).
         at = first + tl.arange(0, 1)
         message.poll(slot + (own_a + at) * 4, at * UNIT < in_own, deadline, context)
-        # Not before: programs of the next GEMM would begin where this one's are not, in worse places than they leave.
+        # Not before: programs of the next GEMM would start on multiprocessors that this GEMM's programs don't use,
+        # worse ones than those they leave.
         chain.allow_next()
     taken = slot + (of_a + units_of) * 4
     words, late = message.poll(taken, heard, deadline, context, part_units * 4, QUADS)
     if not TILES:
-        # Nor here: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
+        # Not before here either: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
         chain.allow_next()
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
@@ -260,12 +269,13 @@ def exchange_kernel(
         values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
         words = units.pack(values, DTYPE)
         if GATHERS:
-            # A sum that lacks something is no message: a peer so late that all it waits for has come would take it for
-            # whole. Blocks [U], or the polls would be repeated. Who was missing counts for more than who waits.
+            # A sum that lacks a term is not sent: a peer so late that all it waits for has come would take it for
+            # complete. Blocks [U], or the polls would be repeated. A rank whose own messages are missing is blamed
+            # before one whose sums are.
             words = units.unless(tl.max(late, axis=1), words)
             missing = tl.max(late, axis=0) * 2
         words = units.spread(words, RANKS)
-        # The ranks whose rows this one stores, and with whom it notes its squares.
+        # The ranks whose rows this one stores, and to which it sends its squares.
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
@@ -283,8 +293,8 @@ def exchange_kernel(
             taken, heard = slot + (region_b + ranks * b_quads + units_of) * 4, there
             words, late = message.poll(taken, heard, deadline, context)
     if TILES:
-        # After the messages: where this rank's host was late between the two kernels, its peers may have finished the
-        # call without it, given up on a later one, and sent what they have of the call that has this slot again.
+        # After the messages: where this rank's host was late between the two kernels, its peers may have finished this
+        # call without it, given up on a later one, and sent messages of a call that uses this slot again.
         late = tl.maximum(late, tl.where(signal.load_now(abort) != 0, 1, 0))
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
@@ -307,7 +317,7 @@ def exchange_kernel(
     _report(absent, deadline, number, context, OP, WORLD)
     message.restore(taken, heard, part_units * 4, LAST_QUADS)
     if TILES:
-        # Who sends for this call has read its number then, and what follows on the stream counts on both kernels.
+        # The GEMM has then read the number of the call; and what follows on the stream counts on both kernels.
         chain.wait_for_previous()
     if last:
         message.advance(messages, number)

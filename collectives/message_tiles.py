@@ -1,8 +1,8 @@
 """Tiles that leave a GEMM as messages: the epilogue for products whose exchange costs microseconds.
 
-A tile goes from its program's registers into the slots of the ranks that sum or store it; `exchange_kernel` finds there
-what it would else have loaded and sent itself, a kernel and a trip through memory later. Messages carry their own
-flags, so nothing is announced, and a part of a row is taken while other tiles are still multiplied.
+A tile goes from its program's registers straight into the slots of the ranks that sum or store it. `exchange_kernel`
+would otherwise load and send it, a kernel and a trip through memory later. Messages carry their own flags, so nothing
+is announced, and parts of a row are taken while other tiles are still being multiplied.
 """
 
 import triton
@@ -19,11 +19,12 @@ def send_tile(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile, biased and activated, to each rank whose part of the product it meets.
+    """Epilogue: send the tile, biased and activated, to each rank of whose part of the product it has elements.
 
-    `c` is the messages, as elements of the dtype that travels. OPTIONS[3] is the number of ranks, [4] the elements of a
-    unit. `extra` is (bias, slot_quads, part_units, x_part, longer, more, limit): what an element's number in the
-    product, row by row, says of its part, as `exchange_kernel` has it. N and all parts are whole units.
+    `c` is the messages (`pyrocshmem.message`), as elements of the dtype that travels. OPTIONS[3] is the number of
+    ranks, [4] the elements of a unit. `extra` is (bias, slot_quads, part_units, x_part, longer, more, limit): the last
+    four tell the part of an element from its number in the product, row by row, as in `exchange_kernel` (`more`
+    is its `extra`). N and all parts are whole units.
 
     Example, M = N = 16, two ranks that sum 128 elements each, units of 8: row 9, columns 8 to 15, is unit 3 of rank 1.
     """

@@ -1,8 +1,9 @@
-"""Elements in the words of messages: loading, storing, packing blocks of units.
+"""Elements as the words of messages: loading, storing and packing blocks of units.
 
 A unit is 16 bytes of the result: 8 elements of a 16-bit dtype, 4 of float32. A unit of x has the same elements, in one
-quad, or in two where x is float32 and the result is not. Blocks of units travel as tuples of int32 blocks, one a word
-(four a quad); as values they are tuples of fp32 blocks, one an element of the unit.
+quad (16 bytes), or in two where x is float32 and the result is not. Two forms of a block of units:
+  words    a tuple of int32 blocks, one for each word of a unit (four a quad): what travels
+  values   a tuple of fp32 blocks, one for each element of a unit: what is computed with
 """
 
 import triton
@@ -14,8 +15,8 @@ from stream_k.epilogue import rounded
 
 @triton.jit
 def load_unit(x, place, first, end, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Words of the units whose elements lie from `place` on; `first` is the number of the first one, and elements of
-    number `end` and on are zeros. ALIGNED: units start at multiples of 16 bytes and are whole."""
+    """Words of units whose elements begin at x + `place`. first: the number of a unit's first element; elements from
+    number `end` on are zeros. ALIGNED: units start at multiples of 16 bytes and are whole."""
     PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
     words = ()
     if ALIGNED:
@@ -35,7 +36,7 @@ def load_unit(x, place, first, end, mask, UNIT: tl.constexpr, ALIGNED: tl.conste
 
 @triton.jit
 def store_unit(out, place, first, end, words, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """The counterpart of `load_unit`; the words are those of `out`'s dtype."""
+    """The counterpart of `load_unit`, for words of `out`'s dtype."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     if ALIGNED:
@@ -68,7 +69,7 @@ def _value(word, i: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def cut(x, ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr):
-    """The block `x` [ROWS, COLS] as UNIT (4 or 8) blocks [ROWS, COLS / UNIT]: element 0, 1, .. of every unit."""
+    """The values of `x` [ROWS, COLS]: UNIT (4 or 8) blocks [ROWS, COLS / UNIT], of element 0, 1, .. of every unit."""
     even, odd = x.reshape((ROWS, COLS // 2, 2)).split()
     e0, e2 = even.reshape((ROWS, COLS // 4, 2)).split()
     e1, e3 = odd.reshape((ROWS, COLS // 4, 2)).split()
@@ -84,7 +85,8 @@ def cut(x, ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def send(slots, place, apart, words, mask):
-    """Words of units to `slots`, of one rank or of several: quads number `place`, and `apart` further on."""
+    """Push words of units into `slots`, of one rank or several: a unit's first quad is number `place`, its second
+    `place` + `apart`."""
     for k in tl.static_range(len(words) // 4):
         four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
         message.push(slots + (place + k * apart) * 4, four, mask)
@@ -115,7 +117,7 @@ def pack(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def clean(words):
-    """Words that can be sent."""
+    """`words` as they can be sent: none is the sentinel."""
     cleaned = ()
     for k in tl.static_range(len(words)):
         cleaned = cleaned + (message.clean(words[k]),)  # type: ignore[assignment]
@@ -124,7 +126,7 @@ def clean(words):
 
 @triton.jit
 def unless(gone, words):
-    """`words`; where `gone`, what leaves a slot empty."""
+    """`words`; where `gone`, the sentinel, which leaves a slot empty."""
     kept = ()
     for k in tl.static_range(len(words)):
         kept = kept + (tl.where(gone == 0, words[k], message.SENTINEL),)  # type: ignore[assignment]
@@ -145,8 +147,8 @@ def sum_ranks(values, valid):
 def spread(words, ranks: tl.constexpr):
     """Blocks [U] as [U, ranks], the same for every rank.
 
-    What is made of messages stays in blocks of one of these two shapes: to bring others, [U, 1] say, into the layout
-    of messages, the compiler would have every word wait for its message once more.
+    Everything computed from messages stays in one of these two shapes: to convert another, [U, 1] say, into the layout
+    of messages, Triton 3.6 would repeat the polls.
     """
     wide = ()
     for k in tl.static_range(len(words)):
