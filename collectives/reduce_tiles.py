@@ -2,10 +2,10 @@
 
 Shape letters: M N of the result; R ranks; T tiles of [BLOCK_M, BLOCK_N]; P GEMM programs.
 
-A partial tile lies packed, BLOCK_M x BLOCK_N contiguous, so odd M and N cost no masks on the wire. Every rank
-computes the same tiles in the same order. R tiles in a row form a group and each rank owns one of them; the
-owner moves on by a place from wave to wave (`owned_tile`), so that every rank and every program gets its
-share.
+A partial tile (this rank's term of the sum) is stored packed, BLOCK_M x BLOCK_N contiguous, so odd M and N cost no
+masks on the wire. Every rank computes the same tiles in the same order. Each R consecutive tiles form a group, of which
+each rank owns one; ownership moves on by one rank from wave to wave (`owned_tile`), so that every rank and every
+program gets its share.
 
 Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order in
                                                               fp32, adds the bias, activates
@@ -13,18 +13,18 @@ Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R
 One-shot:   every rank sums every tile itself: no second hop, R / 2 times the bytes.
 
 Where the partials lie depends on the placement:
-  after, beside   in the source's own heap (`publish_partial`); consumers pull them over the links
-  inside          in the consumer's heap, a slot a source: the GEMM's epilogue pushes them (`push_partial`)
+  after, beside, own_stream   in the source's heap (`publish_partial`); consumers pull them over the links
+  inside                      in the consumer's heap, room for each source: the GEMM's epilogue pushes them
+                              (`push_partial`)
 
 No wait can deadlock. Within a rank a consumer waits only for tiles of programs with its own or lower ids;
 across ranks likewise, and for the other owners' `done` only after all its own pushes.
 
-Flags: ready is numbers 0 to T - 1 of `signal.word`, written by the source; done is T to 2 T - 1, by the owner.
+Flags (`signal.word`): ready[source][t] is number t, written by the source; done[t] is number T + t, by the owner.
 
-Slots: partials alternate between two by epoch. A peer that has entered call n - 1 has finished reading those
-of call n - 2 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks
-have published their partials of this call, hence have entered it, hence are done with what the result held
-before.
+Slots: calls use two in turn. A peer that has entered call n - 1 has finished reading the partials of call n - 2
+(LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their
+partials of this call, hence have entered it, hence are done with what the result held before.
 
 `extra` is (partials, slot_elements, results, flags, squares, bias): pointers but for the int64 size of a
 slot. `squares`, when asked for, is fp32 [tiles_n, M]: the sum of squares, over a tile's columns, of each row
@@ -80,7 +80,7 @@ def _packed(tile, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _slot_tile(tile, tiles, source, ONE_SHOT: tl.constexpr, WORLD: tl.constexpr):
-    """Number, within a slot that sources push into, of the packed place of `tile` from `source`.
+    """Number, within a slot that sources push into, of the packed tile that is `tile` from `source`.
 
     Two-shot, an owner gets one tile of each group from every source; one-shot it gets them all.
     """
@@ -96,7 +96,7 @@ def announce_partial(
     tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """ready[own rank][tile]: to everyone in a one-shot, to the owner in a two-shot."""
+    """Announcement: raise ready[this rank][tile], at every rank in a one-shot, at the owner in a two-shot."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -113,7 +113,7 @@ def publish_partial(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into the own heap. `c` describes both slots as rows of BLOCK_N."""
+    """Epilogue: the partial tile into this rank's heap. `c` describes both slots as rows of BLOCK_N elements."""
     partials, slot_elements, results, flags, squares, bias = extra
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     top = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
@@ -126,8 +126,8 @@ def push_partial(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's slot at its consumer, at all of them in a one-shot, then its flag:
-    at once, since Triton 3.6 can't compile these stores with an announcement behind a condition."""
+    """Epilogue: the partial tile into its consumer's slot (one-shot: everyone's), then its flag: at once, since Triton
+    3.6 can't compile these stores with an announcement behind a condition."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -185,7 +185,7 @@ def _reduce_tile(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the R partials of `tile`, sum them in rank order, hand the result out."""
+    """Wait for the R partials of `tile`, sum them in rank order, and store the result where it belongs."""
     partials, slot_elements, results, flags, squares, bias = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     control, abort, record, heap_bases = context
@@ -259,7 +259,7 @@ def reduce_groups(
                         tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
                         OPTIONS,
                     )  # fmt: skip
-            # Trailing, after all own pushes: the tiles of the same groups that the other ranks own.
+            # Only after all own pushes: the tiles of the same groups that the other ranks own.
             trace.mark(events, trace.WAIT, -1)
             lanes = tl.arange(0, signal.MAX_WORLD)
             for group in range(first, groups, step):

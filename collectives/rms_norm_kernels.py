@@ -1,17 +1,18 @@
 """The kernels of `rms_norm`, forward and backward; `rms_norm_plan` launches them.
 
-M rows of H columns, R ranks, N columns a rank. h is what is normalized (x, or x + residual), s = 1 / sqrt(mean of
-h^2 over H + eps) the scale of a row, w the weight, g the gradient of the result h s w.
+Shape letters: M rows of H columns, R ranks, N columns a rank. h is what is normalized (x, or x + residual),
+s = 1 / sqrt(mean of h^2 over H + eps) the scale of a row, w the weight, g the gradient of the result h s w
+(https://arxiv.org/abs/1910.07467).
 
 Forward: every rank sums the squares of its columns, in fp32; the sums of a row travel to all ranks (`row_sums`), and
-all add them in the same order, so all scale a row by the same bits. Then each normalizes its own columns: for itself
-(sharded: only the sums travel), or into its columns of every rank's result (replicated).
+all add them in the same order, so that the scale of a row has the same bits everywhere. Then each rank normalizes its
+own columns: for itself (sharded: only the sums travel), or into its columns of every rank's result (replicated).
 
     note (rank, row)            the rank's sum of squares of the row; backward: of g w h
     done[block][rank] >= epoch  replicated: the rank's columns of a block of rows have arrived here
 
-A rank writes into a peer's result only after it has heard of its sums in this call: by then the peer has done with
-what the result held before. A rank that comes too late hears of them as well, so it looks at the abort word, too.
+A rank writes into a peer's result only after the peer's sums of this call have come: by then the peer is done with what
+the result held before. They also reach a rank that comes too late, so it looks at the abort word, too.
 
 Backward (the derivative of the formula above): with t = sum over H of g w h, times s / H, the gradient of h is
 s (g w - h s t), and that of the weight the sum over rows of g h s, which needs no peer.
@@ -58,8 +59,9 @@ def rms_norm_kernel(
     ADDS: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WORLD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, N], this rank's columns of H, from `column` on. out: its columns, or (REPLICATED) all of them. TILES:
-    0, or as many parts at a time are added of `squares` [tiles_n, M], the sums of squares that came with x.
+    """Normalize x [M, N], this rank's columns of H, from number `column` on. out: its columns, or (REPLICATED) all.
+    updated: ADDS: gets x + residual. scales: fp32 [M]. TILES: 0, or how many rows at a time to add of `squares`
+    [tiles_n, M], the sums of squares that a GEMM's tiles left.
 
     Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
     (1/3, 1) and (5/3, 1/3) times the weights.
@@ -151,8 +153,8 @@ def rms_norm_backward_kernel(
     M, N, H, g_stride, more_stride, h_stride, events,
     ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """grad [M, N] of h, plus (ADDS) `more`, the gradient that reached h otherwise; and the weight's gradient of each
-    program's rows, partials [programs, N] in fp32.
+    """grad [M, N] of h, plus (ADDS) `more`, the gradient that reached h in other ways; and the weight's gradient of the
+    rows of each program, partials [programs, N] in fp32.
 
     Example, R = 2, H = 4, s = 1/3 as in the forward kernel's, g w = (3, 0) and (0, 0): sums 3 and 0, t = 3/12; of
     column 0 the gradient is (3 - 1/3 * 1/4) / 3.

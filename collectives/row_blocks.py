@@ -1,26 +1,32 @@
-"""What runs beside a GEMM whose tiles or operands the copy engine moves: blocks of rows, or of columns.
+"""What runs beside a GEMM whose tiles or operands copy engines move: blocks of rows, or of columns.
 
 Shape letters: M N of the whole result; R ranks. The M rows are cut into R blocks (`stream_k.order`), block q
-belongs to rank q. Copies are commands of a stream; what they wait for and what they announce is done by
-`step_kernel`, one small program between them, so waits have a budget and watch the abort word here too. It needs no
-multiprocessor of its own: a GEMM's program leaves room for it, or another is free.
+belongs to rank q. A step is some tile rows of a block, which are copied at a time.
 
-    GEMM of the peers' rows   --tile flags-->     step_kernel, copies of partial rows to their owners
-                              --partial flags-->  the owner
-    GEMM of the own rows      `sum_rows`, for a tile whose partials have come: sums them in rank order in fp32, adds
-                              the bias, activates; into the result, or, in an all-reduce, into `sums`
-                              --tile flags-->     step_kernel --sum flags--> every rank
-    all-reduce                the same step_kernel, copies of all ranks' sums into the own result
+Copies are commands of a stream. What they wait for and what they announce is done by `step_kernel`, one small program
+between them, so that waits have a budget and watch the abort word here too. It needs no multiprocessor of its own:
+either a GEMM's program leaves room for it, or a multiprocessor is free.
 
-    all-scatter, which has no row blocks: N columns a rank, in steps of rows
-    GEMM                      --tile flags-->     step_kernel --flags--> every rank
-    every rank                the same step_kernel, copies of all ranks' columns into the own result
+    reduce-scatter, all-reduce
+    1. GEMM of the peers' rows        --tile flags-->     2.
+    2. step_kernel, then copies of a step's partial rows to their owner
+                                      --partial flags-->  3. at the owner
+    3. GEMM of this rank's rows, with epilogue `sum_rows`: when the partials of a tile have come, sums them in rank
+       order in fp32, adds the bias, activates; into the result or, in an all-reduce, into `sums`
+                                      --tile flags-->     4.
+    4. all-reduce: step_kernel        --sum flags-->      4. at every rank
+       then copies of the step's sums of all ranks into this rank's result
 
-Instead of copies of columns, `pull_kernel` can fetch them, by programs on multiprocessors of their own.
+    all-scatter, which has no row blocks: N columns a rank, in steps of tile rows
+    1. GEMM                           --tile flags-->     2.
+    2. step_kernel                    --flags-->          2. at every rank
+       then copies of the step's columns of all ranks into this rank's result
 
-Nothing deadlocks, on streams that share a queue neither: what a stream waits for was enqueued before it, and at
-the peers likewise. The first GEMM waits for nobody; copies wait for it, the second GEMM for the peers' copies. A
-step of sums or columns waits for the same one of the peers, and tells them before.
+Instead of copies, `pull_kernel` can fetch columns, by programs on multiprocessors of their own.
+
+Nothing deadlocks, even on streams that share a hardware queue: what a stream waits for was enqueued before it, and at
+the peers likewise. The first GEMM waits for nobody; copies wait for it, the second GEMM for the peers' copies. A step
+of sums or columns waits for the same step of the peers, and announces its own before.
 """
 
 import triton
@@ -32,8 +38,8 @@ from stream_k.epilogue import activate, add_bias, store_block, store_output
 from stream_k.order import block_tiles
 
 _LANES = tl.constexpr(256)
-# Bits of an element's partials, of all peers, that are on their way while another part of the tile is added: as many
-# registers as are left. It is worth 1% of an op of two ranks.
+# How many bits of an element's partials, of all peers, are loaded ahead, while another part of the tile is added: as
+# many as registers are left for. Worth 1% of an op of two ranks.
 _BITS_AHEAD = tl.constexpr(32)
 
 
@@ -68,7 +74,8 @@ def _came(
     tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the peers' partials of the rows of own tile number `tile`. False: gave up, or a peer did."""
+    """Wait for the peers' partials of the rows of tile number `tile`, one of this rank's. False: gave up, or a peer
+    has."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     number = tile - (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     before = number - num_gemm_programs
@@ -79,7 +86,7 @@ def _came(
         lanes = tl.arange(0, signal.MAX_WORLD)
         peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
         came = signal.wait(signal.word(flags, step, lanes), peers, epoch, tile, lanes, context, OP, WORLD)
-    # After the flags: a peer that gives up sends what it has all the same, but tells so before.
+    # After the flags: a peer that gives up still sends what it has, but sets the abort word first.
     return came & (signal.load_now(context[1]) == 0)
 
 
@@ -87,10 +94,11 @@ def _came(
 def _sent(
     partials, peer, rank, row, col, N, height, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Block [BLOCK_M, WIDTH] at (row, col) of the own rows, from the `peer`-th of the others in rank order."""
+    """Block [BLOCK_M, WIDTH] at (row, col) of this rank's rows, of the partials that peer number `peer` sent, the peers
+    being counted in rank order."""
     source = peer + tl.where(peer < rank, 0, 1)
     first = (rank - source + WORLD - 1) % WORLD * height + row
-    # Of all that is read only these numbers differ: the offsets inside a block take registers once.
+    # Only this base differs from peer to peer, so the offsets inside a block take registers once.
     place = partials + first.to(tl.int64) * N + col
     j = tl.arange(0, WIDTH)
     return tl.load(
@@ -103,12 +111,12 @@ def sum_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: waits for the peers' partials of the tile's rows, and sums them and the own one in rank order in fp32,
-    into the own rows. Writes nothing once a wait has given up.
+    """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile in rank order in fp32, into
+    this rank's rows. Writes nothing once a wait has given up.
 
     `extra` is (tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n): a word of `flags` for every
-    `step_tiles` tiles, raised by each peer; `partials` has a block of rows a peer, that of the rank before this one
-    first. OPTIONS[3] is the op.
+    `step_tiles` tiles, raised by each peer; `partials` has a block of rows for each peer, that of the rank before this
+    one first. OPTIONS[3] is the op.
     """
     tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
@@ -145,7 +153,7 @@ def announce_rows(
     tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The flag of a tile, for this rank's own streams."""
+    """Announcement: raise the flag of a tile, for this rank's own streams."""
     control, abort, record, heap_bases = context
     one = tl.arange(0, 1)
     rank = tl.load(control + signal.RANK)
@@ -170,11 +178,12 @@ def step_kernel(
     flags, tile_flags, raised, receivers, first, last, awaited, senders, context, events,
     OP: tl.constexpr, WORLD: tl.constexpr, ENTERS: tl.constexpr, ENDS: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    """One program between two commands of a stream: announces what came before, waits for what comes next.
+    """One program between two commands of a stream: announces what came before it, waits for what the next one needs.
 
-    Raises word number `raised` of `flags` at the ranks whose bits are set in `receivers`; then waits for the
-    own tiles [first, last), and for word number `awaited` of the ranks in `senders`. ENTERS: also waits until
-    every peer has entered this call. ENDS: closes the call. BETWEEN: raises the word when it has found the tiles.
+    In this order: raises word number `raised` of `flags` at the ranks whose bits are set in `receivers`; waits for this
+    rank's tiles [first, last); waits for word number `awaited` of the ranks whose bits are set in `senders`. ENTERS:
+    enters the call, and waits until every peer has, before it waits for tiles. BETWEEN: raises the word only after the
+    tiles have come. ENDS: closes the call.
     """
     control, abort, record, heap_bases = context
     rank = tl.load(control + signal.RANK)
@@ -204,11 +213,11 @@ def pull_kernel(
     columns, out, stride_m, M, N, step_rows, flags, context, events,
     OP: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Copies all ranks' `columns`, [M, N] each, side by side into `out`, as they announce them.
+    """Copy all ranks' `columns`, [M, N] each, side by side into `out`, as they announce them.
 
-    Word number s of `flags`, of every rank, says that its rows from s x `step_rows` on, as many, are there. Blocks of
-    [ROWS, COLS]: those of all ranks for one place follow one another, so that programs pull from all of them at once,
-    each from the same one where ranks divide their number.
+    Word number s of `flags`, of every rank, says that its rows [s step_rows, (s + 1) step_rows) are there. Work is cut
+    into blocks of [ROWS, COLS]; those of all ranks at one position follow one another, so that programs pull from all
+    ranks at once, each program always from the same one where R divides the number of programs.
     """
     rank = tl.load(context[0] + signal.RANK)
     epoch = signal.begin(context, False, WORLD)
@@ -227,7 +236,7 @@ def pull_kernel(
             trace.mark(events, trace.WAIT, step)
             word = signal.word(flags, step, owner)
             came = signal.wait(word + one, one == 0, epoch, step, owner, context, OP, WORLD)
-            # After the flag: a peer that gives up raises its flags all the same, but tells so before.
+            # After the flag: a peer that gives up still raises its flags, but sets the abort word first.
             came = came & (signal.load_now(context[1]) == 0)
             trace.mark(events, trace.PULL, step)
         if came:

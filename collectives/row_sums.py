@@ -1,9 +1,9 @@
 """What kernels on rows that are cut into columns share: one float a row, exchanged between all ranks.
 
-R ranks hold N columns each of M rows. A program does blocks of ROWS rows: it sends its sums of a block, one block
-ahead of the one that it finishes, so that the answers travel meanwhile; polls for those of all ranks; and adds
-them in an order that depends on R alone, so all ranks get the same bits. A sum travels as a note, beside the number
-of its call (`pyrocshmem.note`): 8 bytes for each row and rank.
+R ranks hold N columns each of M rows. A program does blocks of ROWS rows. For each block it sends its sums (one block
+ahead of the one that it finishes, so that they travel meanwhile), polls for those of all ranks, and adds them in an
+order that depends on R alone, so that all ranks get the same bits. A sum travels as a note (`pyrocshmem.note`): 8 bytes
+for each row and rank.
 
     notes of a rank: [R sources][M rows]
 
@@ -52,7 +52,7 @@ class Blocks:
 
 @triton.jit
 def of_tiles(parts, block, M, tiles_n, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Sums [ROWS] of a block of rows over `parts`, fp32 [tiles_n, M], in one order, always."""
+    """Sums [ROWS] of a block of rows over `parts`, fp32 [tiles_n, M], always in the same order."""
     i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
     total = tl.zeros((ROWS, TILES), tl.float32)
     for first in range(0, tiles_n, TILES):
@@ -81,7 +81,7 @@ def send(
 def receive(
     block, notes, number, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr
 ):  # fmt: skip
-    """(the sums [ROWS] over all ranks of a block of rows, [RANKS] of which 1 is a rank whose sums did not come)."""
+    """(the sums [ROWS] over all ranks of a block of rows, [RANKS] with 1 for each rank whose sums did not come)."""
     ranks = tl.arange(0, RANKS)[:, None]
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD) & (row < M)
@@ -93,7 +93,7 @@ def receive(
 
 @triton.jit
 def report(absent, deadline, count, context, OP: tl.constexpr, WORLD: tl.constexpr):
-    """Record that this program missed the sums of ranks, [RANKS] of `absent`, if it did: once, after its last block."""
+    """Record that sums of a rank did not come, if so (absent [RANKS]: 1): once a program, after its last block."""
     if tl.max(absent, axis=0) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)

@@ -1,5 +1,4 @@
-"""All-scatter: every rank pushes its block of columns to all ranks, as GEMM tiles finish or from a whole
-tensor.
+"""All-scatter of GEMM tiles: every rank pushes its block of columns to all ranks, tile by tile.
 
 Shape letters: M rows; N columns of one rank's block; R ranks; the result is [M, R x N] on every rank; T tiles
 of [BLOCK_M, BLOCK_N] in a block.
@@ -7,19 +6,19 @@ of [BLOCK_M, BLOCK_N] in a block.
     rank r --tile, flag arrived[r][tile]--> the result of every rank, columns [r x N, (r + 1) x N)
 
 Placements of the tiles' consumer:
-  after, beside   the GEMM writes into the own result and raises local[tile] (`publish_output`);
-                  `push_tiles` copies to the peers
-  inside          the GEMM's epilogue stores each tile R times (`push_output`): no copy, no second read
+  after, beside, own_stream   the GEMM writes into this rank's result and raises local[tile] (`publish_output`);
+                              `push_tiles` copies to the peers
+  inside                      the GEMM's epilogue stores each tile R times (`push_output`): no copy, no second read
 
 The result may belong to the caller: before the first push a rank waits until its peers have entered the call
-(LAG = 0), hence are done with what the result held before. That costs nothing that the op would not wait for
-at its end.
+(LAG = 0 in the kernel, or `signal.wait_entered`), hence are done with what the result held before. The op would wait
+for them at its end anyway.
 
-Flags: arrived is numbers 0 to T - 1 of `signal.word`; local[T] is a buffer of its own, because its rank alone
-writes it.
+Flags: arrived[r][t] is flag number t of rank r (`signal.word`); local[t] is in a buffer of its own, since this rank
+alone writes it.
 
-No wait can deadlock: a consumer waits for local tiles of lower ids, and for `arrived` only after all its own
-pushes, for the same tiles that it pushed itself.
+No wait can deadlock: a consumer waits for local tiles of programs with lower ids, and for `arrived` only after all its
+own pushes, for the same tiles that it pushed itself.
 
 `extra` is (results, flags, local, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per
 tile, the sum over its columns of the squares of each row, before rounding.
@@ -66,7 +65,7 @@ def announce_output(
     tile, told, epoch, extra, context, problem, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The local flag of a tile that `publish_output` has stored."""
+    """Announcement: raise the local flag of a tile that `publish_output` has stored."""
     results, flags, local, squares, bias, stride_n = extra
     control, abort, record, heap_bases = context
     one = tl.arange(0, 1)
@@ -79,7 +78,7 @@ def publish_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile into the own result. `c` is the own block of columns."""
+    """Epilogue: the tile into this rank's result. `c` is its own block of columns."""
     results, flags, local, squares, bias, stride_n = extra
     control, abort, record, heap_bases = context
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
@@ -101,7 +100,7 @@ def push_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the tile to every rank's result, then its flags. `c` is a pointer to the own block of columns."""
+    """Epilogue: the tile into every rank's result, then its flags. `c` points to the own block of columns."""
     results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -137,7 +136,7 @@ def _push_tile(
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a tile of the own result, copy it to the peers, tell them."""
+    """Wait for a tile of this rank's result, copy it to the peers, raise their flags."""
     results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     ROWS: tl.constexpr = OPTIONS[_ROWS]
@@ -202,8 +201,8 @@ def await_own_tiles(
     GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Consumer inside the GEMM's programs: the peers' copies of the tiles that this program pushed have
-    arrived."""
+    """Consumer inside the GEMM's programs: wait for the peers' tiles of the same numbers as those that this program
+    pushed."""
     results, flags, local, squares, bias, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
