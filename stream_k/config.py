@@ -37,22 +37,30 @@ CPU_PROGRAMS = 6
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run an op. Sizes are in elements, counts in programs.
+    """One way to run an op; immutable, changed with `dataclasses.replace`. ValueError for a field that is out of range,
+    TypeError for a size that is no integer.
 
-    block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together.
-    subtiles: column parts in which a tile leaves the registers. flatten: overlap a tile's epilogue with the
-    next one's loads (NVIDIA).
-    split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a
-    multiprocessor.
-    placement, algorithm: where and how tiles are consumed (docs/architecture.md has the placements).
-    num_comm_programs: those that consume beside the GEMM: of num_programs, or of a launch of their own, whose
-    programs have comm_warps.
-    comm_rows: rows of a tile that a consumer moves at a time. chunk: tile rows that copy engines or pulls move at a
-    time: of each rank's row block, in an all-scatter of the whole product. All ranks move as many rows, whatever their
-    tiles.
-    partial_dtype: what partial sums travel in, of ops that sum over ranks. None is fp32: they are then as accurate as
-    one GPU's. torch.bfloat16 or torch.float16 halves the bytes and rounds every rank's partial once; those of fp32
-    results stay fp32.
+    The GEMM:
+      block_m, block_n, block_k  the tile and its step along K, in elements: powers of two
+      num_warps, num_stages      of a program, as Triton has them
+      group_m                    tile rows whose tiles are done column by column (`stream_k.order.tile_coords`)
+      subtiles                   1, 2 or 4: column parts in which a tile leaves the registers
+      flatten                    overlap a tile's epilogue with the next one's loads (NVIDIA)
+      split                      a name of `stream_k.schedule.SPLITS`
+      num_programs               programs of the launch; 0: one a multiprocessor
+    Communication:
+      placement                  where finished tiles are consumed: one of PLACEMENTS, see docs/architecture.md
+      algorithm                  of an all-reduce: "one_shot" (every rank sums everything) or "two_shot" (owners sum)
+      num_comm_programs          programs that consume beside the GEMM: some of num_programs in placement "beside",
+                                 otherwise of a launch of their own
+      comm_warps                 warps of a program of that launch
+      comm_rows                  rows of a tile that a consumer moves at a time
+      chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
+                                 an all-scatter, of the whole product. The rows are as many on all ranks, whatever
+                                 their tiles
+      partial_dtype              what partial sums travel in, of ops that sum over ranks. None: fp32, as accurate as one
+                                 GPU's sums. torch.bfloat16 and torch.float16 halve the bytes and round every rank's
+                                 partial once; partial sums of fp32 results stay fp32
     """
 
     block_m: int = 128
@@ -122,20 +130,21 @@ def check_config(config: object) -> None:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Programs that run at once with one a multiprocessor."""
+    """Multiprocessors of `device`; CPU_PROGRAMS on the CPU target."""
     if device.type == "cpu":
         return CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Multiprocessors that a GEMM with helpers on streams of their own leaves free. None would do, but for the launch of a
-# helper before it: one small program keeps a multiprocessor from giving all its shared memory to the GEMM's.
+# Multiprocessors that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the
+# GEMM would otherwise keep one of its programs waiting: beside even a small program a multiprocessor can't give all
+# its shared memory away.
 SPARE = 4
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
-    """`config`, of a fused op: where launches are beside its GEMM and it names no number of programs, one that leaves
-    some multiprocessors free. ValueError where it names so many that none is."""
+    """`config` of a fused op; where other launches run beside its GEMM and num_programs is 0, with a num_programs that
+    leaves some multiprocessors free. ValueError for one that leaves none."""
     if config.placement not in ("own_stream", *BY_ROWS):
         return config
     processors = num_multiprocessors(device)

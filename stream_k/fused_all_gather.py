@@ -1,7 +1,7 @@
 """`all_gather_gemm`: the rows of all ranks times the columns of this one.
 
-The copy engine pushes this rank's rows to its peers, the one that needs them first before the others, while
-the GEMM works on the own rows; then it takes the peers' blocks, piece by piece, in the order in which they arrive.
+Copy engines push this rank's rows to its peers, first to the one that needs them first, while the GEMM multiplies this
+rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ def all_gather_gemm(
     save_gathered: bool = True,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """activation(all ranks' rows of a, one block below the other, @ b + bias): the same bits on every run.
+    """activation(A @ b + bias), A being all ranks' rows of a, one block below the other: the same bits on every run.
 
-    a: [M/R, K]: this rank's rows, b: [K, N/R]: its columns, as many as it likes, even none; float16, bfloat16 or
-    float32; any strides, though rows that aren't contiguous cost a copy. bias: [N/R], its columns'.
-    num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; blocks are then those of
-    `torch.tensor_split`.
+    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. b: [K, N/R]: its
+    columns, as many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its
+    columns.
+    num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; rank r then holds block r of
+    `torch.tensor_split(A, R)`.
     out: [M, N/R], any strides. None: a new tensor.
-    group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
-    travel in; None: fp32. save_gathered: keep all ranks' rows of a, [M, K], for b's gradient; False: gather them once
-    more for it.
+    activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
+    sums of a's gradient travel in; None: fp32. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
+    more then.
 
-    Returns out. `a` has been read when the call is done on the caller's stream. Nothing waits for the device: a
-    fault of a peer shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
+    Returns out. `a` may be overwritten once the call is done on the caller's stream. Nothing waits for the device: a
+    peer's fault shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
     if dispatched(a, b, bias, whole=out is None and config is None):
@@ -94,14 +95,14 @@ def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
 
 class _Plan(FusedPlan):
     def __init__(self, call: Call) -> None:
-        # Split tiles come first, when only the own rows are there.
+        # Split tiles would come first, when only this rank's rows are there.
         call = replace(call, config=replace(call.config, split="none"))
         heap, workspace = call.heap, call.workspace
         world = heap.world_size
         self.workspace, self.rank, self.world = workspace, heap.rank, world
         self.result = None
         M, K = call.num_rows, call.a.shape[1]
-        # Pieces of a block, which may have fewer rows than the others', on all ranks the same.
+        # Every block has as many pieces, on all ranks alike, though blocks may differ by a row.
         most = -(-M // world)
         height = min(call.config.chunk * call.config.block_m, most)
         self.num_pieces = -(-most // height)
@@ -134,7 +135,7 @@ class _Plan(FusedPlan):
 
     def _plan_gemm(self, call: Call) -> None:
         config, world = call.config, self.world
-        # A rank without rows multiplies others in their stead and stores nothing of it: no descriptor has 0 rows.
+        # A rank without rows multiplies a stand-in and stores nothing of it: no descriptor has 0 rows.
         self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
         if self.stand_in is not None:
             call = replace(call, a=self.stand_in)

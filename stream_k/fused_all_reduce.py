@@ -37,23 +37,25 @@ def gemm_all_reduce(
     run.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
-    same on all ranks, shares of K may differ. Where `config` is given, and has split="none" or one of the placements
-    "copy_engine", "messages" and "unfused", a share may change from call to call on some ranks alone; otherwise in the
-    same calls on all: a call that is new is compared by all ranks, and one that comes alone ends in `PeerTimeout`.
+    same on all ranks, shares of K may differ. From call to call, at the same M and N, a share may change on some ranks
+    alone where no tile is split: with split="none", or placement "copy_engine", "messages" or "unfused" (on H200 every
+    default is one of these). Otherwise change it on all ranks in the same call: ranks compare a call that is new, and a
+    rank that is alone with one ends in `PeerTimeout`.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows does without a copy.
-    bias: [N], added once, to the sum.
-    squared_partials: also return fp32 [M, tiles_n], per tile the sum over its columns of the squares of each
-    row of the result, before rounding.
-    config: as `stream_k.choose` makes it. partial_dtype: what partial sums travel in where no config says so; None:
-    fp32. 16 bits halve the traffic at the price of one rounding a rank. workspace: see `Workspace`.
-    Has a gradient (`stream_k.autograd`, which says whose) and is traced by torch.compile, then without out, config and
-    squared_partials: ValueError.
+    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows needs no copy.
+    bias: [N], of the operands' dtype or float32, added once, to the sum. activation: "none", "relu", "gelu" (exact),
+    "silu". allow_tf32: as in `gemm`.
+    squared_partials: also return fp32 [M, tiles_n]: for each tile column and row, the sum of the squares of the result
+    before it is rounded. Not in placements "copy_engine", "messages" and "unfused".
+    config: as `stream_k.choose` makes it; None: its choice. partial_dtype: what partial sums travel in where there is
+    no config; None: fp32. 16 bits halve the traffic at the price of one rounding a rank. workspace: see `Workspace`.
+    Has a gradient (`stream_k.autograd`: a replicated result has a replicated gradient). Where one is needed, and where
+    torch.compile traces the call, out, config and squared_partials are a ValueError.
 
-    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
+    Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """

@@ -38,16 +38,16 @@ def gemm_all_scatter(
     on every run.
 
     a: [M, K], b: [K, N/R]: this rank's columns, the same shapes on all ranks, any strides; float16, bfloat16
-    or float32. bias: [N/R], its columns'.
+    or float32. bias: [N/R], of its columns.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it. In placements "copy_engine" and "pull" any with contiguous rows does without a copy.
-    squared_partials: also return fp32 [M, R x tiles_n], per tile the sum over its columns of the squares of
-    each row, before rounding.
-    group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial sums of a's gradient
-    travel in; None: fp32.
+    while a later call writes it. In placements "copy_engine" and "pull" any with contiguous rows needs no copy.
+    squared_partials: also return fp32 [M, R x tiles_n]: for each tile column and row, the sum of the squares of the
+    result before it is rounded. Not in placements "copy_engine", "pull", "messages" and "unfused".
+    activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
+    sums of a's gradient travel in; None: fp32.
 
-    Returns out, or (out, squares). Nothing waits for the device: a fault of a peer shows at the next call, or
+    Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """

@@ -34,12 +34,12 @@ def gemm_reduce_scatter(
     """This rank's rows of activation(sum over ranks of a @ b + bias), the same bits on every run.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
-    same on all ranks, shares of K may differ, and change as those of `gemm_all_reduce`.
-    out: the rows of block `rank` of `torch.tensor_split(result, R)`: M/R of them, or one more on the first M % R
-    ranks. None: a new tensor; any strides. bias: [N], added once, to the sum.
-    group, config, partial_dtype, workspace, gradients: as in `gemm_all_reduce`.
+    same on all ranks; shares of K may differ, and change as in `gemm_all_reduce`.
+    out: [M/R, N], any strides: block `rank` of `torch.tensor_split(result, R)`, which has one row more on the first
+    M % R ranks. None: a new tensor. bias: [N], added once, to the sum.
+    activation, allow_tf32, group, config, partial_dtype, workspace, gradients: as in `gemm_all_reduce`.
 
-    Returns out. Nothing waits for the device: a fault of a peer shows at the next call, or at
+    Returns out. Nothing waits for the device: a peer's fault shows at the next call, or at
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """

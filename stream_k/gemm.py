@@ -44,16 +44,17 @@ def gemm(
 
     a: [M, K], b: [K, N], any strides, float16, bfloat16 or float32, one dtype for both. Transposed and sliced
     views are read as they lie; on NVIDIA 16-bit operands whose rows or columns don't start at multiples of 16
-    bytes are copied first, into memory of PyTorch's allocator (`stream_k.copies`). So may be an A of few rows,
-    unless it is the top of a larger tensor: up to 255 rows behind its last are then read, and not used.
+    bytes are copied first, into memory of PyTorch's allocator (`stream_k.copies`). An A of few rows may be copied, too,
+    unless it is the top of a larger tensor: then up to 255 rows behind its last are read, and not used.
     bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any
     strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32
-    matrix units, where there are any (NVIDIA). config: None chooses one. workspace: of the same device; None: the
-    device's own, on which calls run one after another where tiles are split.
+    matrix units, where there are any (NVIDIA). config: None: what `stream_k.choose` gives. workspace: of the same
+    device; None: the device's own, on which calls run one after another where tiles are split.
 
-    Has a gradient (`stream_k.autograd`) and is traced by torch.compile, then without out and config: ValueError.
-    Returns out. Raises TypeError and ValueError before anything is launched, `PeerTimeout` (of the fix-up)
-    when the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
+    Returns out. Has a gradient (`stream_k.autograd`); where one is needed, and where torch.compile traces the call, out
+    and config are a ValueError. Raises TypeError and ValueError before anything is launched, `PeerTimeout` where a
+    fix-up waited in vain because the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see
+    docs/schedule.md.
     """
     if workspace is not None:
         check_workspace(workspace)
@@ -116,9 +117,9 @@ def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _counted_apart(workspace: Workspace) -> Workspace:
-    """The workspace of this rank's products alone, beside the one of a heap: a product whose tiles are split is
-    counted as a call, and may be split on some ranks only, which must not put them out of step. Its faults are
-    the heap's."""
+    """A workspace for this rank's products alone, beside the one of a heap. A product whose tiles are split counts as a
+    call, and may be split on some ranks only: counted on the heap's workspace, it would put ranks out of step. Its
+    faults are the heap's."""
     if workspace.heap is None:
         return workspace
     if workspace.own is None:
@@ -131,8 +132,8 @@ def _counted_apart(workspace: Workspace) -> Workspace:
 
 
 class Sent(NamedTuple):
-    """How tiles leave. epilogue: of `stream_k.kernel`. options: OPTIONS behind the first three.
-    arguments: `extra` behind the bias."""
+    """How tiles leave a GEMM. epilogue: of `stream_k.kernel`. options: its OPTIONS after the first three. arguments:
+    its `extra` after the bias."""
 
     epilogue: Any
     options: tuple[int, ...]
@@ -140,9 +141,9 @@ class Sent(NamedTuple):
 
 
 class GemmPlan:
-    """The launch of a GEMM for operands of one kind, whose tiles are stored to results like `out`; with `sent`, to that
-    place, in its dtype, otherwise than to a matrix. squares: fp32 [tiles_n, M], which then gets, per tile, the sum over
-    its columns of the squares of each row, as it is stored."""
+    """The launch of a GEMM for operands of one kind. Its tiles are stored to results like `out`; with `sent`, as that
+    says, into `out`, which then is no matrix but has the dtype. squares: fp32 [tiles_n, M], gets of each row of each
+    tile the sum of the squares of what is stored."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class GemmPlan:
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
             workspace=workspace if workspace.heap is not None else None,
         )  # fmt: skip
-        # Of one tile a program nothing overlaps, and a loop that only stores it is shorter without.
+        # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.
         flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
         how = how_to_write(out) if sent is None else POINTER
         if sent is None:

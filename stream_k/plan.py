@@ -16,8 +16,8 @@ _SIDE = 0
 
 
 def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` elements on the heap that this rank, and peers once it has entered a call, write, and nobody reads when
-    it is over: one place for all such calls."""
+    """`count` elements on the heap for what nobody reads after the call: written by this rank and, once it has entered
+    the call, by peers. All such calls of a workspace share one buffer."""
     size = count * dtype.itemsize
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
 
@@ -25,10 +25,10 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    product: but of a rank without columns, and where the BLAS multiplies. blas: whether it does. launches: in stream
-    order. result: a buffer of the workspace, to be copied out; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. called: as the ranks compared it. shape: of the result. graphs: of calls
-    that are repeated.
+    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: in stream
+    order. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
+    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape: of the result. graphs:
+    of repeated calls.
     """
 
     product: Product

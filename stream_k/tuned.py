@@ -141,12 +141,13 @@ def choose(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
 ) -> Config:
-    """The configuration for a local product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
+    """The configuration for a rank's product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
-    world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the fastest
-    known, which is the committed table's where that has the like, else the cost model's.
-    Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an op that there is not,
-    sizes below 0 and no ranks, TypeError for a dtype that the ops don't take, or a number that is no integer.
+    M, N, K: of this rank's product: M rows of all ranks (also of `all_gather_gemm`), and its share of N or K. dtype: of
+    the operands. world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the
+    fastest known: the table's (`tuned.json`) where that has a similar product, else the cost model's.
+    Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an unknown op, sizes below 0
+    and fewer than one rank, TypeError for a dtype that the ops don't take, or a number that is no integer.
     """
     if op not in PLACEMENTS_OF:
         raise ValueError(f"op is {op!r}, allowed are {', '.join(PLACEMENTS_OF)}")

@@ -1,7 +1,7 @@
-"""Workspace: the device memory of one op at a time: control words, flags, slots and fix-up tiles.
+"""Workspace: the memory that a call of an op needs beside its tensors: control words, flags, slots, fix-up tiles.
 
-A GEMM alone uses one per device (`local_workspace`); ops with peers one per heap (`workspace_for`), with everything
-that peers touch on the symmetric heap. Give an op a workspace of its own to run it beside another one:
+A GEMM alone uses one per device (`local_workspace`), ops with peers one per heap (`workspace_for`), in which everything
+that peers touch lies on the symmetric heap. Give an op a workspace of its own to run it beside another one:
 
     mine = stream_k.Workspace(heap)                     # grows as calls need it
     stream_k.gemm_all_reduce(a, b, group=heap, workspace=mine)
@@ -39,9 +39,9 @@ class Workspace(Streams):
     """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
 
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
-    heap. nbytes: a fixed size for all its buffers; calls that need more raise ValueError before anything is launched.
-    None: grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS,
-    or 10.
+    heap. nbytes: a limit of all its buffers; calls that need more raise ValueError before anything is launched. None:
+    grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS, or
+    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds.
     """
 
     @normal_tensors()
