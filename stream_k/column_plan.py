@@ -1,8 +1,8 @@
 """`gemm_all_scatter` by pulls: each rank's columns stay on its heap, and every rank pulls them as they finish, a step
-of rows at a time, by copy engine or by programs. The protocol is `collectives.row_blocks`'s.
+of rows at a time, by copy engine or by programs. The protocol is that of `collectives.row_blocks`.
 
-The caller's stream has the GEMM. Beside it one small program a step waits for the own tiles and tells the peers. It
-waits for theirs, too, where copies follow that bring the step's rows of all ranks into the caller's tensor.
+The caller's stream has the GEMM. Beside it one small program a step waits for this rank's tiles and tells the peers. By
+copy engine it also waits for the peers', and copies then bring the step's rows of all ranks into the caller's tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ColumnsPlan(FusedPlan):
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
         op = int(status.Op.GEMM_ALL_SCATTER)
-        # LAG 0: what the peers pulled in the call before is overwritten when they are done with that.
+        # LAG 0: the columns of the call before are overwritten only when the peers have pulled them.
         self.gemm = product.launch(
             op,
             self.world,

@@ -1,8 +1,9 @@
-"""What the fused ops share: the way of a call, planning it the first time it is made, running its launches.
+"""What the fused ops share: how a call is checked, planned the first time it is made, and run.
 
-The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it
-differs), allocate, compile and load every kernel, and wait for one another. From then on a call looks its
-plan up and launches it: no rendezvous, no allocation but the result's and those of copied operands.
+The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it differs),
+allocate, compile and load every kernel, and wait for one another. Later calls look the plan up and launch it: no
+meeting of the ranks, no allocation but those of the result and of copied operands. A kind is the op, shapes, strides,
+dtypes and alignments of the tensors, and all other arguments.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class Request(NamedTuple):
 class FusedOp:
     """What tells one fused op from another.
 
-    name: of the public function. sizes: M of the whole product, and (rows, columns) of the result on this rank.
+    name: of the public function. sizes: gives M of the whole product, and (rows, columns) of the result on this rank.
     plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
-    at the same place of every heap. own_columns: each rank has columns of its own, as many as it likes, even none.
-    shares_k: each has a share of the inner size, as large as it likes.
+    at the same offset of every heap. own_columns: ranks may have different numbers of columns, even none. shares_k:
+    each has a share of the inner size, as large as it likes.
     """
 
     name: str
@@ -78,9 +79,9 @@ class FusedOp:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is being planned; every rank brings an equal one, but for the operands.
+    """A call that is being planned, equal on every rank but for the operands.
 
-    request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or one like it.
+    request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or a tensor like it.
     direct: peers can write `out` itself. config: the one to use. num_rows: M of the whole product. longest_k: the
     largest inner size of all ranks, where their schedules depend on it; at least 1.
     """
@@ -206,8 +207,8 @@ def _without_plan(
 
 
 def longest_k(workspace: Workspace, call: str, K: int) -> int:
-    """What is chosen for a sum depends on K, and the ranks' shares may differ: the largest of those that they brought
-    when they first asked decides for all calls."""
+    """The inner size by which all ranks choose the configuration of a sum, since their shares may differ: the largest
+    of those that they had when they first asked."""
     assert workspace.heap is not None
     asked = f"{call}: configuration"
     if asked not in workspace.agreed:
@@ -223,7 +224,7 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
     dtype, partial_dtype = request.a.dtype, request.partial_dtype
     if op.shares_k:
         K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
-    # A rank without columns multiplies nothing: any configuration will do.
+    # A rank without columns multiplies nothing: any N will do.
     facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
     config = cost_model(*facts)
     if request.squared_partials:
@@ -236,7 +237,7 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
 
 
 def _gathering_as(config: Config, found: Config) -> Config:
-    """`found` in the table, with pieces of `config`, which depend on rows alone; else `config`: ranks gather alike."""
+    """`found`, from the table, if it can gather pieces of as many rows as `config`, as all ranks do; else `config`."""
     alike = found.placement == config.placement
     if not alike or found.placement != "copy_engine":
         return found if alike else config
@@ -277,7 +278,7 @@ def _make_plan(
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
-    # What each rank multiplies by columns of its own is its own affair, its configuration too.
+    # Where ranks have columns of their own, those and the configuration of the product may differ.
     if op.own_columns:
         shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config, -(-M // heap.world_size))}"
     else:

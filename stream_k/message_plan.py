@@ -1,17 +1,18 @@
 """The placements "messages" and "unfused": a whole GEMM, and a collective on its operand or result that costs
 microseconds.
 
-For products of a wave or less, decode steps above all, what counts is the latency of the collective, and of messages
-(`collectives.exchange_kernel`) it is one trip of the links, or two.
+For products of a wave or less, decode steps above all, the latency of the collective is what counts: by messages
+(`collectives.exchange_kernel`) it is one trip over the links, or two.
 
     all_gather_gemm        all ranks' rows of a, then the product
-    gemm_reduce_scatter    the partial product's parts to their owners, summed where they arrive
-    gemm_all_reduce        the same, everything to everyone, or parts to their owners and sums to everyone
-    gemm_all_scatter       the rank's columns, to everyone
+    gemm_reduce_scatter    the product, then its parts to their owners, who sum them
+    gemm_all_reduce        the product, then all of it to everyone (one-shot), or parts to their owners and sums to
+                           everyone (two-shot)
+    gemm_all_scatter       the product, this rank's columns, to everyone
 
-Products leave the GEMM as messages, tile by tile (`collectives.message_tiles`); unfused, they go to memory, and the
-BLAS multiplies where it can (`stream_k.blas`). Partial products travel in `Config.wire_dtype`; bias and activation
-follow their sum.
+In "messages" products leave the GEMM tile by tile (`collectives.message_tiles`); in "unfused" they go to memory, and
+the BLAS multiplies where it can (`stream_k.blas`). Partial products travel in `Config.wire_dtype`; bias and activation
+are applied to their sum.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _OPS = {
 }
 
 
-# Elements of a product in memory that are summed at a time. All at once they take 3 to 6% less of all, and slots for
+# Elements of a product in memory that are summed at a time. All at once an op takes 3 to 6% less time, and its slots
 # twice the memory (2 x H200, products of two waves of tiles).
 _PIECE = 2 << 20
 
 
 class SentProduct:
-    """A product a @ b whose elements go to all ranks by an exchange of that kind, into results like `out`, with
-    `finish`. Its tiles send them where they can; unfused, and elsewhere, it waits in a buffer for the exchange.
+    """A product a @ b whose elements go to other ranks by an exchange of `kind`, into results like `out`, with
+    `finish`. Its tiles send them where they can; otherwise, and unfused, the product goes to a buffer for the exchange.
 
     dtype: what travels. bias, activation: of the product, before it is sent.
     """
@@ -97,7 +98,7 @@ class SentProduct:
 
 
 class MessagePlan(FusedPlan):
-    """A product that is sent, for the op of that name."""
+    """The plan of a product and the exchange that follows it, for the op of that name."""
 
     def __init__(self, call: Call, name: str) -> None:
         op, kind = _OPS[name]
@@ -137,7 +138,7 @@ class MessagePlan(FusedPlan):
         return replace(self.finish, bias=bias) if self.sums and bias is not None else self.finish
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Both parts are compiled when they are planned."""
+        """Nothing: both parts are compiled when they are planned."""
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
@@ -157,7 +158,7 @@ class GatherPlan(FusedPlan):
                 f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
                 f"{call.heap.world_size}"
             )
-        # With rows behind them, where the last tiles end.
+        # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
         rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
         held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
         self.gathered = held[: M * K].view(M, K)

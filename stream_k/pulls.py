@@ -1,11 +1,11 @@
 """Blocks of a result that a rank fetches from its peers as they finish, straight into the caller's tensor: by copy
 engine, or by programs on multiprocessors that the GEMM leaves free.
 
-Copy engines take nothing from the GEMM and want few large copies: of 4 x H200 they get 360 GB/s from one rank alone and
-220 to 290 when all move at once. Programs get 320, and move what is there without waiting for more.
+Copy engines take nothing from the GEMM and want few large copies: on 4 x H200 a rank that copies alone gets 360 GB/s,
+and 220 to 290 when all copy at once. Programs get 320, and move what is there without waiting for more.
 
-With copy engines waits and copies have a stream each: one takes 15 us to start after a kernel, and none after another
-copy.
+With copy engines, waits and copies have a stream each: a copy takes 15 us to start after a kernel, no time after
+another copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WAITS, _PULLS = 4, 5
 
 
 class Pull(NamedTuple):
-    """A step. arguments: of the launch that announces it and, for copies, waits for it. copies: from the peers. own:
-    from this rank."""
+    """A step. arguments: of the launch that announces it and, for copies, waits for the peers'. copies: from the peers.
+    own: from this rank."""
 
     arguments: tuple[Any, ...]
     copies: Sequence[RowCopy] = ()
@@ -70,8 +70,8 @@ class Programs:
 
 
 class Pulls:
-    """The steps of a plan. launch: what announces one. programs: what pulls; None: copy engines, which take as many
-    steps as `together` says from one peer before they turn to the next."""
+    """The steps of a plan. launch: what announces one. programs: what pulls; None: copy engines, which take `together`
+    steps from one peer before they turn to the next."""
 
     def __init__(
         self,

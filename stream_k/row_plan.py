@@ -1,9 +1,9 @@
-"""Ops that sum row blocks, moved by the copy engine: `gemm_reduce_scatter`, and `gemm_all_reduce` of large
-products. The protocol is `collectives.row_blocks`'s.
+"""Ops that sum row blocks, moved by copy engines: `gemm_reduce_scatter`, and `gemm_all_reduce` of large products. The
+protocol is that of `collectives.row_blocks`.
 
-The caller's stream has the product in two launches: the peers' rows, then the own ones, whose epilogue adds the peers'
-partials. Other streams beside it copy partial rows to their owners as tiles finish and, in an all-reduce, pull the sums
-of all owners; they meet again before the call ends.
+The caller's stream has the product in two launches: the peers' rows, then this rank's, whose epilogue adds the peers'
+partials. Streams beside it copy partial rows to their owners as tiles finish and, in an all-reduce, pull the sums of
+all owners; all streams join before the call ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from stream_k.plan import FusedPlan, in_passing
 from stream_k.product import tiles_of_block
 from stream_k.pulls import Pull, Pulls
 
-# Streams beside the caller's. The first has all that waits for the peers' rows; from it fork those that wait for tiles,
-# and copy.
+# Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
+# copies.
 _MAIN, _TILES, _COPIES = range(3)
-# Inner size, over the number of peers, below which all sums had better come from one peer after another: links have so
-# much to do that most is left when the GEMM ends. Otherwise step by step, beside it. 4 x H200: at 3584, and at 6656.
+# Inner size for each peer below which sums are pulled from one peer after another: links have so much to do that most
+# is left when the GEMM ends. Above it, step by step beside the GEMM. 4 x H200: the first is faster at 3584, the second
+# at 6656.
 _BUSY_K = 1600
 
 
@@ -44,12 +45,13 @@ def step_launch(
 
 
 class RowsPlan(FusedPlan):
-    """The launches and copies of a call of at least two ranks: the launch of the own rows, which waits for nothing
-    before it, must follow that of the peers'. `everywhere`: every rank gets all rows, not its own block alone.
+    """The launches and copies of a call of at least two ranks: the launch of this rank's rows, which waits for nothing
+    before it, must follow the launch of the peers' rows. `everywhere`: every rank gets all rows, not its own block
+    alone.
 
-    product: of the own rows; for_peers: of the others'. sums: [rows, N], the own rows of an all-reduce, on the heap.
-    partials: R - 1 blocks of rows for the peers, the neighbour's first, then as many from them, first that of the rank
-    whose neighbour this one is.
+    product: of this rank's rows; for_peers: of the others'. sums: [rows, N], this rank's rows of an all-reduce, on the
+    heap. partials: R - 1 blocks of rows for the peers, the next rank's first, then R - 1 from them, the previous rank's
+    first.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -61,10 +63,10 @@ class RowsPlan(FusedPlan):
         self.for_peers = call.product(dtype == torch.float32, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
-        # Tiles that are split would come before any other, when no partial of a peer is here; groups of tile rows are
-        # of one step.
+        # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
+        # within one step.
         own = replace(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
-        # The fp32 parts of a tile, on their way from its registers, find room beside all stages as they do in a fix-up.
+        # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
         self.product = product = replace(call, config=own).product(True, row_blocks=self.world, num_blocks=1)
         M, N = product.M, product.N
         self.num_steps = -(-self.tiles // self.chunk)
@@ -116,8 +118,8 @@ class RowsPlan(FusedPlan):
         return copies
 
     def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
-        """The copies of a step's sums from their owners, the neighbour's first. Nothing keeps an owner from writing
-        those of the next call but that it needs this rank's partials for them, which come when this call is over."""
+        """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
+        call too early: it needs this rank's partials for them, which come when this call is over."""
         columns, before = self.product.schedule.tiles_n, (self.world - 1) * self.tiles
         begin, end = step * self.chunk, min((step + 1) * self.chunk, self.tiles)
         tiles = (before + begin) * columns, (before + end) * columns
@@ -240,8 +242,8 @@ class RowsPlan(FusedPlan):
         self.end(self._step_arguments())
 
     def _send(self) -> None:
-        """The partial rows to their owners, a step at a time, one owner after another: where copies change from peer to
-        peer at each step, ranks get in one another's way, and have two thirds of the rate (4 x H200)."""
+        """Copy the partial rows to their owners, step by step, one owner after another: copies that change from peer to
+        peer at each step get in one another's way and reach two thirds of the rate (4 x H200)."""
         workspace = self.workspace
         for side in (_TILES, _COPIES):
             workspace.fork(side)

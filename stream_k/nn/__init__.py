@@ -6,10 +6,13 @@
     parallel.load_full_state_dict(mlp, unsharded.state_dict())
     y = mlp(x)                                       # x, y: [M/R, 4096], a block of rows on each rank
 
+sequence_parallel: activations between layers are divided by rows (tokens), a block for each rank; otherwise every rank
+holds them whole. Each rank's loss is then its rows' part of the model's loss; otherwise the whole loss, the same on
+all.
+
 `linear`: the two linear layers and RMSNorm; `mlp`, `attention`; `pointwise`: what these compute between products, and
-their gradients, one kernel each; `state`: checkpoints of the unsharded model;
-`parallel_style`: the same for `torch.distributed.tensor.parallel.parallelize_module`; `functional`: whose gradient goes
-where. Losses: where activations are divided by rows, each rank's loss is its rows' part of the whole one.
+their gradients, one kernel each; `state`: checkpoints of the unsharded model; `parallel_style`: the linear layers for
+`torch.distributed.tensor.parallel.parallelize_module`; `functional`: products with gradients that cross ranks.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -36,10 +36,10 @@ class KVCache:
 class ParallelAttention(nn.Module):
     """Causal self-attention; query, key and value projection as one product.
 
-    hidden: features. num_heads: H. num_kv_heads: G, None: H. head_dim: D, None: hidden / H. rope_theta: base of the
-    rotary embedding, None: without. causal: a token sees those before it alone. In the unsharded model's state dict:
-    q_proj, k_proj, v_proj, o_proj. Raises ValueError, naming the layer, where the ranks can't divide the heads of
-    either kind, or G doesn't divide H. Other arguments as of `ColumnParallelLinear`.
+    hidden: features. num_heads: H. num_kv_heads: G; None: H. head_dim: D; None: hidden / H. rope_theta: base of the
+    rotary embedding; None: without. causal: a token sees itself and earlier ones only. In the unsharded model's state
+    dict: q_proj, k_proj, v_proj, o_proj. Raises ValueError, naming the layer, where the ranks can't divide the heads of
+    either kind, or G doesn't divide H. Other arguments: `ColumnParallelLinear`.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
     down = RowParallelLinear(14336, 4096, bias=False, group=mesh, sequence_parallel=True)
     y = down(silu(up(x)))            # x, y: [M/R, 4096], a block of rows on each rank
 
-R ranks. sequence_parallel: what lies between blocks is divided by rows; otherwise every rank holds all of it. Weights
-are shares of `nn.Linear`'s, in its layout: the ops read them transposed, without a copy.
+R ranks. sequence_parallel: activations outside the pair are divided by rows; otherwise every rank holds all of them.
+Weights are shares of `nn.Linear`'s, in its layout: the ops read them transposed, without a copy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from stream_k.schedule import as_integer
 class ColumnParallelLinear(ParallelLinear):
     """y = x @ W.T + b, the output's features divided over the ranks.
 
-    out_features: a number, or a number for each of several layers with the same input, by their names in the unsharded
-    model ({"gate_proj": 14336, "up_proj": 14336}): then one product computes them, each divided by itself.
-    weight: [out/R, in]; bias: [out/R]. save_gathered: where sequence_parallel, keep all ranks' rows for the weight's
-    gradient; False: gather them once more. Others: `ParallelLinear`.
+    out_features: a number; or, for several layers with the same input, their numbers by their names in the unsharded
+    model ({"gate_proj": 14336, "up_proj": 14336}): one product then computes them all, and each is divided over the
+    ranks. weight: [out/R, in]; bias: [out/R]. save_gathered: where sequence_parallel, keep all ranks' rows of the input
+    for the weight's gradient; False: gather them once more. Other arguments: `ParallelLinear`.
 
     Raises ValueError, naming the layer, for features that the ranks can't divide.
     """
@@ -72,8 +72,8 @@ class ColumnParallelLinear(ParallelLinear):
     def from_linear(cls, linear: nn.Linear | Mapping[str, nn.Linear], **options: Any) -> Self:
         """The layer that computes what `linear` does, or several by their names, which all ranks hold alike.
 
-        Its dtype, device, bias and requires_grad are theirs; options: as of the class but for these. Raises ValueError
-        for layers that differ in these or in their input.
+        dtype, device, bias and requires_grad are taken from them; options: the class's other arguments. Raises
+        ValueError for layers that differ in these or in their input.
         """
         parts = {"": linear} if isinstance(linear, nn.Linear) else dict(linear)
         sizes: Any = {part: each.out_features for part, each in parts.items()}
@@ -95,7 +95,7 @@ class ColumnParallelLinear(ParallelLinear):
         """[.., in] -> [.., out/R].
 
         x: where sequence_parallel this rank's block of `sequence_dim`, otherwise the same on all ranks. num_rows: rows
-        of all ranks together, needed where ranks don't divide them: blocks are then those of `torch.tensor_split`.
+        of all ranks together, needed where R doesn't divide them: blocks are then those of `torch.tensor_split`.
         """
         self._check_input(x, self.in_features)
         if not self.sequence_parallel:
@@ -124,8 +124,8 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """y = x @ W.T + b, the input's features divided over the ranks; the sum over ranks is part of the product.
 
-    weight: [out, in/R]; bias: [out], the same on all ranks, added once. Raises ValueError, naming the layer, for
-    features that the ranks can't divide. Others: `ParallelLinear`.
+    weight: [out, in/R]; bias: [out], the same on all ranks, added once. Other arguments: `ParallelLinear`. Raises
+    ValueError, naming the layer, for features that the ranks can't divide.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> Any:
         """[.., in/R] -> [.., out], + residual; with a norm, (norm(y), y).
 
-        Where sequence_parallel, x holds all of `sequence_dim`, and the result this rank's block of it, that of
-        `torch.tensor_split`. residual: of the result's shape. norm: applied to the result's features.
+        Where sequence_parallel, x holds all of `sequence_dim`, and the result this rank's block of it
+        (`torch.tensor_split`). residual: of the result's shape. norm: a module, applied to the result's features.
         ValueError, naming the layer, for what doesn't fit or is on another device.
         """
         self._check_input(x, self.weight.shape[1])

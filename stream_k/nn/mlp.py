@@ -15,8 +15,9 @@ from stream_k.nn.pointwise import swiglu
 class ParallelMLP(nn.Module):
     """y = down_proj(silu(gate_proj(x)) * up_proj(x)), the intermediate features divided over the ranks.
 
-    In the unsharded model's state dict: gate_proj, up_proj, down_proj. Raises ValueError, naming the layer, where the
-    ranks can't divide `intermediate`. Other arguments as of `ColumnParallelLinear`.
+    hidden: features in and out; intermediate: those between. In the unsharded model's state dict: gate_proj, up_proj,
+    down_proj. Raises ValueError, naming the layer, where the ranks can't divide `intermediate`. Other arguments:
+    `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ParallelMLP(nn.Module):
         save_gathered: bool = True,
         name: str = "ParallelMLP",
     ) -> Self:
-        """Of ordinary layers, which all ranks hold alike."""
+        """The layer made of ordinary ones, which all ranks hold alike; it has their dtype, device and bias."""
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
             "save_gathered": save_gathered,

@@ -52,11 +52,13 @@ class OnGroup:
 
 
 class ParallelLinear(OnGroup, nn.Module):
-    """What both kinds of layer share. weight: Parameter; bias: Parameter or None; of this rank.
+    """What both kinds of layer share. weight: Parameter; bias: Parameter or None; this rank's shares.
 
-    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. sequence_dim: dimension of tokens
-    that is divided where sequence_parallel. partial_dtype: what partial sums travel in, in both directions; None: fp32;
-    a 16-bit type halves the traffic, for one rounding a rank. name: for messages; None: the class's.
+    in_features, out_features: of the unsharded layer. group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the
+    default process group. sequence_parallel: activations outside are divided along sequence_dim (a dimension of the
+    tokens) over the ranks; otherwise whole on each. partial_dtype: what partial sums travel in, forward and backward;
+    None: fp32; a 16-bit type halves the traffic, for one rounding a rank. device, dtype: of the parameters, as of
+    `nn.Linear`. name: for error messages; None: the class's.
     """
 
     weight: nn.Parameter
