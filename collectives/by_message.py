@@ -154,20 +154,20 @@ def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
 
 
 def check_algorithm(algorithm: str) -> None:
-    """ValueError for a name that is none of an all-reduce's ways."""
+    """ValueError for what is no algorithm of an all-reduce."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}, allowed are {', '.join(ALGORITHMS)}")
 
 
 def check(heap: Heap, x: torch.Tensor, dimensions: int = 0) -> None:
-    """TypeError, ValueError unless `x` is a tensor that can be sent, of so many dimensions at least."""
+    """TypeError, ValueError unless `x` is a tensor that can be sent, on the heap's device, of at least `dimensions`."""
     check_kind(x, dimensions)
     if x.device != heap.device:
         raise ValueError(f"x is on {x.device}, the group's heap on {heap.device}; both must be one device")
 
 
 def check_kind(x: torch.Tensor, dimensions: int) -> None:
-    """As `check`, wherever `x` is."""
+    """As `check`, on any device."""
     if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
         raise TypeError(
             f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
@@ -229,10 +229,10 @@ def _check_out(kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Te
 
 
 def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, heap: Heap) -> bool:
-    """Whether x and out share memory otherwise than in place.
+    """Whether x and out share memory in another way than in place, which is safe.
 
-    In place a program of the exchange writes only elements that it has read itself, and has had back as messages; or
-    what is not contiguous was copied, x before and out after it.
+    In place a program of the exchange writes only elements that it has read itself and has received back as messages.
+    Tensors that are not contiguous are copied, x before the exchange and out after it.
     """
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not share_memory(x, out):
         return False

@@ -6,15 +6,16 @@ A public function (`collectives.by_message`) calls these operators (`stream_k.op
 anything watches it, and launches its kernel right away otherwise. With g the gradient of the result, that of x is
 
     all_reduce       g
-    all_gather       the own rows of g
-    all_scatter      the own columns of g
+    all_gather       this rank's rows of g
+    all_scatter      this rank's columns of g
     broadcast        g on the root, zeros elsewhere
     reduce_scatter   g of all ranks, by rows
 
 and `all_reduce_rms_norm` has that of the total that it normalizes, for x and the residual (`gradients` there).
 
-A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only the last one
-communicates; it can be differentiated once. Graphs keep each call, and their order, as with the fused ops.
+A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only
+reduce_scatter's backward communicates; it can be differentiated once. Graphs keep each call, and their order, as with
+the fused ops.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     y = collectives.rms_norm(x, weight, 1e-6, group=group, replicated=True)       # all columns, on every rank
 
 h = x + residual, rounded to the residual's dtype; result = h * weight / sqrt(mean of h^2 over all columns + eps).
-`rms_norm_kernels` has how, `rms_norm_plan` the launches; here are the checks, the operators of torch.library and their
-derivatives.
+The kernels and their protocol are in `rms_norm_kernels`, the launches in `rms_norm_plan`; here are the checks, the
+operators of torch.library and their derivatives.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ def rms_norm(
     """RMSNorm over the columns of all ranks of `group`, whose sums of squares are added in fp32.
 
     x: [..., N], this rank's columns, ordinary memory; float16, bfloat16 or float32; rows that are not contiguous are
-    copied. weight: [N], of these columns. residual: like x, but for its dtype: added before the norm. eps: added to
-    the mean of squares, 0 or more. hidden: the columns of all ranks, R x N unless given; rank r holds those of
-    `torch.tensor_split(..., R)`. replicated: all columns on every rank, instead of its own. out: where the result
-    goes, [..., N] or (replicated) [..., hidden] with contiguous rows; sharded it may be x or residual itself;
-    replicated, symmetric and contiguous: peers write it directly. out_dtype: of the result, that of `out` or of x
-    unless given.
+    copied. weight: [N], contiguous, of these columns, of any of these dtypes. residual: of x's shape and any of these
+    dtypes; added before the norm. eps: added to the mean of squares, 0 or more. group: as in `all_reduce`.
+    hidden: the columns of all ranks together, R x N unless given; rank r holds block r of `torch.tensor_split(..., R)`.
+    replicated: the result has all columns, on every rank, instead of this rank's.
+    out: where the result goes, [..., N] or (replicated) [..., hidden], with contiguous rows; None: a new tensor. Not
+    replicated, it may be x or residual itself; replicated, where it is contiguous and on the heap at the same offset on
+    all ranks, peers write it directly. out_dtype: of the result; None: that of `out` or of x.
 
-    Differentiable in x, weight and residual, where `out` is not given; the gradient of a replicated result is the
-    same on all ranks. Returns the result, with a residual also the sum, in the residual's
-    dtype, of which the norm was taken. Rows of zeros with eps 0 are NaN, and a NaN stays in its row, as in
-    `torch.nn.functional.rms_norm` (https://arxiv.org/abs/1910.07467).
+    Returns the result; with a residual (result, x + residual), the latter in the residual's dtype. Differentiable in x,
+    weight and residual, where `out` is not given; the gradient of a replicated result must be the same on all ranks.
+    Rows of zeros with eps 0 are NaN, and a NaN stays in its row, as in `torch.nn.functional.rms_norm`
+    (https://arxiv.org/abs/1910.07467).
 
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.

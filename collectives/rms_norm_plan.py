@@ -1,7 +1,9 @@
 """The launches of `rms_norm`, forward and backward.
 
-result, updated, scales = forward(workspace, x, weight, residual, Norm(eps, hidden, False, x.dtype))
-grad, of_weight = backward(workspace, g, None, updated, weight, scales, hidden, x.dtype)
+    result, updated, scales = forward(workspace, x, weight, residual, Norm(eps, hidden, False, x.dtype))
+    grad, of_weight = backward(workspace, g, None, updated, weight, scales, hidden, x.dtype)
+
+updated: x + residual, or x. scales: fp32 [M], the factor of each row.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Norm(NamedTuple):
-    """What a call asks for, next to its tensors; `hidden` is the number of columns of all ranks."""
+    """What a call asks for, beside its tensors. hidden: the number of columns of all ranks."""
 
     eps: float
     hidden: int
@@ -48,7 +50,7 @@ class Norm(NamedTuple):
 def new_results(
     templates: Tensors, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
 ) -> Tensors:
-    """`out` or memory for the result, memory for x + residual (without one, x), and for the scales."""
+    """`out`, or memory for the result; memory for x + residual, or x where there is no residual; for the scales."""
     result, updated, scales = templates
     return (
         new_like(result) if out is None else out,

@@ -92,9 +92,9 @@ def receive(
 
 
 @triton.jit
-def report(absent, deadline, count, context, OP: tl.constexpr, WORLD: tl.constexpr):
+def report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Record that sums of a rank did not come, if so (absent [RANKS]: 1): once a program, after its last block."""
     if tl.max(absent, axis=0) != 0:
         waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)
-        signal.report(who, tl.program_id(0), count, count - 1, waited, count, context, OP, WORLD)
+        signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)

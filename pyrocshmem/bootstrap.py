@@ -1,4 +1,4 @@
-"""Groups of ranks that can vote: exchange a few bytes, by name, with every failure told to all.
+"""Groups of ranks that can vote: each brings a call by name and a few bytes, and hears of all bytes or of any failure.
 
     group = as_group(None)       # or a ProcessGroup, a 1-D DeviceMesh, a ThreadGroup
     replies = group.exchange(b"...", "what this call is")
@@ -38,8 +38,8 @@ _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 class Group:
     """Ranks 0 .. `world_size` - 1 that exchange bytes in rounds. Made by `as_group`.
 
-    Attributes: `rank`, `world_size`, `name`, `global_ranks` (each rank's in the default group), `rounds` (begun here).
-    A group serves one thread at a time; `channel` gives independent ones.
+    Attributes: `rank`, `world_size`, `name`, `global_ranks` (of each member, in the default group), `rounds` (begun by
+    this rank). A group serves one thread at a time; `channel` gives independent ones.
     """
 
     def __init__(

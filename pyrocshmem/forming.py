@@ -1,4 +1,4 @@
-"""One allocation a rank, mapped by every peer: how a heap's memory comes and goes.
+"""One allocation for each rank, mapped by every peer: how a heap's memory is made and released.
 
     memory = form(channel, nbytes, device, backend, timeout)
     memory.bases[peer]           # where the peer's memory is in this process
@@ -6,7 +6,7 @@
 
 Protocol: allocate, vote (size, handle, any failure); map each peer's memory and read in it the words that
 the peer announced, so that nothing else can be mistaken for it; vote again; take the names off the files.
-What fails on one rank is told to all in the next vote: nobody hangs, everybody names the rank and the cause.
+A failure on one rank is told to all in the next vote: nobody hangs, and everybody names the rank and the cause.
 """
 
 import contextlib

@@ -1,15 +1,15 @@
 """Which calls the ranks have begun, so that calls made in another order are noticed.
 
-Ranks compare a call when they plan it; from then on it passes without a meeting, and a rank that makes another one of
-the planned calls would mix its data with theirs. So each rank's host writes down what it begins, in memory that the
-hosts of its peers can read, and looks at what they wrote. A word is the number of a call, and which of the planned
-calls it is (each rank counts those alike, having voted on them in the same order):
+Ranks compare a call when they plan it; later it is made without a vote, and a rank that makes another of the planned
+calls would mix its data with theirs. So each rank's host writes down which call it begins, in memory that the hosts of
+its peers can read, and looks at what they wrote. A word has the number of a call and an index of the planned call (the
+same on each rank, which has voted on them in the same order):
 
     rank 0   .. | 7: all_reduce of 4 x 8 | 8: all_gather of 2 x 8
-    rank 1   .. | 7: all_reduce of 4 x 8 | 8: rms_norm of 4 x 8     who comes second sees it, and launches nothing
+    rank 1   .. | 7: all_reduce of 4 x 8 | 8: rms_norm of 4 x 8     the second one to come sees it and launches nothing
 
-A rank that is behind is compared later, as long as its peers are not _KEPT calls ahead. A word has 31 bits of a number,
-which wraps. Replays of captured graphs are no calls: their order is the caller's to keep.
+A rank that is behind is compared later, unless its peers get _KEPT calls ahead. A word has 31 bits of the number, which
+wraps. Replays of captured graphs don't count as calls: their order is the caller's to keep.
 """
 
 from __future__ import annotations

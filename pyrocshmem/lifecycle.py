@@ -11,7 +11,7 @@ what another still holds, a kernel may still wait. Protocol, by all ranks:
 2. vote, on a channel that no earlier abort concerns: from here on no rank launches or writes anything;
 3. keep the allocations that all ranks hold; clear the own abort word, record, call numbers and flags;
 4. vote: from here on any rank may write to any other.
-Who has called `recover` less often than its peers hears at once that they gave up, so that ranks find together again.
+A rank that has called `recover` less often than its peers hears at once that they gave up, and so catches up with them.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What is kept from call to call must not depend on the mode of the call that happened to make it."""
+"""Tensors that are kept from call to call must not depend on the autograd mode of the call that made them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

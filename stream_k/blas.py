@@ -1,6 +1,6 @@
-"""Products by the vendor's BLAS, through PyTorch: what the unfused pair multiplies with.
+"""Products by the vendor's BLAS, through PyTorch: the GEMM of placement "unfused".
 
-Of 129 to some 1000 rows its tiles, whose heights need be no power of two, are up to a third faster than ours
+From 129 to some 1000 rows its tiles, whose heights need not be powers of two, are up to a third faster than ours
 (docs/log.md).
 """
 

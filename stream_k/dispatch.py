@@ -1,8 +1,8 @@
 """How a public function makes its call through an operator (`stream_k.operators`).
 
-It does where a gradient is needed or anything watches the call, as `torch.compile` does, and launches its kernels
-right away otherwise (`dispatched`). A schema has no configuration: calls take what `stream_k.choose` gives. A group
-travels as a string, its name.
+It does so where a gradient is needed or anything watches the call, as `torch.compile` does, and launches its kernels
+right away otherwise (`dispatched`). Schemas have no configuration: such calls use what `stream_k.choose` gives. In a
+schema a group is a string, its name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dispatched(*operands: Any, whole: bool = True) -> bool:
 
 
 def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
-    """What stands for a group, or a workspace on it, in a schema: "<rank>/<ranks>/<label>".
+    """The name of a group, or of a workspace on it, in a schema: "<rank>/<ranks>/<label>".
 
     group, workspace: as the public functions take them. A process group's label is the name it is registered under in
     torch.distributed; heaps and workspaces have one each, good while they live. The rank is in it because

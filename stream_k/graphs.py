@@ -1,8 +1,9 @@
-"""Repeated calls as CUDA graphs: from the second call with tensors at the same places on, a call is one launch.
+"""Repeated calls as CUDA graphs: from the second call with tensors at the same addresses on, a call is one launch.
 
 A call that overlaps is dozens of launches, copies and events on several streams. Enqueued one by one they cost the host
-110 to 340 us, as one graph 10 to 57 (2 x H200, nine steps at most). Where they read and write depends on the places of
-the caller's tensors alone, and PyTorch's allocator hands out the same places again and again.
+110 to 340 us, as one graph 10 to 57 (2 x H200, nine steps at most). Where they read and write depends on the addresses
+("places") of the caller's tensors alone, and PyTorch's allocator hands out the same addresses again and again. The
+first call is enqueued, the second one captured, and that graph replayed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from stream_k.product import Product
 from stream_k.streams import CALLS
 from stream_k.workspace import Workspace
 
-# Calls with places of their own that a plan remembers: of layers of one shape each has another weight.
+# Sets of places that a plan remembers: layers of one shape differ in their weights.
 KEPT = 128
 # A capture costs the host 1 to 3 ms: past the first KEPT ones there is one in so many calls, or places that come twice
 # and never again would make calls slower, not faster.
@@ -35,8 +36,8 @@ Places = tuple[int, ...]
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """What dies in this thread while it captures ends the capture, if it is memory or a graph: both are the driver's to
-    free. Objects in circles would die at any time."""
+    """No garbage collection inside: freeing device memory or a graph in this thread would end a capture, and objects in
+    reference cycles may die at any time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -50,12 +51,12 @@ class Graphs:
     """The graphs of a plan's calls, for the KEPT places of tensors that came last. They go with the plan, when a buffer
     that they name grows or the heap recovers.
 
-    A graph keeps addresses and holds none of PyTorch's memory, of the driver's 0.1 to 0.6 MB: it runs only when the
-    caller brings tensors that lie there.
-    product: the calls', None for those that have none. Where it copies operands to other memory each time no call has a
-    graph, which would keep that. blas: whether the vendor's library multiplies: then none has one either, since the
-    library's memory is the capturing stream's, and PyTorch gives one stream to several workspaces.
-    by_places: what came last is the last one; None: it came once. captures: graphs made so far.
+    A graph holds addresses, not PyTorch's memory: it runs only when the caller brings tensors that lie there. It takes
+    0.1 to 0.6 MB of the driver's memory.
+    product: of the calls, None where there is none. Where it copies operands, to new memory each time, no call has a
+    graph, which would keep that memory. blas: whether the vendor's library multiplies: then there is none either, since
+    the library's memory belongs to the capturing stream, and PyTorch gives one stream to several workspaces.
+    by_places: graphs, the latest last; None: these places came once. captures: graphs made so far.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Graphs:
 
 
 def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The graph of what is enqueued. Nothing runs, and what the streams still hold is no part of it."""
+    """The graph of what `enqueue` enqueues. Nothing runs; work that the streams already hold is not part of it."""
     graph = torch.cuda.CUDAGraph()
     # A capture begins with writes to the random generator's state, which a graph of the caller may still read: on
     # stream CALLS, so both ways.

@@ -2,9 +2,10 @@
 
     ops.gemm_all_reduce(a, b, name_of(group), None, "none", False, None)        # the schema's arguments, all of them
 
-What traces, transforms or watches PyTorch's operators sees a call as one, `torch.ops.stream_k.gemm_all_reduce`. But
-torch.library costs the host more than the launches, so that any other call goes to the kernels at once, and where a
-gradient is needed through a `torch.autograd.Function` of the same `keep` and `backward`.
+Whatever traces, transforms or watches PyTorch's operators sees such a call as one operator,
+`torch.ops.stream_k.gemm_all_reduce`. But torch.library costs the host more than the launches do, so any other call goes
+straight to the kernels, or, where a gradient is needed, through a `torch.autograd.Function` of the same `keep` and
+`backward`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.autograd import forward_ad
 # By name, those of `collectives` too, once that is loaded.
 ops: Any = SimpleNamespace()
 
-# What a schema's arguments are, but for tensors whose class wants to see the calls.
+# Types of a schema's arguments; another type is a tensor whose class may want to see the calls.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
 # Modes that are part of PyTorch's tracing.
 _TRACING = tuple(_TorchDispatchModeKey.__members__.values())
