@@ -18,6 +18,7 @@ import torch.distributed as dist
 import typer
 from model import Part, Shape, batch, mean_loss
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -78,7 +79,7 @@ def command(
             if settings.compare and not compare(settings, losses):
                 raise typer.Exit(1)
         except ValueError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
+            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
         finally:
             if dist.is_initialized():
@@ -232,7 +233,9 @@ def write_curve(settings: Settings, losses: list[float]) -> None:
         title=f"{settings.layers} layers, width {settings.width}",
     )
     figure.savefig(settings.out / "losses.png", dpi=150)
-    console().print(f"losses, their curve and checkpoints: {settings.out.resolve()}", soft_wrap=True)
+    console().print(
+        f"losses, their curve and checkpoints: {escape(str(settings.out.resolve()))}", soft_wrap=True
+    )
 
 
 def compare(settings: Settings, losses: list[float]) -> bool:
