@@ -39,7 +39,8 @@ CPU_PROGRAMS = 6
 class Config:
     """One way to run an op. Sizes are in elements, counts in programs.
 
-    block_m, block_n, block_k: the tile. num_warps, num_stages: Triton's. group_m: tile rows walked together.
+    block_m, block_n, block_k: the tile, 16 or more each way. num_warps, num_stages: Triton's. group_m: tile rows walked
+    together.
     subtiles: column parts in which a tile leaves the registers. flatten: overlap a tile's epilogue with the
     next one's loads (NVIDIA).
     split: a name of `stream_k.schedule.SPLITS`. num_programs: programs of a launch; 0 stands for one a
@@ -81,6 +82,9 @@ class Config:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"Config.{name} must be a power of two, got {value}")
+            # Of matrix instructions, and of descriptors, which on one rank alone may read the operands.
+            if name.startswith("block") and value < 16:
+                raise ValueError(f"Config.{name} is {value}, at least 16 are needed")
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
             ("split", SPLITS),
