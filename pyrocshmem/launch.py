@@ -19,6 +19,7 @@ import multiprocessing
 import numbers
 import os
 import pickle
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
+# As a process' list of what it has mapped names it, but for " (deleted)".
+_HEAP_FILE = re.compile(r"/dev/shm/pyrocshmem-[0-9a-f]{32}$", re.MULTILINE)
 _environment_lock = threading.Lock()
 
 
@@ -239,7 +243,7 @@ def _run(
         return _collect(ranks, timeout, grace)
     except BaseException:  # Ctrl-C, or a rank that didn't start: don't wait for ranks that nobody will hear
         for each in ranks:
-            each.process.kill()
+            each.kill()
         raise
     finally:
         for each in ranks:
@@ -275,8 +279,17 @@ class _Rank:
             return RankResult(self.rank, None, problem, traceback.format_exc())
         return RankResult(self.rank, value, error, text)
 
-    def kill(self, why: str) -> RankResult:
+    def kill(self) -> None:
+        """End it at once. Heaps that it is still forming have files with names: these go with it."""
+        maps = ""
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{self.process.pid}/maps").read_text()
         self.process.kill()
+        for name in set(_HEAP_FILE.findall(maps)):
+            Path(name).unlink(missing_ok=True)
+
+    def give_up(self, why: str) -> RankResult:
+        self.kill()
         return RankResult(self.rank, None, TimeoutError(why))
 
     def release(self, all_ok: bool) -> None:
@@ -287,7 +300,7 @@ class _Rank:
     def end(self) -> None:
         self.process.join(_EXIT_S if self.process.is_alive() else 0)
         if self.process.is_alive():
-            self.process.kill()
+            self.kill()
             self.process.join()
         self.pipe.close()
         self.process.close()
@@ -301,7 +314,7 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> tuple[list[Ran
         wait([each.pipe for each in pending], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
         ended = [each for each in pending if each.has_ended()]
         for each in ended or (pending if time.monotonic() >= deadline else []):
-            result = results[each.rank] = each.result() if ended else each.kill(why)
+            result = results[each.rank] = each.result() if ended else each.give_up(why)
             if result.ok:
                 continue
             if not failed and time.monotonic() + grace < deadline:
