@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
 from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
@@ -65,7 +66,7 @@ def _command(op: str) -> Callable[..., None]:
                 console, op, shapes, dtype, providers, iters, num_ranks, json_file, csv_file, plot, commit
             )
         except (ValueError, OSError) as error:
-            console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+            console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
         raise typer.Exit(0 if ok else 1)
 

@@ -105,6 +105,8 @@ def read(path: Path) -> File | None:
     """The records of a file; None for one in an older format. Raises OSError, ValueError."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError("a line is no object")
     except ValueError as error:
         raise ValueError(f"{path} holds no lines of JSON: {error}") from error
     if not lines or lines[0].get("format") != FORMAT:

@@ -16,9 +16,8 @@ from benchmarks import ahead, layers, providers, records
 from benchmarks.derive import broken
 from benchmarks.measure import measure_cases
 from benchmarks.shapes import LAYERS, TIMED, Case, cases_of
-from pyrocshmem import target
+from pyrocshmem import RanksFailed, spawn, target
 from pyrocshmem.heap import Heap
-from pyrocshmem.launch import RanksFailed, spawn
 
 # Cases that may break the ranks (a wait that ran out, a crash) before a run gives up; the others are measured by new
 # ranks.

@@ -131,6 +131,7 @@ def export_pointer(ptr: int) -> bytes:
     Raises ``ValueError`` when ``ptr`` is not the base of a live allocation: a handle never stands for a part.
     """
     handle = ctypes.create_string_buffer(handle_bytes())
+    ptr = c_number("ptr", ptr, 64)
     check(load().fga_export(ptr, handle, len(handle)))
     return handle.raw
 
@@ -191,14 +192,16 @@ def copy_rows(
 
     It is a command of ``stream`` (a raw handle of ``device``) for a copy engine, even if rows don't lie together, and
     a graph may capture it. On "host" it is done when this returns. The addresses are not checked.
-    Raises ``ValueError`` for a null pointer, for what is negative, and for a pitch below the width or of 2 GiB and
-    more; ``RuntimeError`` with the runtime's text; ``Unavailable``, ``NotBuilt``.
+    Raises ``ValueError`` for a null pointer, for what is negative or has more than 63 bits, and for a pitch below the
+    width or of 2 GiB and more; ``RuntimeError`` with the runtime's text; ``Unavailable``, ``NotBuilt``.
     """
-    if min(to, to_pitch, source, source_pitch, width, rows) < 0:
-        raise ValueError(
-            f"rows {rows}, width {width}, pitches {to_pitch} and {source_pitch}: none may be negative"
-        )
     arguments = to, to_pitch, source, source_pitch, width, rows, stream
+    if min(arguments[:6]) < 0 or max(arguments) >= 1 << 63:  # ctypes would cut them silently
+        raise ValueError(
+            f"rows {rows}, width {width}, pitches {to_pitch} and {source_pitch}: none may be negative, or have more "
+            "than 63 bits"
+        )
+    device = c_number("device", device, 32)
     status = load().fga_copy_rows(backend_number(backend), device, *arguments)
     if status:
         check(status)

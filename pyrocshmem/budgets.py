@@ -5,15 +5,19 @@ import os
 
 # Kernels hold it as an int32 of microseconds.
 LONGEST_WAIT_S = 2147
+# torch's stores and process groups count it in milliseconds, and fail beyond.
+LONGEST_INIT_S = 1_000_000
 
 
 def init_seconds() -> float:
     """How long forming a group or heap may take: `PYROCSHMEM_INIT_SECONDS`, 30 by default. ValueError for what is no
-    number greater than 0."""
+    number greater than 0, up to LONGEST_INIT_S."""
     text = os.environ.get("PYROCSHMEM_INIT_SECONDS", "30")
     seconds = _number(text)
-    if not seconds > 0:
-        raise ValueError(f"PYROCSHMEM_INIT_SECONDS={text!r}, allowed are numbers greater than 0")
+    if not 0 < seconds <= LONGEST_INIT_S:
+        raise ValueError(
+            f"PYROCSHMEM_INIT_SECONDS={text!r}, allowed are numbers greater than 0, at most {LONGEST_INIT_S}"
+        )
     return seconds
 
 

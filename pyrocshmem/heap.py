@@ -167,7 +167,10 @@ class Heap(Lifecycle, TensorFactories):
         nbytes = tensor.untyped_storage().nbytes()
         owner = block if rank == self.rank else block.memory
         storage = storage_at(self.bases[rank] + inside, nbytes, self.device, owner)
-        return tensor_on(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = tensor_on(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        # Bits that PyTorch keeps beside what is in memory.
+        view = view.conj() if tensor.is_conj() else view
+        return torch._neg_view(view) if tensor.is_neg() else view
 
     def usage(self) -> Usage:
         """What is used and what is free. Local, and the same on all ranks."""

@@ -16,17 +16,18 @@ On the CPU target a server that has imported torch forks the ranks, which saves 
 
 import contextlib
 import multiprocessing
+import numbers
 import os
 import pickle
-import signal
+import re
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,51 +37,16 @@ from pyrocshmem import endings, target
 from pyrocshmem.bootstrap import ThreadGroup
 from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import PeerAborted
-from pyrocshmem.rank_process import Job, init_process_group, rank_main
+from pyrocshmem.rank_process import Job, describe, init_process_group, rank_main
+from pyrocshmem.results import RankResult, RanksFailed
 
 _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
+# As a process' list of what it has mapped names it, but for " (deleted)".
+_HEAP_FILE = re.compile(r"/dev/shm/pyrocshmem-[0-9a-f]{32}$", re.MULTILINE)
 _environment_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """How a rank ended: with `value`; with `exception` and its `traceback`; or dead, with an `exitcode`
-    alone."""
-
-    rank: int
-    value: Any = None
-    exception: BaseException | None = None
-    traceback: str = ""
-    exitcode: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.exception is None and self.exitcode is None
-
-    def describe(self) -> str:
-        """A paragraph for a person."""
-        if self.ok:
-            return f"rank {self.rank}: finished"
-        if self.exception is None:
-            died = f"exit code {self.exitcode}"
-            if self.exitcode is not None and self.exitcode < 0:
-                died = f"signal {signal.Signals(-self.exitcode).name}"
-            return f"rank {self.rank}: died ({died})"
-        return f"rank {self.rank}: {self.traceback or repr(self.exception)}"
-
-
-class RanksFailed(RuntimeError):
-    """Ranks failed. `results` are all ranks' ends; `__cause__` is the exception that came first."""
-
-    def __init__(self, results: Sequence[RankResult]) -> None:
-        self.results = list(results)
-        failed = [result for result in self.results if not result.ok]
-        super().__init__(
-            f"{len(failed)} of {len(self.results)} ranks failed\n" + "\n".join(r.describe() for r in failed)
-        )
 
 
 def spawn(
@@ -128,6 +94,7 @@ def spawn_threads(
     On GPUs thread r has GPU r as its current device. Raises as `spawn`, but can't kill threads that are late.
     """
     _check_num_ranks(num_ranks, target.backend() != "host", target.num_devices())
+    _check_timeout(timeout)
     results: dict[int, RankResult] = {}
     groups = ThreadGroup.create(num_ranks)
 
@@ -139,16 +106,15 @@ def spawn_threads(
             results[group.rank] = RankResult(group.rank, value)
         except BaseException as error:
             results[group.rank] = RankResult(group.rank, None, error, traceback.format_exc())
-            message = f"{type(error).__name__}: {error}"
-            endings.abort_all(message, group)
-            group.abort(message)
+            endings.abort_all(describe(error), group)
+            group.abort(describe(error))
 
     threads = [threading.Thread(target=body, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
     for rank in range(num_ranks):
         if rank not in results:
             results[rank] = RankResult(rank, None, TimeoutError(f"did not finish within {timeout:g} s"))
@@ -194,6 +160,13 @@ def _check_num_ranks(num_ranks: int, on_gpu: bool, num_gpus: int) -> None:
         raise ValueError(f"{num_ranks} ranks asked, allowed are 1 or more")
     if on_gpu and num_ranks > num_gpus:
         raise ValueError(f"{num_ranks} ranks asked, each needs a GPU of its own, this machine has {num_gpus}")
+
+
+def _check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout is a {type(timeout).__name__}, allowed are seconds, a number")
+    if not float(timeout) > 0:
+        raise ValueError(f"timeout is {timeout}, allowed are seconds greater than 0")
 
 
 @contextlib.contextmanager
@@ -243,6 +216,8 @@ def _run(
     own = "cpu" if target.backend() == "host" else "gpu"
     wanted = backend or own
     _check_num_ranks(num_ranks, wanted == "gpu", torch.cuda.device_count())
+    _check_timeout(timeout)
+    init_seconds()  # here rather than in every rank
     try:
         call = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -258,7 +233,7 @@ def _run(
         # The first launch of a kernel would import the second.
         context.set_forkserver_preload(["pyrocshmem.launch", "triton.experimental.gluon"])
     store, port = _listen()
-    ranks = []
+    ranks: list[_Rank] = []
     try:
         with _environment(changes):
             for rank in range(num_ranks):
@@ -266,6 +241,10 @@ def _run(
                 job = Job(rank, num_ranks, port, call, environment, None if fork else os.getpid())
                 ranks.append(_Rank(context, job))
         return _collect(ranks, timeout, grace)
+    except BaseException:  # Ctrl-C, or a rank that didn't start: don't wait for ranks that nobody will hear
+        for each in ranks:
+            each.kill()
+        raise
     finally:
         for each in ranks:
             each.end()
@@ -300,8 +279,17 @@ class _Rank:
             return RankResult(self.rank, None, problem, traceback.format_exc())
         return RankResult(self.rank, value, error, text)
 
-    def kill(self, why: str) -> RankResult:
+    def kill(self) -> None:
+        """End it at once. Heaps that it is still forming have files with names: these go with it."""
+        maps = ""
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{self.process.pid}/maps").read_text()
         self.process.kill()
+        for name in set(_HEAP_FILE.findall(maps)):
+            Path(name).unlink(missing_ok=True)
+
+    def give_up(self, why: str) -> RankResult:
+        self.kill()
         return RankResult(self.rank, None, TimeoutError(why))
 
     def release(self, all_ok: bool) -> None:
@@ -312,7 +300,7 @@ class _Rank:
     def end(self) -> None:
         self.process.join(_EXIT_S if self.process.is_alive() else 0)
         if self.process.is_alive():
-            self.process.kill()
+            self.kill()
             self.process.join()
         self.pipe.close()
         self.process.close()
@@ -322,22 +310,17 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> tuple[list[Ran
     results: dict[int, RankResult] = {}
     failed: list[RankResult] = []  # in the order in which they came
     deadline, why = time.monotonic() + timeout, f"did not finish within {timeout:g} s"
-    try:
-        while pending := [each for each in ranks if each.rank not in results]:
-            wait([each.pipe for each in pending], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
-            ended = [each for each in pending if each.has_ended()]
-            for each in ended or (pending if time.monotonic() >= deadline else []):
-                result = results[each.rank] = each.result() if ended else each.kill(why)
-                if result.ok:
-                    continue
-                if not failed and time.monotonic() + grace < deadline:
-                    deadline = time.monotonic() + grace
-                    why = f"did not finish within {grace:g} s of the failure of rank {result.rank}"
-                failed.append(result)
-    except BaseException:  # Ctrl-C: don't wait for ranks that nobody will hear
-        for each in ranks:
-            each.process.kill()
-        raise
+    while pending := [each for each in ranks if each.rank not in results]:
+        wait([each.pipe for each in pending], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+        ended = [each for each in pending if each.has_ended()]
+        for each in ended or (pending if time.monotonic() >= deadline else []):
+            result = results[each.rank] = each.result() if ended else each.give_up(why)
+            if result.ok:
+                continue
+            if not failed and time.monotonic() + grace < deadline:
+                deadline = time.monotonic() + grace
+                why = f"did not finish within {grace:g} s of the failure of rank {result.rank}"
+            failed.append(result)
     for each in ranks:
         each.release(not failed)
     return [results[each.rank] for each in ranks], _cause(failed)

@@ -95,10 +95,18 @@ def rank_main(job: Job, pipe: Connection) -> None:
         value = fn(job.rank, job.world_size, *args)
     except BaseException as raised:
         error, text = raised, traceback.format_exc()
-    _report(pipe, value, error, text)
+    error = _report(pipe, value, error, text)
     if error is not None:  # after the report: the parent takes the first failure for the cause
-        _tell_peers(f"{type(error).__name__}: {error}")
+        _tell_peers(describe(error))
     _leave(pipe)
+
+
+def describe(error: BaseException) -> str:
+    """Its type and its text, for peers; the type alone where `str` of it raises, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 def _tell_peers(message: str) -> None:
@@ -121,7 +129,8 @@ def _join(job: Job) -> None:
     init_process_group(store, job.rank, job.world_size, device)
 
 
-def _report(pipe: Connection, value: Any, error: BaseException | None, text: str) -> None:
+def _report(pipe: Connection, value: Any, error: BaseException | None, text: str) -> BaseException | None:
+    """Send the rank's end; returns its error, which may be that the result can't be sent."""
     try:
         message = pickle.dumps((value, error, text))
         pickle.loads(message)  # some exceptions pickle, but can't be rebuilt
@@ -130,10 +139,11 @@ def _report(pipe: Connection, value: Any, error: BaseException | None, text: str
             error = TypeError(f"the rank's result can't be sent: {problem}")
             text = f"{error}\n{traceback.format_exc()}"
         else:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
+            error = RuntimeError(describe(error))
         message = pickle.dumps((None, error, text))
     with contextlib.suppress(OSError):
         pipe.send_bytes(message)
+    return error
 
 
 def _leave(pipe: Connection) -> None:

@@ -10,6 +10,7 @@ and dtype.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -56,9 +57,19 @@ def _plan(make: Callable[..., torch.Tensor], *args: Any, dtype: torch.dtype | No
     return Plan(tuple(shape_of.shape), found, fill)
 
 
+def _unfilled(size: tuple[Any, ...], dtype: torch.dtype | None) -> Plan:
+    shape_of = torch.empty(size, dtype=dtype, device="meta")
+    return Plan(tuple(shape_of.shape), shape_of.dtype, None)
+
+
 def _size(size: tuple[Any, ...]) -> tuple[Any, ...]:
     """`(2, 3)` of both `f(2, 3)` and `f((2, 3))`."""
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    if len(size) != 1 or isinstance(size[0], bool):
+        return size
+    try:
+        return (operator.index(size[0]),)  # NumPy's integers, too
+    except TypeError:
+        return tuple(size[0])
 
 
 class TensorFactories:
@@ -77,13 +88,12 @@ class TensorFactories:
     @_collective
     def empty(self, *size: Size, dtype: torch.dtype = torch.float32) -> Plan:
         """Uninitialised (NaN bytes in debug mode)."""
-        shape = torch.empty(_size(size), dtype=dtype, device="meta").shape
-        return Plan(tuple(shape), dtype, None)
+        return _unfilled(_size(size), dtype)
 
     @_collective
     def empty_like(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> Plan:
         """Uninitialised, of `tensor`'s shape, contiguous."""
-        return Plan(tuple(tensor.shape), dtype or tensor.dtype, None)
+        return _unfilled(tuple(tensor.shape), dtype or tensor.dtype)
 
     @_collective
     def zeros(self, *size: Size, dtype: torch.dtype = torch.float32) -> Plan:

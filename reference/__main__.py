@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 
 class Dtype(StrEnum):
@@ -56,7 +57,7 @@ def main(
     try:
         ok = _run(console, num_gpus, collective, shape, dtype and dtype.value, seed, iters, json)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if ok else 1)
 
@@ -84,7 +85,7 @@ def _run(
         raise ValueError(f"{num_ranks} ranks asked for, allowed 1 or more")
     if on_gpu and num_ranks > target.num_devices():
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
-    check_folder(json_path)
+    check_file(json_path)
     check_name(collective)
     sizes, steps, share = _problem(collective, shape, num_ranks, on_gpu)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
@@ -131,10 +132,17 @@ def _problem(
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
 
 
-def check_folder(path: Path | None) -> None:
-    """ValueError, before anything is measured, where there is no folder for a file."""
-    if path is not None and not path.absolute().parent.is_dir():
+def check_file(path: Path | None) -> None:
+    """ValueError or OSError, before anything is measured, for a file that can't be written. What it holds stays."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise ValueError(f"{path} can't be written: there is no folder {path.parent}")
+    new = not os.path.lexists(path)
+    if new or path.is_file() or path.is_dir():  # a pipe takes one writer
+        path.open("a").close()
+    if new:
+        path.unlink()
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from reference.__main__ import Backend, Dtype, check_folder, parse_shape, parse_sizes
+from reference.__main__ import Backend, Dtype, check_file, parse_shape, parse_sizes
 from stream_k.tune import tune
 
 MAX_RANKS = 8
@@ -51,12 +52,12 @@ def main(
         tile = parse_sizes(block, "MNK", "--block") if block else None
         options = {"placement": placement, "seed": seed, "block": tile}
         for path in (json, trace):
-            check_folder(path)
+            check_file(path)
         if backend is not Backend.auto:
             _on_backend(backend)
         ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if ok else 1)
 
@@ -146,7 +147,8 @@ def _run_job(
     console: Console, job: Any, num_ranks: int, json_path: Path | None, trace_path: Path | None
 ) -> bool:
     """Run a fused op, a `stream_k.job.Job`, and print what came of it; whether every rank's result is right."""
-    from pyrocshmem.launch import RanksFailed, spawn
+    from pyrocshmem import RanksFailed
+    from pyrocshmem.launch import spawn
     from reference import report
     from reference.problems import find_problem
     from stream_k import timeline_files

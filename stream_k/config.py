@@ -41,7 +41,7 @@ class Config:
     TypeError for a size that is no integer.
 
     The GEMM:
-      block_m, block_n, block_k  the tile and its step along K, in elements: powers of two
+      block_m, block_n, block_k  the tile and its step along K, in elements: powers of two from 16 on
       num_warps, num_stages      of a program, as Triton has them
       group_m                    tile rows whose tiles are done column by column (`stream_k.order.tile_coords`)
       subtiles                   1, 2 or 4: column parts in which a tile leaves the registers
@@ -89,6 +89,9 @@ class Config:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"Config.{name} must be a power of two, got {value}")
+            # Of matrix instructions, and of descriptors, which on one rank alone may read the operands.
+            if name.startswith("block") and value < 16:
+                raise ValueError(f"Config.{name} is {value}, at least 16 are needed")
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
             ("split", SPLITS),

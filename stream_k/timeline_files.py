@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from pyrocshmem import trace
 from reference.report import format_seconds
@@ -64,7 +65,7 @@ def report(console: Console, timeline: Timeline, path: Path, title: str) -> None
     )
     console.print(f"exposed communication: {exposed} of {total}, clocks within {error}")
     for written in write(timeline, path, title):
-        console.print(f"timeline: {written}", soft_wrap=True)
+        console.print(f"timeline: {escape(str(written))}", soft_wrap=True)
     if timeline.dropped:
         console.print(f"[yellow]{timeline.dropped} stages did not fit[/yellow]")
 

@@ -23,6 +23,7 @@ import torch
 import triton
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -70,7 +71,7 @@ def tune(
     try:
         wrong = _run(console, out, num_ranks, ops, shapes or [], dtype, partial_dtype, iters, commit)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
     for text in wrong:
         console.print(text, style="red", markup=False, soft_wrap=True)

@@ -108,7 +108,11 @@ class Table:
         """The table in a file. ValueError, with the file's name, for what is none."""
         try:
             found = json.loads(path.read_text())
-            return cls(list(found["runs"]), [Entry(**entry) for entry in found["entries"]])
+            entries = [Entry(**entry) for entry in found["entries"]]
+            for entry in entries:
+                if min(entry.shape) < 1:
+                    raise ValueError(f"an entry's M, N, K are {entry.shape}, allowed are 1 or more")
+            return cls(list(found["runs"]), entries)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path} is no table of configurations: {type(error).__name__}: {error}"
@@ -119,14 +123,21 @@ class Table:
         self.entries[entry.kind, entry.shape] = entry
 
     def write(self, path: Path) -> None:
-        """An entry a line, in order, so that differences can be read. Raises OSError."""
+        """An entry a line, in order, so that differences can be read. Raises OSError. Whoever reads meanwhile, or after
+        a Ctrl-C, finds the old table or the new one."""
         entries = sorted(self.entries.values(), key=lambda entry: (*map(str, entry.kind), entry.shape))
         lists = {"runs": self.runs, "entries": [dataclasses.asdict(entry) for entry in entries]}
         parts = [
             f'"{name}": [' + ",".join("\n" + json.dumps(item) for item in items) + "\n]"
             for name, items in lists.items()
         ]
-        path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+        path = path.resolve()
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            new.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=4096, typed=True)  # 8.0 would find what 8 gave

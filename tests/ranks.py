@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-from pyrocshmem import launch, target
-from pyrocshmem.launch import RankResult
+from pyrocshmem import RankResult, launch, target
 
 slower = 1.0  # how much longer than on a machine that has a GPU for each rank; `sharing` changes it
 

@@ -129,7 +129,7 @@ def _check_call(heap: Heap, rows: int, hidden: int, mix: Mix, replicated: bool) 
 
 def _against(found: Tensor, ref64: Tensor, allowed: Tensor) -> Accuracy:
     """`found` [n] or [m, n] held to `allowed`."""
-    found, ref64, allowed = (t.reshape(-1, t.shape[-1]) for t in (found, ref64, allowed))
+    found, ref64, allowed = (torch.atleast_2d(t) for t in (found, ref64, allowed))
     return compare(found, ref64, ref64, allowed)
 
 

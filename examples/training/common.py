@@ -8,6 +8,7 @@ import inspect
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import typer
 from model import Part, Shape, batch, mean_loss
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -41,7 +43,7 @@ StateOf = Callable[[nn.Module], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Settings(Shape):
-    """Of a run; every field is an option of the command line. Raises ValueError for no steps, or none between saves."""
+    """Of a run; every field is an option of the command line. Raises ValueError for a count or a size below 1."""
 
     steps: Annotated[int, typer.Option(help="Steps to train, from the very first.")] = 300
     stop_at: Annotated[int | None, typer.Option(help="Save and stop after so many of them.")] = None
@@ -59,7 +61,8 @@ class Settings(Shape):
     ] = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "stop_at", "save_every"):
+        sizes = "width", "layers", "heads", "batch", "length"
+        for name in ("steps", "stop_at", "save_every", *sizes):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}, allowed are 1 or more")
@@ -78,7 +81,7 @@ def command(
             if settings.compare and not compare(settings, losses):
                 raise typer.Exit(1)
         except ValueError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
+            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
         finally:
             if dist.is_initialized():
@@ -129,8 +132,10 @@ def train(
             this rank holds a shard.
 
     Raises:
-        ValueError: a checkpoint to resume from is missing, of another model, or past the last step of this run.
+        ValueError: `settings.out` can't be written; a checkpoint to resume from is missing, of another model, or past
+            the last step of this run.
     """
+    check_folder(settings.out)
     optimizer, device, losses = make_optimizer(model, settings), rank_device(), list[float]()
     last_rank = dist.get_world_size() - 1
     stop = settings.steps if settings.stop_at is None else min(settings.stop_at, settings.steps)
@@ -159,6 +164,15 @@ def train(
     if dist.get_rank() == 0:
         write_curve(settings, losses)
     return losses
+
+
+def check_folder(folder: Path) -> None:
+    """Make it where it is missing. ValueError, before the first step, where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{folder} can't be written: {error}") from None
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer, state_of: StateOf) -> dict[str, Any]:
@@ -232,7 +246,9 @@ def write_curve(settings: Settings, losses: list[float]) -> None:
         title=f"{settings.layers} layers, width {settings.width}",
     )
     figure.savefig(settings.out / "losses.png", dpi=150)
-    console().print(f"losses, their curve and checkpoints: {settings.out.resolve()}", soft_wrap=True)
+    console().print(
+        f"losses, their curve and checkpoints: {escape(str(settings.out.resolve()))}", soft_wrap=True
+    )
 
 
 def compare(settings: Settings, losses: list[float]) -> bool:

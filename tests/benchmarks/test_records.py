@@ -53,7 +53,8 @@ def test_summary_for_people_and_of_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["summary", "report"])
 def test_records_that_can_t_be_read(command: str, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("op, us\n")
-    for name in ("none.jsonl", "text.jsonl"):
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    for name in ("none.jsonl", "text.jsonl", "list.jsonl"):
         done = CliRunner().invoke(app, [command, str(tmp_path / name)])
         assert done.exit_code == 2, done.output
         assert done.output.startswith("error: ")
@@ -220,6 +221,7 @@ def test_sizes_of_less_than_an_element_a_rank(op: str) -> None:
         (("gemm", "--shapes", "no-such.toml"), "no-such.toml"),
         (("gemm", "--providers", "ours,nobody"), "no such providers: nobody; there are blas, ours"),
         (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed are bfloat16"),
+        (("gemm", "--shapes", "[/x]"), "[/x]"),
         (("gemm", "--iters", "0"), "iters is 0, allowed 1 or more"),
         (("gemm", "-n", "0"), "0 ranks asked for"),
         (("multicast",), "No such command"),

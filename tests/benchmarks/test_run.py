@@ -18,8 +18,7 @@ from benchmarks.measure import measure_cases
 from benchmarks.operands import Operands
 from benchmarks.providers import Run
 from benchmarks.shapes import OPS, Case
-from pyrocshmem import Heap, target
-from pyrocshmem.launch import RanksFailed
+from pyrocshmem import Heap, RanksFailed, target
 from tests import commands
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values

@@ -117,6 +117,15 @@ def test_threads(
     check_table(text)
 
 
+@pytest.mark.num_ranks(2)
+def test_a_rank_without_columns(example: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        example("threads").main(2, ROWS, 1)
+    text = capsys.readouterr().out
+    assert ended.value.exit_code == 0, text
+    assert text.count("right on every rank") == CHECKS
+
+
 @pytest.mark.cpu
 def test_threads_that_are_wrong(
     example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

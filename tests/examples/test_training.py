@@ -222,7 +222,23 @@ def test_parts_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(map(len, parts)) >= 2
 
 
-@pytest.mark.parametrize("option", ["--steps=0", "--stop-at=0", "--save-every=-1"])
+def test_a_folder_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import common
+
+    common.check_folder(tmp_path / "a" / "b")
+    assert not list((tmp_path / "a" / "b").iterdir())
+    for folder in ("/proc/nowhere", "/proc"):
+        with pytest.raises(ValueError, match=f"{folder} can't be written: "):
+            common.check_folder(Path(folder))
+    settings = common.Settings(out=Path("/proc/nowhere"))
+    with pytest.raises(ValueError, match="/proc/nowhere can't be written"):
+        common.train(torch.nn.Linear(2, 2), None, settings)
+
+
+@pytest.mark.parametrize(
+    "option", ["--steps=0", "--stop-at=0", "--save-every=-1", "--batch=0", "--length=0", "--heads=0"]
+)
 def test_counts_of_nothing(option: str) -> None:
     """Seen before any rank waits for another; one line, as of all else that is wrong."""
     command = [sys.executable, str(EXAMPLES / "model_parallel.py"), option]

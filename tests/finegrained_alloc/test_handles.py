@@ -99,6 +99,8 @@ def test_forged(handle: bytes, offset: int, new: bytes, message: str) -> None:
 def test_only_bases_are_exported() -> None:
     with fga.alloc(5000, "host") as memory:
         assert fga.export_pointer(memory.ptr) == memory.export()
+        with pytest.raises(ValueError, match=r"ptr is .*, expected a signed integer of 64 bits"):
+            fga.export_pointer(memory.ptr + 2**64)
         for offset in (1, 64, 4096, 8191):
             with pytest.raises(
                 ValueError, match=f"is {offset} bytes inside the allocation at {memory.ptr:#x}"

@@ -242,11 +242,15 @@ def test_copies_of_rows() -> None:
         assert list(to[10 * i : 10 * i + 10]) == [*range(7 * i, 7 * i + 6), *[200] * 4]
     assert list(to[50:]) == [200] * 10
     before = list(to)
-    for sizes in ((5, 7, 6, 5), (10, 5, 6, 5), (10, 2**31, 6, 5), (10, 7, -6, 5), (-10, 7, 6, 5)):
+    cut = 2**64  # what ctypes would make 0 of
+    bad = (5, 7, 6, 5), (10, 5, 6, 5), (10, 2**31, 6, 5), (10, 7, -6, 5), (-10, 7, 6, 5)
+    for sizes in (*bad, (10, 7, cut + 6, 5), (10, 7, 6, cut + 5), (cut + 10, 7, 6, 5)):
         with pytest.raises(ValueError, match=r"pitches|negative"):
             copy(*sizes)
     with pytest.raises(ValueError, match="device 1"):
         fga.copy_rows("host", 1, *places, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="device is 4294967296"):
+        fga.copy_rows("host", 2**32, *places, 1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"0x|nil"):
         fga.copy_rows("host", 0, 0, 1, places[1], 1, 1, 1)
     assert list(to) == before

@@ -17,6 +17,7 @@ from pyrocshmem import (
     as_group,
     bootstrap,
     budgets,
+    spawn,
 )
 from pyrocshmem.boards import StoreBoard
 from pyrocshmem.bootstrap import Group
@@ -190,11 +191,13 @@ def test_store_that_goes_away_is_an_error_not_a_hang():
         group.exchange(b"", "call", timeout=20)
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-3"])
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "1e10"])
 def test_bad_init_seconds(monkeypatch, text):
     monkeypatch.setenv("PYROCSHMEM_INIT_SECONDS", text)
     with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):
         budgets.init_seconds()
+    with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):  # before any rank is started
+        spawn(len, 1)
 
 
 def test_alone_without_a_process_group():

@@ -5,6 +5,7 @@ The same on both targets; `R` ranks on a machine with that many GPUs.
 
 import time
 
+import numpy
 import pytest
 import torch
 
@@ -56,6 +57,11 @@ def test_inferred_dtypes_and_ranges(heap):
         same(heap.arange(*arguments), torch.arange(*arguments))
     same(heap.arange(5, dtype=torch.float16), torch.arange(5, dtype=torch.float16))
     same(heap.linspace(-1, 3, 9), torch.linspace(-1, 3, 9, device=heap.device))
+    for size in (numpy.int64(3), torch.tensor(3), torch.Size([3]), numpy.array([3])):
+        same(heap.zeros(size), torch.zeros(3))
+    for make in (heap.empty, heap.zeros):
+        assert [make(2, dtype=dtype).dtype for dtype in (None, float)] == [torch.float32, torch.float64]
+    assert heap.empty_like(torch.zeros(2), dtype=float).dtype == torch.float64
 
 
 def test_the_callers_default_device_is_of_no_account():
@@ -153,6 +159,12 @@ def test_a_tensor_made_by_others_on_heap_memory_is_recognised(heap):
     again = torch.from_dlpack(x)
     assert heap.is_symmetric(again)
     assert heap.offset(again[3:]) == heap.offset(x) + 12
+
+
+def test_bits_beside_the_memory_are_those_of_the_tensor(heap):
+    x = heap.full((2, 3), 1 + 2j)
+    for view in (x.conj(), x.conj().imag, x.conj().t(), x.conj().imag.conj(), x.imag):
+        same(heap.peer_view(view, 0).resolve_conj().resolve_neg(), view.resolve_conj().resolve_neg())
 
 
 def test_debug_fill(heap):

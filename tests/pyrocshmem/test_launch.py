@@ -196,7 +196,7 @@ def test_thread_ranks():
         group.barrier()
         return [reply[0] for reply in replies]
 
-    assert spawn_threads(body, 3, 2) == [[0, 2, 4]] * 3
+    assert spawn_threads(body, 3, 2, timeout=float("inf")) == [[0, 2, 4]] * 3
     with pytest.raises(
         RanksFailed, match="rank 0 stopped because rank 1 gave up: KeyError: 'weights'"
     ) as raised:

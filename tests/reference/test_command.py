@@ -76,6 +76,7 @@ def test_run(collective: str, ranks: int, shape: str, dtype: str, tmp_path: Path
             ("-c", "broadcast"),
             "is 'broadcast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, rms_norm",
         ),
+        (("-c", "[/red]"), "error: collective is '[/red]', allowed"),
         (("--backend", "tpu"), "gpu"),
         (
             ("--json", "nowhere/at/all.json"),

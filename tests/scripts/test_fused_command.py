@@ -1,5 +1,6 @@
 """`python -m stream_k`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with 2."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_a_tile_that_is_too_large_for_the_device(monkeypatch: pytest.MonkeyPatch
         error = ValueError("stream_k_kernel needs 262152 bytes of shared memory a program")
         raise launch.RanksFailed([launch.RankResult(0, exception=error)]) from error
 
+    importlib.import_module("collectives.job")  # it would keep this spawn
     monkeypatch.setattr(launch, "spawn", spawn)
     done = commands.invoke(app, "-n", "1", "--block", "256,256,256")
     assert done.returncode == 2
@@ -159,6 +161,9 @@ def test_default_shape_on_one_rank(collective: str) -> None:
         ),
         (("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),
         (("--json", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
+        (("--json", "/"), "error: [Errno 21] Is a directory: '/'"),
+        (("-c", "[/red]"), "collective is '[/red]', allowed"),
+        (("--json", "[a]/b.json"), "[a]/b.json can't be written: there is no folder [a]"),
         (("--trace", "nowhere/at/all.json"), "nowhere/at/all.json can't be written: there is no folder"),
         (("--backend", "gpu"), "--backend gpu, but torch"),
     ],

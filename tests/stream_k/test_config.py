@@ -17,6 +17,9 @@ OPS = ("gemm", "gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter", "al
 
 WRONG = [
     ({"block_m": 0}, "block_m must be a power of two, got 0"),
+    ({"block_m": 8, "comm_rows": 8}, "block_m is 8, at least 16 are needed"),
+    ({"block_n": 8, "subtiles": 1}, "block_n is 8, at least 16 are needed"),
+    ({"block_k": 4}, "block_k is 4, at least 16 are needed"),
     ({"block_n": 96}, "block_n must be a power of two, got 96"),
     ({"block_k": -32}, "block_k must be a power of two, got -32"),
     ({"num_warps": 3}, "num_warps must be a power of two, got 3"),

@@ -87,7 +87,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.num_ranks(2)
 @pytest.mark.gpu_a_rank("commands start a rank a GPU")
 def test_option_of_the_command(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "out[a].json"  # no markup
     arguments = ("-n", "2", "-c", "reduce_scatter", "--placement", "copy_engine", "--shape", "96,64,128")
     done = commands.invoke(app, *arguments, "--iters", "1", "--trace", str(out))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -256,6 +256,7 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--shapes", "0,8,8"), "allowed sizes of 1 or more"),
         (("-n", "1"), "on one rank the fused ops are gemm"),
         (("-n", "0"), "0 ranks"),
+        (("--ops", "[/x]"), "no such op: [/x]; there are gemm"),
         (("--iters", "0"), "0 samples"),
     ],
 )

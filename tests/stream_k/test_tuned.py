@@ -258,6 +258,30 @@ def test_equal_kinds_are_replaced_and_others_stay(tmp_path: Path) -> None:
     assert found.runs == [{"commit": "a"}]
 
 
+def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C in the middle leaves it: a part of a table would be the end of every `choose`."""
+    path = tmp_path / "table.json"
+    tuned.Table([], [entry(None)]).write(path)
+    before, whole = path.read_text(), Path.write_text
+
+    def half(self: Path, text: str) -> None:
+        whole(self, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.Table([], [entry(), entry(None, op="gemm")]).write(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("M", [0, -8, "8", None])
+def test_sizes_of_nothing_are_no_table(table: Put, tmp_path: Path, M: Any) -> None:
+    table(entry(None, M=M))
+    with pytest.raises(ValueError, match=r"table\.json is no table of configurations"):
+        stream_k.choose("gemm_all_scatter", *SHAPE, torch.float16, 2, torch.device("cpu"))
+
+
 def test_the_committed_table_is_fit() -> None:
     """Made by runs that it names."""
     found = tuned.Table.read(tuned.FILE)
