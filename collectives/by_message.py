@@ -25,7 +25,14 @@ from pyrocshmem.heap import Heap
 from reference.ops import shard_range
 from stream_k.cost_model import cheaper_algorithm
 from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
+from stream_k.operands import (
+    check_dense,
+    check_held,
+    check_plain,
+    check_writable,
+    share_memory,
+    tell_autograd,
+)
 from stream_k.operators import ops
 from stream_k.schedule import as_integer
 from stream_k.workspace import Workspace, find_workspace
@@ -172,6 +179,7 @@ def check_kind(x: torch.Tensor, dimensions: int) -> None:
         raise TypeError(
             f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
         )
+    check_dense(x)
     check_held("x", x)
     if x.ndim < dimensions:
         raise ValueError(f"x has shape {tuple(x.shape)}, {dimensions} dimensions or more are needed")

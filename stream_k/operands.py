@@ -102,6 +102,13 @@ def check_held(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} was freed: its place on the heap may be another tensor's")
 
 
+def check_dense(x: torch.Tensor) -> None:
+    """TypeError for a sparse, nested or otherwise packed tensor, which has no strides."""
+    if x.layout is not torch.strided or x.is_nested:
+        what = "nested" if x.is_nested else f"of layout {x.layout}"
+        raise TypeError(f"a tensor is {what}; dense ones (torch.strided) are needed")
+
+
 def _check_same_device(name: str, x: torch.Tensor | None, a: torch.Tensor) -> None:
     if x is not None and x.device != a.device:
         raise ValueError(f"{name} is on {x.device}, a is on {a.device}; all must be on one device")
@@ -190,9 +197,10 @@ def aligned(x: torch.Tensor | None) -> bool:
 
 
 def kind(x: Any) -> Any:
-    """All of a tensor that a plan depends on, but for `rows_held`."""
+    """All of a tensor that a plan depends on, but for `rows_held`. TypeError as `check_dense`."""
     if not isinstance(x, torch.Tensor):
         return None if x is None else type(x)
+    check_dense(x)
     # One that was freed has no plan: `check_held` has refused it.
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg(), is_freed(x))
 

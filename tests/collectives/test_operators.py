@@ -242,6 +242,8 @@ def operators(rank: int, world_size: int) -> list[str]:
             collectives.all_reduce(x, group=heap, out=torch.empty_like(x))
         with pytest.raises(TypeError, match=r"x is torch.float64, a tensor is needed of torch.float16"):
             collectives.all_gather(x.double(), group=heap)
+        with pytest.raises(TypeError, match=r"of layout torch.sparse_coo; dense ones"):
+            collectives.all_reduce(x.detach().to_sparse(), group=heap)
         with pytest.raises(ValueError, match="1 dimensions or more"):
             collectives.reduce_scatter(x[0, 0], group=heap)
         with pytest.raises(ValueError, match="a matrix is needed"):

@@ -190,6 +190,8 @@ def mistakes(group: Any) -> None:
             norm(x, weight, EPS, group=heap, residual=residual[:3])
         with pytest.raises(TypeError, match=r"weight has dtype torch.int64"):
             norm(x, weight.long(), EPS, group=heap)
+        with pytest.raises(TypeError, match=r"of layout torch.sparse_coo; dense ones"):
+            norm(x.to_sparse(), weight, EPS, group=heap)
         with pytest.raises(ValueError, match="weight has PyTorch's negative bit"):
             norm(x, torch._neg_view(weight), EPS, group=heap)
         with pytest.raises(TypeError, match=r"out_dtype is torch.float64"):

@@ -218,6 +218,17 @@ def test_wrong_dtypes() -> None:
             stream_k.gemm(a, a, **{name: [0.0] * 8})  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
+def test_tensors_without_strides() -> None:
+    a = random(8, 8, torch.float32)
+    for packed in (a.to_sparse(), a.to_sparse_csr(), torch.nested.nested_tensor([a, a])):
+        for given in ({"a": packed, "b": a}, {"a": a, "b": packed}, {"a": a, "b": a, "out": packed}):
+            with pytest.raises(
+                TypeError, match=r"a tensor is (nested|of layout .*); dense ones .* are needed"
+            ):
+                stream_k.gemm(**given)
+
+
 def test_wrong_shapes() -> None:
     """ValueError that names what came and what is needed; a given output stays as it was."""
     a, b, out = random(8, 6, torch.float32), random(6, 4, torch.float32), random(8, 4, torch.float32)
