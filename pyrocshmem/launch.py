@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from pyrocshmem import endings, target
 from pyrocshmem.bootstrap import ThreadGroup
-from pyrocshmem.budgets import init_seconds
+from pyrocshmem.budgets import init_seconds, wait_seconds
 from pyrocshmem.errors import PeerAborted
 from pyrocshmem.rank_process import Job, describe, init_process_group, rank_main
 from pyrocshmem.results import RankResult, RanksFailed
@@ -217,7 +217,9 @@ def _run(
     wanted = backend or own
     _check_num_ranks(num_ranks, wanted == "gpu", torch.cuda.device_count())
     _check_timeout(timeout)
-    init_seconds()  # here rather than in every rank
+    # Here rather than in every rank.
+    init_seconds()
+    wait_seconds()
     try:
         call = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -200,6 +200,13 @@ def test_bad_init_seconds(monkeypatch, text):
         spawn(len, 1)
 
 
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "2148"])
+def test_bad_wait_seconds(monkeypatch, text):
+    monkeypatch.setenv("PYROCSHMEM_WAIT_SECONDS", text)
+    with pytest.raises(ValueError, match=r"PYROCSHMEM_WAIT_SECONDS=.* at most 2147"):
+        spawn(len, 1)
+
+
 def test_alone_without_a_process_group():
     group = as_group(None)
     assert (group.rank, group.world_size) == (0, 1)
