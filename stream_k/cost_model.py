@@ -9,7 +9,7 @@ import torch
 from pyrocshmem import target
 from stream_k.config import BY_MESSAGE, BY_ROWS, SPARE, Config, num_multiprocessors
 from stream_k.schedule import make_schedule
-from stream_k.tiles import Tile, balanced_programs, fastest_gathering, fastest_tile
+from stream_k.tiles import DEEP, Tile, balanced_programs, fastest_gathering, fastest_tile
 
 
 def cost_model(
@@ -277,7 +277,7 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
         schedule, programs = make_schedule(M, N, K, *blocks, processors, split=config.split), processors
     elif M <= 128 and processors < 2 * tiles <= 2 * processors:
         # As fast as memory is read; the model is of products of more rows.
-        return config
+        return with_tile(config, DEEP) if (config.block_m, config.block_n) == (128, 64) else config
     else:
         tile, schedule = fastest_tile(M, N, K, processors)
         programs = tile.resident * processors

@@ -47,7 +47,8 @@ class Tile:
         return self.block_m * self.block_n / 32768
 
 
-TILES = (
+# Those that were measured beside copy engines, too.
+_BESIDE_COPIES = (
     Tile(128, 256, 64, 8, 4, 2, 0.613),
     Tile(64, 256, 64, 4, 5, 2, 0.362, split="none"),
     Tile(128, 128, 64, 8, 5, 1, 0.356),
@@ -60,6 +61,9 @@ TILES = (
     Tile(64, 64, 128, 4, 3, 1, 0.394, 2, 0.62),
     Tile(64, 32, 256, 4, 4, 1, 0.543),
 )
+# The most of B on its way that small iterations allow.
+DEEP = Tile(64, 128, 64, 4, 8, 1, 0.225, split="none")
+TILES = (*_BESIDE_COPIES, Tile(128, 128, 64, 4, 6, 1, 0.345, split="none"), DEEP)
 # Microseconds: until the first iteration; the end of a tile of 128 x 256, from the registers to memory; of a tile in
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
 _START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.28, 4.48, 3.59, 0.5, 3.19
@@ -98,7 +102,7 @@ def fastest_gathering(M: int, N: int, K: int, ranks: int, rows: int, processors:
     """
     found = []
     most = -(-M // ranks)
-    for tile in TILES:
+    for tile in _BESIDE_COPIES:
         tiles = ranks * -(-most // tile.block_m) * -(-N // tile.block_n)
         programs = balanced_programs(tiles, processors)
         if tile is TILES[0] and tiles > _MANY_WAVES * processors:

@@ -146,6 +146,8 @@ _ONCE = [
     Case("gemm", "float32", shape=SMALL),
     # b as the transposed view that a linear layer's weight is.
     Case("gemm", layouts=("row", "column"), hot=True),
+    Case("gemm", shape=(128, 8192, 7168), layouts=("row", "column"), hot=True),
+    Case("gemm", shape=(256, 8192, 7168), layouts=("row", "column"), hot=True),
     # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
     Case("gemm", layouts=("column", "column")),
     Case("gemm", layouts=("odd", "odd")),
