@@ -242,9 +242,11 @@ def file_text(file: File) -> str:
     gpu = env["gpus"][0].split(",")[0] if env["gpus"] else "CPU"
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl", "python") if env[name])
     commands = ", ".join(f"`{command}`" for command in env.get("commands", [env["command"]]))
+    # Those of a run without --json are gone.
+    kept = f" Records: `{file.path.name}`." if file.path.exists() else ""
     return (
         f"- {commands} on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{changed(env)}, "
-        f"{env['started']}; {versions}. Records: `{file.path.name}`.\n"
+        f"{env['started']}; {versions}.{kept}\n"
     )
 
 

@@ -23,12 +23,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from collectives import by_message
 from collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 from stream_k.dispatch import find, ranks
-from stream_k.operators import define, ops
+from stream_k.operators import define, once, ops
 
 _SCHEMAS = {
     "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",
@@ -74,7 +73,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
     ctx.save_for_backward(output[1], weight)
 
 
-@once_differentiable
+@once
 def _of_norm(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     _, wants_residual, wants_weight, *_ = ctx.needs_input_grad
     total, weight = ctx.saved_tensors
@@ -127,7 +126,7 @@ def _of_broadcast(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return (g if ranks(ctx.group)[0] == ctx.root else torch.zeros_like(g)), None, None
 
 
-@once_differentiable
+@once
 def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
     _, world_size = ranks(ctx.group)
     gather = ops.all_gather

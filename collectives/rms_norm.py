@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
 from collectives.tensors import DTYPES, as_rows, check_eps
 from reference.ops import shard_range
 from stream_k.dispatch import dispatched, find, name_of, ranks, refuse
 from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
-from stream_k.operators import define, ops
+from stream_k.operators import define, once, ops
 from stream_k.schedule import as_integer
 from stream_k.workspace import Workspace, find_workspace
 
@@ -165,7 +164,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable
+@once
 def _differentiate(
     ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:

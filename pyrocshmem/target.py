@@ -36,13 +36,12 @@ def _choose() -> tuple[bool, str]:
         if not _num_gpus():
             raise RuntimeError(f"PYROCSHMEM_BACKEND=gpu, but torch {torch.__version__} sees no GPU here")
         return False, "PYROCSHMEM_BACKEND=gpu"
+    if not _num_gpus():
+        # Before the variable, which processes may have inherited from one that came here.
+        return True, f"torch {torch.__version__} sees no GPU"
     if interpret == "1":
         return True, "TRITON_INTERPRET=1"
-    return (
-        (False, f"{_num_gpus()} GPUs found")
-        if _num_gpus()
-        else (True, f"torch {torch.__version__} sees no GPU")
-    )
+    return False, f"{_num_gpus()} GPUs found"
 
 
 def _num_gpus() -> int:

@@ -35,10 +35,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from stream_k.dispatch import ranks
-from stream_k.operators import ops
+from stream_k.operators import once, ops
 from stream_k.streams import CALLS, Streams
 
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -128,7 +127,7 @@ def keep_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _keep(ctx, a, b, bias, activation)
 
 
-@once_differentiable
+@once
 def gemm_all_reduce(ctx: Any, grad: torch.Tensor) -> _Gradients:
     """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
     a, b = ctx.saved_tensors
@@ -144,7 +143,7 @@ def _of_replicated(
     return grad_a, _b_gradient(ctx, a, grad) if a is not None else None
 
 
-@once_differentiable
+@once
 def gemm_reduce_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     """Backward of `gemm_reduce_scatter`: one all-gather of the gradient's rows serves A's, B's and the bias'."""
     a, b = ctx.saved_tensors
@@ -158,7 +157,7 @@ def gemm_reduce_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     return grad_a if b is not None else None, grad_b, None, _bias_gradient(ctx, gathered), None, None, None
 
 
-@once_differentiable
+@once
 def gemm_all_scatter(ctx: Any, grad: torch.Tensor) -> _Gradients:
     """Backward of `gemm_all_scatter`: this rank's columns of the gradient are its own, A's is a sum over ranks."""
     a, b = ctx.saved_tensors
@@ -194,7 +193,7 @@ def keep_gemm_all_reduce_rms_norm(
     _keep(ctx, a, b, bias, "none", output[1], weight)
 
 
-@once_differentiable
+@once
 def gemm_all_reduce_rms_norm(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> _Gradients:
     """Backward of `gemm_all_reduce_rms_norm`: nothing is sent, as in that of `gemm_all_reduce`."""
     a, b, total, weight = ctx.saved_tensors
@@ -216,7 +215,7 @@ def keep_gemm_rms_norm_all_scatter(
     _keep(ctx, a, b, bias, "none", *output[1:], weight)
 
 
-@once_differentiable
+@once
 def gemm_rms_norm_all_scatter(ctx: Any, grad: torch.Tensor, *_: Any) -> _Gradients:
     """Backward of `gemm_rms_norm_all_scatter`: one exchange of a float a row, then as that of `gemm_all_scatter`."""
     a, b, block, scales, weight = ctx.saved_tensors
@@ -240,7 +239,7 @@ def keep_all_gather_gemm(
     _keep(ctx, output[1] if ctx.saved else a, b, bias, activation)
 
 
-@once_differentiable
+@once
 def all_gather_gemm(ctx: Any, grad: torch.Tensor | None, _: Any) -> _Gradients:
     """Backward of `all_gather_gemm`. Without a gradient it communicates too: the peers may have one."""
     a, b = ctx.saved_tensors

@@ -23,7 +23,7 @@ import torch
 
 from collectives.exchange import Exchange, Finish, sent_by_tiles
 from collectives.message_tiles import send_tile
-from pyrocshmem import status, target
+from pyrocshmem import status
 from pyrocshmem.message_slots import QUAD_BYTES
 from stream_k.blas import BlasPlan
 from stream_k.config import Config
@@ -162,8 +162,6 @@ class GatherPlan(FusedPlan):
         rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
         held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
         self.gathered = held[: M * K].view(M, K)
-        if target.interpreted():
-            held[M * K : rows * K] = 0  # NumPy warns of infinities, of which fresh memory may have any
         # A rank without columns only sends its rows.
         self.gemm: GemmPlan | BlasPlan | None = None
         options = (request.bias, request.activation)

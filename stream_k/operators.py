@@ -10,6 +10,7 @@ straight to the kernels, or, where a gradient is needed, through a `torch.autogr
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from torch._C._functorch import (
 )
 from torch._library.effects import EffectType
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 # By name, those of `collectives` too, once that is loaded.
 ops: Any = SimpleNamespace()
@@ -108,6 +110,23 @@ def needs_gradient(operands: tuple[Any, ...]) -> bool:
 def _has_negative_bit(operands: tuple[Any, ...]) -> bool:
     """Which kernels don't know: the dispatcher resolves it, say in a gradient."""
     return any(isinstance(x, torch.Tensor) and x.is_neg() for x in operands)
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` of a `torch.autograd.Function`, whose own derivative raises RuntimeError.
+
+    PyTorch's `once_differentiable` raises only where the gradients that come in can be differentiated. Those of a plain
+    sum can't; but what goes out depends on the saved operands, too, which would get nothing of a penalty on it.
+    """
+    refusing = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = tuple(g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads)
+        return refusing(ctx, *grads)
+
+    return checked
 
 
 class Operator(NamedTuple):

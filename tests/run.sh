@@ -44,6 +44,12 @@ status=0 found=0 parts=0
 
 workers=${PYROCSHMEM_TEST_WORKERS:-$(python -c 'import importlib.util as u, os
 print(max(3, min(8, os.cpu_count() // 4)) if u.find_spec("xdist") else 1)')}
+case $workers in
+  '' | *[!0-9]*)
+    echo "tests/run.sh: PYROCSHMEM_TEST_WORKERS is '$workers', a number is needed" >&2
+    exit 2
+    ;;
+esac
 
 # run_pass NAME VARIABLE=VALUE... -- PYTEST_ARGUMENT...
 run_pass() {

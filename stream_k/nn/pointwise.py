@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from collectives.tensors import DTYPES, as_rows
@@ -25,7 +24,7 @@ from stream_k.config import num_multiprocessors
 from stream_k.epilogue import rounded
 from stream_k.launch import Launch
 from stream_k.operands import kind, tell_autograd
-from stream_k.operators import is_watched
+from stream_k.operators import is_watched, once
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
 _BLOCK, _THREADS = 1024, 128
@@ -189,7 +188,7 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu(product)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (product,) = ctx.saved_tensors
         rows, g = as_rows(product), as_rows(grads[0])
@@ -219,7 +218,7 @@ class _Rotated(torch.autograd.Function):
         return _rotated(heads, cosines, sines, G)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in grads)
         B, H, S, D = q.shape

@@ -144,6 +144,13 @@ def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None
     }
 
 
+def test_records_that_nobody_kept_are_not_named(tmp_path: Path) -> None:
+    file = records_module.File(tmp_path / "x.jsonl", made_up.ENVIRONMENT, [])
+    assert "Records" not in tables.file_text(file)
+    file.path.touch()
+    assert "Records: `x.jsonl`." in tables.file_text(file)
+
+
 def test_a_large_set_shows_its_distribution_and_its_worst(tmp_path: Path) -> None:
     cases = [made_up.case("gemm", "stream-k-corpus", 128 + i, 9, 9, ours=100, blas=90 + i) for i in range(50)]
     text = tables.document([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, cases)])

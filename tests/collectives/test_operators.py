@@ -44,15 +44,27 @@ def call(name: str, x: torch.Tensor, heap: Heap, **more: Any) -> torch.Tensor:
 
 
 def twice(heap: Heap) -> list[str]:
-    """A norm's derivative has none itself, and says so."""
-    x = random((3, 8), 1, FLOAT).requires_grad_()
-    y = collectives.rms_norm(x, torch.ones(8, device=x.device), 1e-5, group=heap)
-    (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    try:
-        grad.square().sum().backward()
-    except RuntimeError as error:
-        return [] if "once_differentiable" in str(error) else [str(error)]
-    return ["rms_norm was differentiated twice"]
+    """The derivative of an op that communicates has none itself, and says so, even where only the operands have any."""
+    wrong = []
+    x, b = random((3, 8), 1, FLOAT).requires_grad_(), random((8, 4), 2, FLOAT).requires_grad_()
+    for name, op in {
+        "rms_norm": lambda: collectives.rms_norm(x, b[:, 0].contiguous(), 1e-5, group=heap),
+        "all_reduce_rms_norm": lambda: collectives.all_reduce_rms_norm(
+            x, None, b[:, 0].contiguous(), 1e-5, group=heap
+        )[0],
+        "gemm_all_reduce": lambda: stream_k.gemm_all_reduce(x, b, group=heap),
+        "all_gather_gemm": lambda: stream_k.all_gather_gemm(x, b, group=heap),
+    }.items():
+        for bent in (False, True):
+            y = op()
+            loss = y.pow(3).sum() if bent else y.sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            try:
+                (grad.square().sum() + b.sum()).backward()
+                wrong.append(f"{name}, bent: {bent}, was differentiated twice")
+            except RuntimeError as error:
+                wrong += [] if "once_differentiable" in str(error) else [str(error)]
+    return wrong
 
 
 def negative(heap: Heap) -> list[str]:

@@ -82,9 +82,6 @@ def test_swiglu(dtype: torch.dtype, kernels: list[str]) -> None:
     assert set(kernels) == {"swiglu_kernel", "swiglu_backward_kernel"}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in exp", "ignore:invalid value encountered in multiply"
-)
 def test_swiglu_far_out(kernels: list[str]) -> None:
     """Where the exponential is infinite or nothing; NaN stays."""
     gate = torch.tensor([-1e30, -200.0, -100.0, 0.0, 100.0, 1e30, torch.inf, torch.nan], device=DEVICE)

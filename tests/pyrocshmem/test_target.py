@@ -22,6 +22,7 @@ ROCM = "PYROCSHMEM_BACKEND='rocm', allowed are auto, gpu, cpu"
         (None, None, 0, True, "sees no GPU"),
         (None, None, 2, False, "2 GPUs found"),
         ("auto", "1", 2, True, "TRITON_INTERPRET=1"),
+        ("auto", "1", 0, True, "sees no GPU"),
         ("cpu", None, 2, True, "PYROCSHMEM_BACKEND=cpu"),
         ("gpu", None, 2, False, "PYROCSHMEM_BACKEND=gpu"),
         ("auto", "0", 0, True, "sees no GPU"),

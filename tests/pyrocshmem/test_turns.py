@@ -1,8 +1,10 @@
 """Ranks that are threads on the CPU target: their kernels take turns in Triton's one interpreter."""
 
 import contextlib
+import math
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +125,14 @@ def test_the_interpreter_replaces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns.interpreter, "_patch_lang", lambda fn: replaced.append(fn) or honest(fn))
     assert spawn_threads(sums, 1, 60.0) == [(True, True)]
     assert replaced == [turns._languages]
+
+
+def test_nobody_is_warned_of_infinities() -> None:
+    """No GPU warns of what its kernels compute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        product = stream_k.gemm(torch.full((40, 24), math.inf), torch.zeros(24, 33))
+    assert product.isnan().all()
 
 
 def sums(group: Any, wait_seconds: float) -> tuple[bool, bool]:

@@ -219,6 +219,12 @@ def test_ranks_that_share_gpus(tree: Path) -> None:
     assert "--ranks-a-gpu is 0" in run(tree, "--ranks-a-gpu", "0", **options)[2]
 
 
+def test_workers_that_are_no_number(tree: Path) -> None:
+    done = support.bash(tree, "tests/run.sh", PYROCSHMEM_NO_VENV="1", PYROCSHMEM_TEST_WORKERS="many")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("tests/run.sh: PYROCSHMEM_TEST_WORKERS is 'many', a number is needed\n")
+
+
 def test_a_failure_fails_the_run(tree: Path) -> None:
     (tree / "tests/b/test_wrong.py").write_text(FAILING)
     code, closing, text = run(tree)

@@ -25,7 +25,7 @@ from tests.stream_k.products import (
 
 TIER = 1
 # The interpreter computes with NumPy, which tells of every infinity.
-pytestmark = [pytest.mark.num_ranks(1), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.num_ranks(1)]
 
 SHAPES = [
     (1, 1, 1), (1, 1, 64), (1, 64, 1), (64, 1, 1), (1, 130, 97), (131, 1, 70), (2, 3, 5), (7, 13, 31), (16, 16, 16),

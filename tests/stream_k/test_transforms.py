@@ -14,7 +14,7 @@ from tests.stream_k.products import check_product, device, random
 
 TIER = 1
 # The interpreter computes with NumPy, which tells of every infinity.
-pytestmark = [pytest.mark.num_ranks(1), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.num_ranks(1)]
 
 
 class Derived(torch.Tensor):
