@@ -41,7 +41,8 @@ class Workspace(Streams):
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
     heap. nbytes: a limit of all its buffers; calls that need more raise ValueError before anything is launched. None:
     grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS, or
-    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds.
+    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds; RuntimeError under CUDA graph
+    capture.
     """
 
     @normal_tensors()
@@ -55,6 +56,9 @@ class Workspace(Streams):
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
         seconds = budgets.wait_seconds(wait_seconds)
+        if heap is None and torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Its words would be zeroed by the graph: at each replay, not now.
+            raise RuntimeError("no workspace can be made under CUDA graph capture: make the call once before")
         self.heap = heap
         self.label = label(self)
         super().__init__(heap.device if heap is not None else torch.device(device))

@@ -207,6 +207,15 @@ def test_the_devices_own() -> None:
     assert local_workspace(device()) is local_workspace(device())
 
 
+@pytest.mark.cpu
+def test_is_not_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a first product in a graph would leave the device a workspace whose words nothing has zeroed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="under CUDA graph capture: make the call once before"):
+            local_workspace(torch.device("cuda", 0))
+
+
 @pytest.mark.gpu
 def test_does_not_grow_under_capture() -> None:
     """Fault 10: RuntimeError, and the workspace goes on to work."""
