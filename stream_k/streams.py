@@ -44,11 +44,26 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._captured = False
+        self._outside = -1  # the device that was the current one
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
         self._callers: int | None = None  # handle of the stream of the call that came last
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[int, _Side] = {}
+
+    def enter(self) -> None:
+        """The device is the current one, until `leave`; its current stream waits for the call before."""
+        self._outside = torch.cuda._exchange_device(self.device.index)
+        try:
+            self.order()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The caller's device is the current one again."""
+        if self._outside >= 0:
+            torch.cuda._maybe_exchange_device(self._outside)
 
     def order(self) -> None:
         """The current stream waits for the call before."""
