@@ -1,7 +1,9 @@
-"""Tensors that are kept from call to call must not depend on the autograd mode of the call that made them."""
+"""What a call does must not depend on the modes that it is made in: tensors that are kept, not on the autograd mode of
+the call that made them; kernels, not on which GPU is the current one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -15,3 +17,8 @@ def normal_tensors() -> Iterator[None]:
     """
     with torch.inference_mode(False), torch.no_grad():  # by itself the first one turns gradients on
         yield
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, a GPU is the current device, on which Triton compiles, loads and launches, wherever the tensors are."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)

@@ -1,5 +1,5 @@
-"""How a wait looks again and again: the pause between two looks, and the loop that waits for words that carry their
-own flag, as NVIDIA's assembler takes it."""
+"""How a wait looks again and again: loads past the caches, the pause between two of them, and the loop that waits for
+words that carry their own flag, as NVIDIA's assembler takes it."""
 
 import triton
 import triton.language as tl
@@ -29,6 +29,37 @@ def pause():
         _host_yield()
     elif not target_info.is_hip():
         tl.inline_asm_elementwise(_PAUSE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_now(words, LONG: tl.constexpr = False):
+    """A relaxed load at system scope of an int32 (LONG: an int64), or of a block of them. It orders nothing, as
+    `signal.wait` does."""
+    if _INTERPRETED:
+        value = tl.load(words)
+    elif target_info.is_hip():
+        # Triton 3.6 drops `volatile` on AMD: the load would be served by a cache, for ever.
+        SIZE: tl.constexpr = "dwordx2" if LONG else "dword"
+        value = tl.inline_asm_elementwise(
+            "global_load_" + SIZE + " $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)",
+            "=&v,v", [words.to(tl.int64)], dtype=tl.int64 if LONG else tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        value = tl.load(words, volatile=True)
+    return value
+
+
+@triton.jit
+def peek(words, mask, other, safe):
+    """What int32 `words` hold right now, `other` where not `mask`; a relaxed load at system scope. safe: an address
+    that can always be read."""
+    if not _INTERPRETED and target_info.is_hip():
+        # As numbers: Triton 3.6 can't choose between pointers into two tensors.
+        value = load_now(tl.where(mask, words.to(tl.int64), safe.to(tl.int64)))
+        value = tl.where(mask, value, other)
+    else:
+        value = tl.load(words, mask=mask, other=other, volatile=True)
+    return value
 
 
 def poll_text(loads: list[str], words: list[str], missing: list[str], inputs: int) -> str:

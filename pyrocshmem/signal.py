@@ -37,7 +37,7 @@ from triton.language import target_info
 
 from pyrocshmem import chain, status, target
 from pyrocshmem.device import remote
-from pyrocshmem.polls import pause
+from pyrocshmem.polls import load_now, pause, peek
 from pyrocshmem.trace import now_us
 
 # Words of `control`.
@@ -99,6 +99,19 @@ def settle():
 
 
 @triton.jit
+def _agreed(value):
+    """The least `value`, 0 or 1, of this program's threads, which meet. Warps look at memory for themselves, not at the
+    same time: those that went different ways from there would wait for one another's loads, barriers and matrix
+    instructions for ever. AMD's waves have no instruction for it, and go on."""
+    if not _INTERPRETED and not target_info.is_hip():
+        value = tl.inline_asm_elementwise(
+            "{\n.reg .pred p, q;\nsetp.ne.u32 p, $1, 0;\nbar.red.and.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}",
+            "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return value
+
+
+@triton.jit
 def _acquire(flags, mask, safe, scope: tl.constexpr):
     """Make visible, to all threads and to TMA loads, what `flags` (raised, where `mask`) announce. safe: an address
     that can always be read."""
@@ -151,37 +164,6 @@ def word(flags, index, writer):
 
 
 @triton.jit
-def load_now(words, LONG: tl.constexpr = False):
-    """A relaxed load at system scope of an int32 (LONG: an int64), or of a block of them. It orders nothing; `_acquire`
-    does."""
-    if _INTERPRETED:
-        value = tl.load(words)
-    elif target_info.is_hip():
-        # Triton 3.6 drops `volatile` on AMD: the load would be served by a cache, for ever.
-        SIZE: tl.constexpr = "dwordx2" if LONG else "dword"
-        value = tl.inline_asm_elementwise(
-            "global_load_" + SIZE + " $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)",
-            "=&v,v", [words.to(tl.int64)], dtype=tl.int64 if LONG else tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        value = tl.load(words, volatile=True)
-    return value
-
-
-@triton.jit
-def peek(words, mask, other, safe):
-    """What int32 `words` hold right now, `other` where not `mask`; a relaxed load at system scope. safe: an address
-    that can always be read."""
-    if not _INTERPRETED and target_info.is_hip():
-        # As numbers: Triton 3.6 can't choose between pointers into two tensors.
-        value = load_now(tl.where(mask, words.to(tl.int64), safe.to(tl.int64)))
-        value = tl.where(mask, value, other)
-    else:
-        value = tl.load(words, mask=mask, other=other, volatile=True)
-    return value
-
-
-@triton.jit
 def _is_up(flags, mask, epoch, safe):
     """1 where a flag has reached `epoch`. A peer is ahead by two calls at most; any other difference is of an old
     call."""
@@ -204,7 +186,7 @@ def report(
     control, abort, record, heap_bases = context
     rank = tl.load(control + RANK)
     aborter = load_now(abort) - 1
-    aborted = aborter >= 0
+    aborted = _agreed(tl.where(aborter >= 0, 1, 0)) == 1
     if tl.load(record + _WORD_CODE, volatile=True) == 0:
         tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
         tl.store(record + _WORD_RANK, rank.to(tl.int64))
@@ -214,7 +196,12 @@ def report(
         tl.store(record + _WORD_SEEN, tl.cast(seen, tl.int64))
         tl.store(record + _WORD_WAITED_US, waited_us.to(tl.int64))
         tl.store(record + _WORD_EPOCH, tl.cast(call, tl.int64))
-        settle()
+        # By one thread, without a barrier: warps may differ on whether there is a record. The host reads the rest when
+        # it sees the code.
+        if not _INTERPRETED:
+            HIP: tl.constexpr = target_info.is_hip()
+            fence: tl.constexpr = "s_waitcnt vmcnt(0)" if HIP else "fence.acq_rel.sys;\nmov.u32 $0, 0;"
+            tl.inline_asm_elementwise(fence, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.store(record + _WORD_CODE, tl.where(aborted, _ABORTED, _TIMEOUT).to(tl.int64))
     if not aborted:
         if WORLD > 1:
@@ -244,16 +231,18 @@ def wait(
     up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
     if FIRST:
         up = tl.where(told == 0, up, 0)
+    up = _agreed(up)
     if up == 0:
         budget = tl.load(control + BUDGET_US)
         start = now_us()
         waited = start - start
-        aborted = load_now(abort)
-        while (up == 0) & (aborted == 0) & (waited < budget):
+        going = _may_go_on(abort, waited, budget, flags.shape[0])
+        while (up == 0) & (going == 1):
             pause()
             up = tl.min(_is_up(flags, mask, epoch, abort), axis=0)
-            aborted = load_now(abort)
             waited = now_us() - start
+            going = _may_go_on(abort, waited, budget, flags.shape[0])
+        up = _agreed(up)
         if up == 0:
             lanes = tl.arange(0, flags.shape[0])
             lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
@@ -262,6 +251,14 @@ def wait(
             report(peer, tile, epoch, seen, waited, epoch if call is None else call, context, OP, WORLD)
     _acquire(flags, mask, abort, scope)
     return up == 1
+
+
+@triton.jit
+def _may_go_on(abort, waited, budget, LANES: tl.constexpr):
+    """1 until a wait's budget is spent or the abort word is set. Flags of several warps are looked at in common, so
+    these leave the loop together; fewer are each warp's own affair."""
+    going = tl.where((load_now(abort) == 0) & (waited < budget), 1, 0)
+    return _agreed(going) if LANES > 32 else going
 
 
 @triton.jit

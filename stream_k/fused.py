@@ -16,7 +16,7 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.heap import Heap
-from pyrocshmem.modes import normal_tensors
+from pyrocshmem.modes import normal_tensors, on_device
 from stream_k.config import (
     BY_MESSAGE,
     BY_ROWS,
@@ -142,7 +142,8 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
         simple = _without_plan(op, request, num_rows, shape, heap, workspace)
         if simple is not None:
             return simple
-        plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
+        with on_device(heap.device):
+            plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
     elif out is not None:
         claim(out, a, b, bias)
     if out is None:

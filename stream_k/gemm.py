@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyrocshmem import signal, status, target, trace
+from pyrocshmem.modes import on_device
 from stream_k.config import Config, check_config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import ACTIVATIONS, store_output, store_with_squares
@@ -97,7 +98,8 @@ def run(
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
             return out.copy_(run(*wide))
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
-        plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
+        with on_device(workspace.device):
+            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
         workspace.plans[key] = plan
     elif out is not None:
         claim(out, a, b, bias)

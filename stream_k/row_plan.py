@@ -218,7 +218,8 @@ class RowsPlan(FusedPlan):
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
         for launch in (self.enter, self.step, self.end):
             launch.compile(self._step_arguments())
-        if self.workspace.device.type == "cuda" and trace.recorder() is None:
+        on_gpu = self.workspace.device.type == "cuda"
+        if on_gpu and trace.recorder() is None and not torch.cuda.is_current_stream_capturing():
             # What brings the partials to their owners is the same for every call: one launch of a graph instead of
             # dozens.
             self.sending = capture(self.workspace, self._send)

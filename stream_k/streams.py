@@ -44,18 +44,36 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._captured = False
+        self._outside = -1  # the device that was the current one
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
+        self._callers: int | None = None  # handle of the stream of the call that came last
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[int, _Side] = {}
+
+    def enter(self) -> None:
+        """The device is the current one, until `leave`; its current stream waits for the call before."""
+        self._outside = torch.cuda._exchange_device(self.device.index)
+        try:
+            self.order()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The caller's device is the current one again."""
+        if self._outside >= 0:
+            torch.cuda._maybe_exchange_device(self._outside)
 
     def order(self) -> None:
         """The current stream waits for the call before."""
         # The handle first: a stream object costs more than all the rest. The default stream is never captured.
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         captures = handle != 0 and torch.cuda.is_current_stream_capturing()
+        self._callers = handle
         if handle == self._handle and not captures:
             return
+        self._sides = {n: side for n, side in self._sides.items() if side.stream.cuda_stream != handle}
         stream = torch.cuda.current_stream(self.device)
         if captures:
             self._captured = True
@@ -95,8 +113,13 @@ class Streams:
             beside.joined.wait()
 
     def _side(self, number: int) -> _Side:
+        """A stream that is not the caller's: PyTorch has 32 of a priority, and hands them out again and again. On the
+        caller's own the rows that an all-gather sends would lie behind the GEMM that waits for the peers' rows."""
         if number not in self._sides:
-            stream = torch.cuda.Stream(self.device, priority=0 if number == CALLS else -1)
+            priority = 0 if number == CALLS else -1
+            stream = torch.cuda.Stream(self.device, priority=priority)
+            if stream.cuda_stream == self._callers:
+                stream = torch.cuda.Stream(self.device, priority=priority)
             self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
         return self._sides[number]
 

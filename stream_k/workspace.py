@@ -26,7 +26,7 @@ from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
-from pyrocshmem.modes import normal_tensors
+from pyrocshmem.modes import normal_tensors, on_device
 from stream_k.streams import Streams, Turn
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
@@ -41,7 +41,7 @@ class Workspace(Streams):
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
     heap. nbytes: a limit of all its buffers; calls that need more raise ValueError before anything is launched. None:
     grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS, or
-    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds.
+    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds; RuntimeError under capture.
     """
 
     @normal_tensors()
@@ -55,6 +55,9 @@ class Workspace(Streams):
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
         seconds = budgets.wait_seconds(wait_seconds)
+        if heap is None and torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Its words would be zeroed by the graph: at each replay, not now.
+            raise RuntimeError("no workspace can be made under CUDA graph capture: make the call once before")
         self.heap = heap
         self.label = label(self)
         super().__init__(heap.device if heap is not None else torch.device(device))
@@ -166,7 +169,8 @@ class Workspace(Streams):
         new = call not in self.agreed
         if new:
             self.compare(call)
-        plan = make()
+        with on_device(self.device):
+            plan = make()
         if new:
             self.heap.vote(f"{call}: ready")
             self.agreed[call] = 0
@@ -271,13 +275,14 @@ class Workspace(Streams):
             if self._lost:
                 raise ValueError("a fault came before all ranks had this workspace; make another one")
             if self.device.type == "cuda":
-                self.order()
+                self.enter()
         except BaseException:
             self._lock.release()
             raise
         return Turn(self._end)
 
     def _end(self, failed: bool) -> None:
+        self.leave()
         self._lock.release()
         if self.device.type == "cpu" and not failed:
             self.check()

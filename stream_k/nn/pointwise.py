@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 
 from collectives.tensors import DTYPES, as_rows
 from pyrocshmem import chain, target, trace
+from pyrocshmem.modes import on_device
 from stream_k.config import num_multiprocessors
 from stream_k.epilogue import rounded
 from stream_k.launch import Launch
@@ -158,16 +159,17 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
     if blocks == 0:
         return
     key = (kernel.__name__, facts, trace.recorder() is not None)
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) == _KEPT:
-            _launches.clear()
-        programs = min(blocks, _SHARE * num_multiprocessors(args[0].device))
-        lanes = 64 if target.backend() == "hip" else 32
-        launch = Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
-        launch.compile(args)
-        _launches[key] = launch
-    launch(args)
+    with on_device(args[0].device):
+        launch = _launches.get(key)
+        if launch is None:
+            if len(_launches) == _KEPT:
+                _launches.clear()
+            programs = min(blocks, _SHARE * num_multiprocessors(args[0].device))
+            lanes = 64 if target.backend() == "hip" else 32
+            launch = Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
+            launch.compile(args)
+            _launches[key] = launch
+        launch(args)
 
 
 def _swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:

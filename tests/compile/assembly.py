@@ -160,11 +160,14 @@ def release_scopes(assembly: Assembly) -> dict[str, int]:
 
 
 def unacquired_polls(assembly: Assembly) -> list[str]:
-    """Whether flags are polled past the caches, and acquired once they are up."""
+    """Whether flags are polled past the caches, and acquired once they are up; on NVIDIA, whether the threads agree on
+    that, for each has looked for itself."""
+    agreed = True
     if assembly.nvidia:
         polls = assembly.count(r"ld\.volatile\.global")
         loads = assembly.count(r"ld\.acquire\.(?:sys|gpu)\.global\.u32")
         acquires = min(loads, assembly.count(r"fence\.proxy\.async\.global;\nbar\.sync 0;"))
+        agreed = assembly.count(r"bar\.red\.and\.pred") >= 2 * min(loads, 1)
     else:
         polls = assembly.count(r"(?:global|flat)_load_dword\b.* sc0 sc1")
         acquires = assembly.count(r"buffer_inv sc0 sc1\ns_waitcnt vmcnt\(0\)")
@@ -173,6 +176,8 @@ def unacquired_polls(assembly: Assembly) -> list[str]:
         wrong.append(f"{polls} polls and no acquire")
     if acquires and not polls:
         wrong.append(f"{acquires} acquires and no poll that goes past the caches")
+    if not agreed:
+        wrong.append("a wait whose threads need not agree on how it ended")
     return wrong
 
 

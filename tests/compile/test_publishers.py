@@ -42,6 +42,8 @@ def test_the_rest(rest: Rest, target: str) -> None:
     acquiring = [kernel for kernel in kernels if kernel.nvidia and kernel.count(r"ld\.acquire")]
     assert bool(acquiring) == target.startswith("sm_")
     assert all("CCTL.IVALL" in kernel.machine_code() for kernel in acquiring)
+    # A record's code is stored last, for the host, which then reads the rest.
+    assert all(kernel.count(r"fence\.acq_rel\.sys;") for kernel in acquiring)
     for kernel in kernels:
         assert not rules.unsettled_releases(kernel), kernel.kernel
         assert not rules.unacquired_polls(kernel), kernel.kernel

@@ -21,6 +21,7 @@ MESSAGES = ("pyrocshmem/message.py", "pyrocshmem/note.py", "pyrocshmem/polls.py"
 BARRIERS = (
     "bar.sync",
     "bar.arrive",
+    "bar.red",
     "barrier.sync",
     "barrier.cta",
     "barrier.cluster",

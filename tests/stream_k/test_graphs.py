@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from pyrocshmem import trace
-from stream_k import graphs
+from stream_k import graphs, row_plan
 from stream_k.graphs import CALLS_A_CAPTURE, Graphs
 from stream_k.pulls import _PULLS, _WAITS, Pull, Pulls
+from stream_k.row_plan import RowsPlan
 from stream_k.streams import CALLS
 from stream_k.workspace import Workspace
 from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
@@ -153,6 +154,22 @@ def test_under_capture_all_is_the_callers(device: Device) -> None:
     device.captured_by_the_caller = False
     assert list(call.graphs.by_places) == [(0, out.data_ptr())]
     assert [call.run(out, 4.0), call.run(other, 5.0)] == ["r", "e"]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_plan_that_is_new_under_capture(
+    device: Device, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It captures nothing of its own: the streams are the caller's graph's."""
+    launch, made = SimpleNamespace(compile=lambda arguments: None), []
+    plan: Any = object.__new__(RowsPlan)
+    plan.peers_gemm = plan.own_gemm = plan.enter = plan.step = plan.end = launch
+    plan._peers_arguments = plan._own_arguments = plan._step_arguments = lambda *operands: ()
+    plan.workspace, plan.sending = Streams(device), None
+    monkeypatch.setattr(row_plan, "capture", lambda workspace, enqueue: made.append(enqueue))
+    device.captured_by_the_caller = captured
+    plan.compile(None, None, None, None)
+    assert made == ([] if captured else [plan._send])
 
 
 def test_in_inference_mode(device: Device) -> None:

@@ -1,5 +1,6 @@
 """What a call waits for, by the stream that it comes on: stand-ins for streams note it."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ class Stream:
     def __init__(self, handle: int, capture: int, waits: list[str]) -> None:
         """capture: number of the capture that it is part of; 0: none."""
         self.handle, self.capture, self.waits = handle, capture, waits
+        self.cuda_stream = handle
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(f"{self.handle} for {other.handle}")
@@ -27,10 +29,13 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[str] = []
         self.now = self.stream(0)
+        self.made = itertools.count()
         for name, value in {
             "current_stream": lambda device=None: self.now,
             "is_current_stream_capturing": lambda: self.now.capture != 0,
             "stream": self.on,
+            "Stream": lambda device, priority: self.stream(32 + next(self.made) % 32),
+            "Event": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(
@@ -84,3 +89,18 @@ def test_a_capture_that_has_ended(calls: Calls) -> None:
     calls.make(c)
     c.capture = 0
     assert calls.make(d, c) == []
+
+
+@pytest.mark.parametrize("capture", [0, 1])
+def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None:
+    """PyTorch hands out 32 streams in turn: the 33rd one that a program asks for is the first again."""
+    own = calls.stream(0)
+    calls.make(own)
+    first = calls.streams._side(1).stream.cuda_stream
+    assert calls.streams._side(1).stream.cuda_stream == first
+    calls.make(calls.stream(first, capture))
+    second = calls.streams._side(1).stream.cuda_stream
+    assert second != first
+    # A helper that is made where its turn has come to be the caller's.
+    calls.make(calls.stream(second + 1, capture))
+    assert calls.streams._side(2).stream.cuda_stream not in (second, second + 1)

@@ -1,6 +1,8 @@
 """`Workspace` of one device: growth, fixed sizes, two threads, epochs. (Those with peers: tests/fused.)"""
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +207,80 @@ def test_free_again_after_an_error() -> None:
 
 def test_the_devices_own() -> None:
     assert local_workspace(device()) is local_workspace(device())
+
+
+class Devices:
+    """Stands in for GPUs, of which 0 is the caller's current one. kernels: where each was compiled, and launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        self.kernels: list[tuple[str, int]] = []
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            monkeypatch.setattr(torch.cuda, name, self.exchange)
+        monkeypatch.setattr(Workspace, "order", lambda workspace: None)
+
+    def exchange(self, device: int) -> int:
+        self.current, before = device, self.current
+        return before
+
+    def kernel(self, what: str) -> None:
+        self.kernels.append((what, self.current))
+
+
+@pytest.mark.cpu
+def test_the_current_device_is_of_no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product on GPU 1 while GPU 0 is the current one, as PyTorch's own would be: Triton compiles, loads and launches
+    on the current one, whose kernels could not reach its tensors."""
+    devices, workspace = Devices(monkeypatch), Workspace(device=device())
+    workspace.device = torch.device("cuda", 1)
+
+    class Plan:
+        def __init__(self, *arguments: object) -> None:
+            devices.kernel("compiled")
+
+        def run(self, *arguments: object) -> None:
+            devices.kernel("launched")
+
+    module = sys.modules["stream_k.gemm"]
+    for name, value in {"GemmPlan": Plan, "check_device": lambda a, device: None}.items():
+        monkeypatch.setattr(module, name, value)
+    a, b = random(M, K, torch.float16), random(K, N, torch.float16)
+    for _ in range(2):
+        stream_k.gemm(a, b, config=SPLIT, workspace=workspace)
+    assert devices.kernels == [("compiled", 1), ("launched", 1), ("launched", 1)]
+    assert devices.current == 0
+    with pytest.raises(RuntimeError, match="planted"), workspace.begin(None):
+        raise RuntimeError("planted")
+    assert devices.current == 0
+
+
+@pytest.mark.cpu
+def test_nor_is_it_where_calls_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ops on a heap: fused ones, and all others."""
+    devices, module = Devices(monkeypatch), sys.modules["stream_k.fused"]
+    with Heap(1 << 20) as heap:
+        workspace = Workspace(heap)
+        heap.device = workspace.device = torch.device("cuda", 1)
+        workspace.agreed["a call"] = 0
+        workspace.planned_together("a call", lambda: devices.kernel("planned"))
+        plan = SimpleNamespace(called=None, shape=(M, N), result=None)
+        plan.call = lambda *tensors: devices.kernel("launched")
+        monkeypatch.setattr(module, "_without_plan", lambda *facts: None)
+        monkeypatch.setattr(module, "_make_plan", lambda *facts: devices.kernel("fused") or plan)
+        a, b = random(M, K, torch.float16), random(K, N, torch.float16)
+        stream_k.gemm_all_reduce(a, b, group=heap, workspace=workspace)
+        heap.device = workspace.device = device()
+    assert devices.kernels == [("planned", 1), ("fused", 1), ("launched", 1)]
+    assert devices.current == 0
+
+
+@pytest.mark.cpu
+def test_is_not_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a first product in a graph would leave the device a workspace whose words nothing has zeroed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="under CUDA graph capture: make the call once before"):
+            local_workspace(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
