@@ -179,14 +179,18 @@ def _pick(values, lane, lanes):
 
 @triton.jit
 def report(
-    peer, tile, expected, seen, waited_us, call, context, OP: tl.constexpr, WORLD: tl.constexpr
+    peer, tile, expected, seen, waited_us, call, context, OP: tl.constexpr, WORLD: tl.constexpr,
+    MET: tl.constexpr = False,
 ):  # fmt: skip
     """Record that a wait of call number `call` ended without what it waited for; when no rank gave up before,
-    tell the others. The first record stands: it names the cause, later ones its consequences."""
+    tell the others. The first record stands: it names the cause, later ones its consequences. MET: all threads of the
+    program are here, not those of some warps alone."""
     control, abort, record, heap_bases = context
     rank = tl.load(control + RANK)
     aborter = load_now(abort) - 1
-    aborted = _agreed(tl.where(aborter >= 0, 1, 0)) == 1
+    aborted = aborter >= 0
+    if MET:
+        aborted = _agreed(tl.where(aborted, 1, 0)) == 1
     if tl.load(record + _WORD_CODE, volatile=True) == 0:
         tl.store(record + _WORD_OP, tl.full((), OP, tl.int64))
         tl.store(record + _WORD_RANK, rank.to(tl.int64))
@@ -248,7 +252,7 @@ def wait(
             lane = tl.argmin(_is_up(flags, mask, epoch, abort), axis=0)
             seen = _pick(peek(flags, mask, epoch, abort), lane, lanes)
             peer, tile = _pick(peers, lane, lanes), _pick(tiles, lane, lanes)
-            report(peer, tile, epoch, seen, waited, epoch if call is None else call, context, OP, WORLD)
+            report(peer, tile, epoch, seen, waited, epoch if call is None else call, context, OP, WORLD, True)
     _acquire(flags, mask, abort, scope)
     return up == 1
 

@@ -61,9 +61,9 @@ _BESIDE_COPIES = (
     Tile(64, 64, 128, 4, 3, 1, 0.394, 2, 0.62),
     Tile(64, 32, 256, 4, 4, 1, 0.543),
 )
-# The most of B on its way that small iterations allow.
-DEEP = Tile(64, 128, 64, 4, 8, 1, 0.225, split="none")
-TILES = (*_BESIDE_COPIES, Tile(128, 128, 64, 4, 6, 1, 0.345, split="none"), DEEP)
+TILES = (*_BESIDE_COPIES, Tile(128, 128, 64, 4, 6, 1, 0.345, split="none"))
+# Of 65 to 128 rows, which are read as fast as memory answers: B comes in small steps, many of them on their way.
+DEEP = Tile(64, 128, 64, 4, 8, 1, 0.25, split="none")
 # Microseconds: until the first iteration; the end of a tile of 128 x 256, from the registers to memory; of a tile in
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
 _START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.28, 4.48, 3.59, 0.5, 3.19
