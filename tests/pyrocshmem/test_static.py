@@ -91,6 +91,7 @@ def test_only_the_signals_file_orders_memory() -> None:
         ("pyrocshmem/polls.py", "_LOADS = ['ld.relaxed.sys.u32 $0, [$1];', 'fence.acq_rel.sys;']", "fence."),
         ("stream_k/kernel.py", "_ASM = 'ld.acquire.gpu.u32 $0, [$1];'", ".acquire."),
         ("pyrocshmem/heap.py", "from triton.language import atomic_cas", "atomic_cas"),
+        ("pyrocshmem/device.py", "_ASM = 'buffer_wbl2 sc1'", "buffer_wbl2"),
     ],
 )  # fmt: skip
 def test_a_planted_line_is_found(copy: Path, name: str, line: str, what: str) -> None:
