@@ -26,6 +26,8 @@ gfx942.
 import triton
 import triton.language as tl
 
+from pyrocshmem.write_back import write_back
+
 # Heaps start on 2 MiB boundaries, so the distance between two of them keeps any alignment of `pointer`.
 # Triton can't know that of a number it loads from memory: without the hint, stores through the result become
 # 2 bytes wide.
@@ -85,11 +87,21 @@ def copy(pointer, source, peer, source_peer, heap_bases, mask=None):
 
 
 @triton.jit
+def _place(pointer, peer, heap_bases, sem: tl.constexpr, scope: tl.constexpr):
+    """`remote`, for an atomic."""
+    if sem != "relaxed" and sem != "acquire":
+        write_back(scope)
+    return remote(pointer, peer, heap_bases)
+
+
+@triton.jit
 def atomic_add(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Add `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_add(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_add(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -97,7 +109,9 @@ def atomic_sub(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Subtract `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_add(remote(pointer, peer, heap_bases), -value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_add(
+        _place(pointer, peer, heap_bases, sem, scope), -value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -105,7 +119,7 @@ def atomic_cas(
     pointer, compare, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):  # fmt: skip
     """Where `pointer` in `peer`'s heap holds `compare`, put `value` there; returns what was there before."""
-    place = remote(pointer, peer, heap_bases)
+    place = _place(pointer, peer, heap_bases, sem, scope)
     if mask is None:
         before = tl.atomic_cas(place, compare, value, sem=sem, scope=scope)
     else:
@@ -128,7 +142,9 @@ def atomic_xchg(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Put `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_xchg(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_xchg(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -136,7 +152,9 @@ def atomic_and(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Bitwise and with `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_and(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_and(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -144,7 +162,7 @@ def atomic_or(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Bitwise or with `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_or(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_or(_place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
@@ -152,7 +170,9 @@ def atomic_xor(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Bitwise exclusive or with `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_xor(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_xor(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -160,7 +180,9 @@ def atomic_min(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Minimum with `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_min(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_min(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )
 
 
 @triton.jit
@@ -168,4 +190,6 @@ def atomic_max(
     pointer, value, peer, heap_bases, mask=None, sem: tl.constexpr = _STRONGEST, scope: tl.constexpr = _SYSTEM
 ):
     """Maximum with `value` at `pointer` in `peer`'s heap; returns what was there before."""
-    return tl.atomic_max(remote(pointer, peer, heap_bases), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_max(
+        _place(pointer, peer, heap_bases, sem, scope), value, mask=mask, sem=sem, scope=scope
+    )

@@ -39,6 +39,7 @@ from pyrocshmem import chain, status, target
 from pyrocshmem.device import remote
 from pyrocshmem.polls import load_now, pause, peek
 from pyrocshmem.trace import now_us
+from pyrocshmem.write_back import write_back
 
 # Words of `control`.
 EPOCH = tl.constexpr(0)  # number of the last finished call
@@ -136,6 +137,7 @@ def _acquire(flags, mask, safe, scope: tl.constexpr):
 def raise_flag(flag, epoch, mask=None, scope: tl.constexpr = _SYSTEM):
     """Set `flag` (an address or a block of addresses, local or remote) to `epoch` with release. Only after `settle`,
     which brings in the other threads' writes: `publish` does both."""
+    write_back(scope)
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)
 
 
@@ -323,6 +325,7 @@ def is_last(context, ORDERS: tl.constexpr = True):
     has arrived."""
     if ORDERS:
         settle()
+        write_back("gpu")
     else:
         meet()
     sem: tl.constexpr = "acq_rel" if ORDERS else "relaxed"

@@ -48,7 +48,7 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _number(text: str) -> tuple[int, ...]:
+def version_of(text: str) -> tuple[int, ...]:
     """The first two parts of a version: (3, 6) of "3.6.0+git"."""
     return tuple(int(part) for part in text.split(".")[:2])
 
@@ -56,7 +56,7 @@ def _number(text: str) -> tuple[int, ...]:
 def _check_interpreter(triton: str, numpy: str) -> None:
     """Raise RuntimeError for a Triton whose interpreter fails with this NumPy, in every loop over a bound known at run
     time."""
-    if _number(triton) < (3, 7) and _number(numpy) >= (2, 4):
+    if version_of(triton) < (3, 7) and version_of(numpy) >= (2, 4):
         raise RuntimeError(
             f'the interpreter of Triton {triton} does not work with NumPy {numpy} ("only 0-dimensional arrays can be '
             'converted to Python scalars"): kernels can\'t run on this CPU target. Install "numpy<2.4" or Triton 3.7'

@@ -177,17 +177,16 @@ class _Plan(FusedPlan):
         if self.gemm is not None:
             a, b = self.product.readable(a, b)
         workspace.fork(_COPIES)
-        at_once = workspace.device.type == "cpu"
-        if (
-            self.gemm is not None and not at_once
-        ):  # what runs at once would wait for copies that come after it
+        # What runs in order would wait for copies that come after it.
+        gemm_last = workspace.runs_in_order()
+        if self.gemm is not None and not gemm_last:
             self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
             for to, rows, flag in self.pieces:
                 trace.copy(to.copy_, a[rows])
                 flag.copy_(self.epoch)
-        if self.gemm is not None and at_once:
+        if self.gemm is not None and gemm_last:
             self.gemm(self._gemm_arguments(a, b, bias, out))
         workspace.join(_COPIES)
         self.end(self._step_arguments(self.senders))

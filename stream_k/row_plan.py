@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from collectives import row_blocks
-from pyrocshmem import signal, status, trace
+from pyrocshmem import signal, status, target, trace
 from pyrocshmem.copies import RowCopy, takes_rows
 from reference.ops import shard_range
 from stream_k.fused import Call
@@ -218,8 +218,9 @@ class RowsPlan(FusedPlan):
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
         for launch in (self.enter, self.step, self.end):
             launch.compile(self._step_arguments())
-        on_gpu = self.workspace.device.type == "cuda"
-        if on_gpu and trace.recorder() is None and not torch.cuda.is_current_stream_capturing():
+        # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
+        wanted = self.workspace.device.type == "cuda" and target.backend() != "hip"
+        if wanted and trace.recorder() is None and not torch.cuda.is_current_stream_capturing():
             # What brings the partials to their owners is the same for every call: one launch of a graph instead of
             # dozens.
             self.sending = capture(self.workspace, self._send)

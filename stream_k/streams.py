@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from pyrocshmem import target
+
 CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
 
 
@@ -97,6 +99,13 @@ class Streams:
             yield
         finally:
             torch.cuda.set_stream(callers)
+
+    def runs_in_order(self) -> bool:
+        """Whether commands of helpers may run only after what the current stream holds already. AMD's runtime has four
+        hardware queues for all streams of a priority, and each runs one command after another."""
+        if self.device.type == "cpu":
+            return True
+        return target.backend() == "hip" and torch.cuda.current_stream(self.device).priority < 0
 
     def fork(self, side: int) -> None:
         """Stream number `side` waits for what the current stream holds so far."""

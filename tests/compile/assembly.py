@@ -32,6 +32,10 @@ _AMD = {
 # As `signal.settle` writes them. What Triton adds by itself doesn't count: not every version adds it.
 _NVIDIA_SETTLE = re.compile(r"^cp\.async\.bulk\.wait_group 0;\nbar\.sync 0;$", re.MULTILINE)
 _AMD_SETTLE = re.compile(r"^;+#ASMSTART\ns_waitcnt vmcnt\(0\)\n;+#ASMEND$", re.MULTILINE)
+# As `pyrocshmem.write_back` writes it.
+_AMD_WRITE_BACK = re.compile(
+    r"^;+#ASMSTART\nbuffer_wbl2 ((?:sc0 )?sc1)\ns_waitcnt vmcnt\(0\)\n;+#ASMEND$", re.MULTILINE
+)
 _AMD_RELEASE = re.compile(
     r"buffer_wbl2([^\n]*)\n(?:s_\w+[^\n]*\n)*?((?:global|flat|buffer)_(?:atomic|store)_[^\n]*)"
 )
@@ -99,11 +103,14 @@ class Assembly:
         return self.target.startswith("sm_")
 
     def normal(self) -> str:
-        """The text without indentation and remarks on source lines, and with SETTLE for `signal.settle`."""
+        """The text without indentation and remarks on source lines, with SETTLE for `signal.settle`, and with
+        WRITTEN BACK for `write_back`."""
         lines = (line.strip() for line in self.text.splitlines())
         remarks = (".loc", "//", ".Ltmp", "$L__tmp", "; %bb")
         text = "\n".join(line for line in lines if line and not line.startswith(remarks))
-        return (_NVIDIA_SETTLE if self.nvidia else _AMD_SETTLE).sub("SETTLE", text)
+        if self.nvidia:
+            return _NVIDIA_SETTLE.sub("SETTLE", text)
+        return _AMD_WRITE_BACK.sub(r"WRITTEN BACK \1", _AMD_SETTLE.sub("SETTLE", text))
 
     def count(self, pattern: str) -> int:
         """How often a regular expression occurs in the normal text."""
@@ -134,6 +141,29 @@ def unsettled_releases(assembly: Assembly) -> list[str]:
         # Nobody to meet: AMD's compiler leaves the barrier out.
         kinds = {**kinds, "barrier": kinds["drain"]}
     return control_flow.unsettled(control_flow.blocks_of(assembly.normal(), kinds))
+
+
+def hasty_releases(assembly: Assembly) -> list[str]:
+    """AMD: releases whose atomic some path reaches before the caches have been written back: the write-back must be
+    waited for, right behind it or by `write_back` before."""
+
+    def named(release: re.Match[str]) -> str:
+        waits = re.search(r"^s_waitcnt [^\n]*\bvmcnt\(0\)", release[0], re.MULTILINE)
+        scope = "sc0 sc1" if "sc0" in release[1] else "sc1"
+        return release[0] if waits else f"HASTY {scope}\n{release[2]}"
+
+    text = _AMD_RELEASE.sub(named, assembly.normal())
+    wrong = []
+    for scope, enough in (("sc0 sc1", "sc0 sc1"), ("sc1", "(?:sc0 )?sc1")):
+        done = re.compile(f"^WRITTEN BACK {enough}$")
+        kinds = {
+            "store": _AMD["store"],
+            "release": re.compile(f"^HASTY {scope}$"),
+            "drain": done,
+            "barrier": done,
+        }
+        wrong += control_flow.unsettled(control_flow.blocks_of(text, kinds))
+    return wrong
 
 
 def release_scopes(assembly: Assembly) -> dict[str, int]:

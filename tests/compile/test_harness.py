@@ -88,6 +88,25 @@ def test_gcn_needs_every_wave_to_drain() -> None:
     assert rules.release_scopes(make(release.replace("sc0 sc1", "sc1"))) == {"sys": 0, "gpu": 1, "other": 0}
 
 
+def test_gcn_waits_for_its_write_back() -> None:
+    store, atomic = "global_store_dword v[0:1], v2, off", "global_atomic_swap v[2:3], v1, off sc1"
+    hasty = f"buffer_wbl2 sc0 sc1\ns_waitcnt lgkmcnt(0)\n{atomic}"
+    waits = f"buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0) lgkmcnt(0)\n{atomic}"
+    written = ";;#ASMSTART\nbuffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\n;;#ASMEND"
+
+    def wrong(*lines: str) -> bool:
+        text = "\n".join((*lines, "s_endpgm"))
+        return bool(rules.hasty_releases(Assembly("gfx942", "hand_written", {}, text, 0, 0, 0)))
+
+    assert not wrong(store, waits)
+    assert wrong(store, hasty)
+    assert not wrong(store, written, "s_cbranch_execz .LBB0_1", hasty, ".LBB0_1:")
+    assert wrong(written, store, hasty)
+    assert wrong(store, "s_cbranch_scc1 .LBB0_1", written, ".LBB0_1:", hasty)
+    assert wrong(store, written.replace("sc0 ", ""), hasty)
+    assert not wrong(store, written, hasty.replace("sc0 ", ""))
+
+
 def test_calls_are_not_read_over() -> None:
     with pytest.raises(ValueError, match="call"):
         control_flow.blocks_of("call.uni (retval0), f, (param0);", {})

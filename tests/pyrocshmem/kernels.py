@@ -85,6 +85,15 @@ def scalar_kernel(x, out, peer, heap_bases):
 
 
 @triton.jit
+def count_kernel(x, z, counter, peer, heap_bases, BLOCK: tl.constexpr):
+    """Put z into `peer`'s x, then count there that it is done."""
+    offsets = tl.arange(0, BLOCK)
+    shmem.put(x + offsets, z + offsets, peer, heap_bases)
+    tl.debug_barrier()
+    shmem.atomic_add(counter, 1, peer, heap_bases)
+
+
+@triton.jit
 def ticket_kernel(counter, taken, count, heap_bases):
     """Take `count` numbers from rank 0's counter, one after another."""
     for i in range(count):

@@ -2,11 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from pyrocshmem import target
+from stream_k import fused_all_gather
 from stream_k.streams import Streams
 
 TIER = 0
@@ -17,7 +21,7 @@ class Stream:
     def __init__(self, handle: int, capture: int, waits: list[str]) -> None:
         """capture: number of the capture that it is part of; 0: none."""
         self.handle, self.capture, self.waits = handle, capture, waits
-        self.cuda_stream = handle
+        self.cuda_stream, self.priority = handle, 0
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(f"{self.handle} for {other.handle}")
@@ -104,3 +108,30 @@ def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None
     # A helper that is made where its turn has come to be the caller's.
     calls.make(calls.stream(second + 1, capture))
     assert calls.streams._side(2).stream.cuda_stream not in (second, second + 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "priority", "last"), [("cuda", -1, False), ("hip", 0, False), ("hip", -1, True)]
+)
+def test_a_gemm_that_waits_for_copies_of_its_own_queue_comes_last(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, backend: str, priority: int, last: bool
+) -> None:
+    """Helpers have the high priority: on AMD they may share the hardware queue of a caller's stream that has it, too,
+    where its peers would wait for the copies behind its GEMM, as it waits for theirs."""
+    monkeypatch.setattr(target, "backend", lambda: backend)
+    calls.now.priority = priority
+    done: list[str] = []
+    plan: Any = object.__new__(fused_all_gather._Plan)
+    plan.workspace = SimpleNamespace(
+        runs_in_order=calls.streams.runs_in_order,
+        fork=lambda side: None,
+        join=lambda side: None,
+        beside=lambda side: nullcontext(),
+    )
+    plan.product = SimpleNamespace(readable=lambda a, b: (a, b))
+    plan.pieces, plan.senders = [], 0
+    plan._gemm_arguments = plan._step_arguments = lambda *arguments: ()
+    for name in ("gemm", "enter", "end"):
+        setattr(plan, name, lambda arguments, name=name: done.append(name))
+    plan.run(None, None, None, None)
+    assert done == (["enter", "gemm", "end"] if last else ["gemm", "enter", "end"])
