@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
 from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
+from reference.__main__ import check_file, refuse
 
 # Commands that time more than one.
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
@@ -66,8 +66,7 @@ def _command(op: str) -> Callable[..., None]:
                 console, op, shapes, dtype, providers, iters, num_ranks, json_file, csv_file, plot, commit
             )
         except (ValueError, OSError) as error:
-            console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-            raise typer.Exit(2) from None
+            refuse(console, error)
         raise typer.Exit(0 if ok else 1)
 
     return command
@@ -102,7 +101,7 @@ def _run(
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
     # What can't be written is said before anything is measured.
     if csv_file is not None:
-        csv_file.open("a").close()  # what it holds stays until there is something new
+        check_file(csv_file)
     if plot is not None:
         from benchmarks import plots
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import stats
@@ -65,7 +66,9 @@ def readme_table(files: Sequence[File]) -> str:
     with, and over the strongest of the others."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for group, name, over in _measured(files):
-        first, *others = sorted(over, key=lambda peer: (peer != stats.baseline(group.op), _mean(over[peer])))
+        first, *others = sorted(
+            over, key=lambda peer: (peer != stats.baseline(group.op), geometric_mean(over[peer]))
+        )
         cells = rows.setdefault(
             _what(group), [str(len(group.cases)), first, "", "", *(others[:1] or [""]), "", ""]
         )
@@ -93,12 +96,8 @@ def _what(group: stats.Group) -> tuple[str, str, str]:
     return f"`{group.op}`", group.shapes, f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
 
 
-def _mean(found: Sequence[float]) -> float:
-    return stats.geometric_mean(found) or 0.0
-
-
 def _mean_and_worst(found: Sequence[float]) -> str:
-    return f"{_mean(found):.2f} ({min(found):.2f})" if found else ""
+    return f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else ""
 
 
 def _versions(env: dict[str, Any]) -> str:

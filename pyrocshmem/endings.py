@@ -4,6 +4,7 @@ import atexit
 import sys
 
 from pyrocshmem.bootstrap import Group
+from pyrocshmem.errors import describe
 from pyrocshmem.forming import live_memories
 from pyrocshmem.lifecycle import live_heaps
 
@@ -32,7 +33,7 @@ def _at_exit() -> None:
     # Set when an exception ended the program, and at a prompt after any exception.
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None and not hasattr(sys, "ps1"):
-        abort_all(f"{type(uncaught).__name__}: {uncaught}")
+        abort_all(describe(uncaught))
     release_all()
 
 

@@ -151,3 +151,11 @@ class InitTimeout(ShmemError):
 
 class WorkspaceBusy(ShmemError):
     """A workspace is in use by a call of another thread; give each thread its own workspace."""
+
+
+def describe(error: BaseException) -> str:
+    """Its type and its text, for peers; the type alone where `str` of it raises, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

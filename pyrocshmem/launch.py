@@ -36,8 +36,9 @@ import torch.distributed as dist
 from pyrocshmem import endings, target
 from pyrocshmem.bootstrap import ThreadGroup
 from pyrocshmem.budgets import init_seconds, wait_seconds
-from pyrocshmem.errors import PeerAborted
-from pyrocshmem.rank_process import Job, describe, init_process_group, rank_main
+from pyrocshmem.errors import PeerAborted, describe
+from pyrocshmem.modes import on_device
+from pyrocshmem.rank_process import Job, init_process_group, rank_main
 from pyrocshmem.results import RankResult, RanksFailed
 
 _TIMEOUT_S = 600.0
@@ -100,8 +101,7 @@ def spawn_threads(
 
     def body(group: ThreadGroup) -> None:
         try:
-            device = target.device(group.rank)
-            with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+            with on_device(target.device(group.rank)):
                 value = fn(group, *args)
             results[group.rank] = RankResult(group.rank, value)
         except BaseException as error:

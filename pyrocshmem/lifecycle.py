@@ -30,7 +30,7 @@ from pyrocshmem import status, target
 from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import as_group
 from pyrocshmem.budgets import init_seconds
-from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError
+from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError, describe
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
@@ -279,7 +279,7 @@ class Lifecycle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(describe(error))
         self.close()
 
     def __del__(self) -> None:

@@ -25,6 +25,7 @@ from pyrocshmem import bootstrap, endings, target
 from pyrocshmem.boards import StoreBoard
 from pyrocshmem.bootstrap import Group
 from pyrocshmem.budgets import init_seconds
+from pyrocshmem.errors import describe
 
 _PR_SET_PDEATHSIG = 1
 
@@ -99,14 +100,6 @@ def rank_main(job: Job, pipe: Connection) -> None:
     if error is not None:  # after the report: the parent takes the first failure for the cause
         _tell_peers(describe(error))
     _leave(pipe)
-
-
-def describe(error: BaseException) -> str:
-    """Its type and its text, for peers; the type alone where `str` of it raises, too."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
 
 
 def _tell_peers(message: str) -> None:

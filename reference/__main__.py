@@ -10,7 +10,7 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -57,8 +57,7 @@ def main(
     try:
         ok = _run(console, num_gpus, collective, shape, dtype and dtype.value, seed, iters, json)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
+        refuse(console, error)
     raise typer.Exit(0 if ok else 1)
 
 
@@ -130,6 +129,12 @@ def _problem(
     problem = find_problem(collective)
     sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
+
+
+def refuse(console: Console, error: Exception) -> NoReturn:
+    """End a command that was asked for what can't be done: its text, in which brackets are no markup, and status 2."""
+    console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+    raise typer.Exit(2) from None
 
 
 def check_file(path: Path | None) -> None:

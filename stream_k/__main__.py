@@ -15,9 +15,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from reference.__main__ import Backend, Dtype, check_file, parse_shape, parse_sizes
+from reference.__main__ import Backend, Dtype, check_file, parse_shape, parse_sizes, refuse
 from stream_k.tune import tune
 
 MAX_RANKS = 8
@@ -57,8 +56,7 @@ def main(
             _on_backend(backend)
         ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
+        refuse(console, error)
     raise typer.Exit(0 if ok else 1)
 
 

@@ -23,14 +23,13 @@ import torch
 import triton
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pyrocshmem import signal, target
 from pyrocshmem.heap import Heap
 from pyrocshmem.launch import spawn
-from reference.__main__ import Dtype, parse_shape
+from reference.__main__ import Dtype, parse_shape, refuse
 from reference.problems import PROBLEMS
 from stream_k import tuned
 from stream_k.trial import Case, Outcome, tune_case
@@ -71,8 +70,7 @@ def tune(
     try:
         wrong = _run(console, out, num_ranks, ops, shapes or [], dtype, partial_dtype, iters, commit)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
+        refuse(console, error)
     for text in wrong:
         console.print(text, style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1 if wrong else 0)

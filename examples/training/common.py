@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from pyrocshmem import target
 from pyrocshmem.launch import from_torchrun
+from reference.__main__ import refuse
 
 # Of the losses of the split and of the whole model, in nats, at every step: both sum in fp32, in different orders.
 TOLERANCE = 1e-4
@@ -81,8 +82,7 @@ def command(
             if settings.compare and not compare(settings, losses):
                 raise typer.Exit(1)
         except ValueError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-            raise typer.Exit(2) from None
+            refuse(Console(stderr=True), error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
