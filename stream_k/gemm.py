@@ -12,7 +12,7 @@ from stream_k.config import Config, check_config
 from stream_k.dispatch import Options, differentiable, dispatched
 from stream_k.epilogue import ACTIVATIONS, store_output, store_with_squares
 from stream_k.launch import Launch
-from stream_k.mainloop import POINTER
+from stream_k.mainloop import COLUMN, POINTER, ROW
 from stream_k.operands import (
     check_device,
     check_output,
@@ -25,7 +25,7 @@ from stream_k.operands import (
     strides_by_pointer,
     template,
 )
-from stream_k.product import make_product
+from stream_k.product import Product, make_product
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, check_workspace, local_workspace
 
@@ -133,6 +133,26 @@ def _counted_apart(workspace: Workspace) -> Workspace:
     return workspace.own
 
 
+# What a program fetches of B ahead (H200, 16-bit operands, 78 products of up to 256 rows and a wave: 1.05 times as fast
+# in a row, 1.02 behind 4 us of something else; of twice as much 1.04 and 1.04, but down to 0.95).
+_AHEAD_BYTES = 32 << 10
+# Shared memory of an sm_90's multiprocessor.
+_SHARED_BYTES = 228 << 10
+
+
+def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
+    """How many blocks of B each program asks L2 for while the launch before still runs. None where B is not read by a
+    descriptor, beyond one wave, for tiles in parts, and where a multiprocessor has room for two programs: they are
+    there early enough to read it."""
+    config, schedule = product.config, product.schedule
+    staged = (config.block_m + config.block_n) * config.block_k * b.element_size() * config.num_stages
+    early = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not product.split
+    if not early or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
+        return 0
+    blocks = _AHEAD_BYTES // (config.block_n * config.block_k * b.element_size())
+    return min(max(blocks, 1), schedule.iters_per_tile)
+
+
 class Sent(NamedTuple):
     """How tiles leave a GEMM. epilogue: of `stream_k.kernel`. options: its OPTIONS after the first three. arguments:
     its `extra` after the bias."""
@@ -189,6 +209,7 @@ class GemmPlan:
             alone=True,
             flatten=flatten,
         )
+        self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
         self.launch.compile(self.arguments(a, b, bias, out))
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -204,4 +225,7 @@ class GemmPlan:
         extra = (bias if bias is not None else out, *self.rest)
         c = filled(self.c_template, out)
         problem, strides = self.product.problem, self.product.strides
-        return x, y, c, *self.fix_up, extra, self.context, *problem, strides
+        ahead: tuple[Any, ...] = (None, 0, 0)
+        if self.blocks_ahead > 0:
+            ahead = (b, b.stride(0 if self.product.b_how == ROW else 1), self.blocks_ahead)
+        return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead

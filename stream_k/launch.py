@@ -27,7 +27,8 @@ class Launch:
     on: that is what Triton specializes the code for, and nobody checks it again.
     Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
     run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
-    chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`.
+    chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`; false where the
+    target has no such launches.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class Launch:
         self.grid = (grid, 1, 1)
         self.constants = constants
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-        if chained and target.backend() == "cuda" and not target.interpreted():
+        self.chained = chained and target.backend() == "cuda" and not target.interpreted()
+        if self.chained:
             self.options["launch_pdl"] = True
         self._values = tuple(constants.values())
         self._run: Any = None

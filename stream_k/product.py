@@ -124,12 +124,15 @@ class Product:
         return small and self.schedule.tiles_m > 1 and self.K >= 2048 and self.copies is None
 
     def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
-        """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split."""
+        """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split, which are no
+        descriptors: each of those costs a launch some 2 us of host time."""
         config = self.config
         programs = self.schedule.workspace_tiles if self.split else 0
         rows = max(programs, 1) * config.block_m
         tiles = workspace.buffer("fix-up", rows * config.block_n, torch.float32, local=True)
         flags = workspace.buffer("fix-up flags", max(programs, 1), torch.int32, local=True)
+        if not self.split:
+            return tiles, flags
         tiles = tiles[: rows * config.block_n].view(rows, config.block_n)
         return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
 

@@ -1,6 +1,7 @@
 """Every kernel configuration that ships compiles for every target, and its assembly is what it should be."""
 
 import itertools
+import re
 
 import pytest
 import triton
@@ -221,6 +222,29 @@ def test_tiles_that_share_a_multiprocessor_fit(shape: tuple[int, int, int], comp
     assert gemm.programs > PROCESSORS
     assert _fits([gemm] * 2)
     assert gemm.spills == 0
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_b_is_fetched_ahead_of_the_launch_before(layout: str, target: str, compiled: Compile) -> None:
+    """And nothing is read, which that launch may still write."""
+    gemm = compiled(Case("gemm", shape=(64, 4096, 1024), layouts=("row", layout)), target)[-1]
+    ahead, wait, _ = gemm.text.partition("griddepcontrol.wait")
+    if target != "sm_90":
+        assert not wait
+        assert "prefetch" not in gemm.text
+        return
+    assert "prefetch.global.L2" in ahead
+    assert not re.search(r"\bld\.(?:\w+\.)*global|\bcp\.async", ahead)
+
+
+# Two programs on a multiprocessor, several waves, tiles in parts.
+@pytest.mark.parametrize("shape", [(16, 8192, 2048), LARGE, (1, 1024, 8192)], ids=str)
+def test_b_is_not_fetched_ahead_where_it_gains_nothing(
+    shape: tuple[int, int, int], compiled: Compile
+) -> None:
+    gemm = compiled(Case("gemm", shape=shape), "sm_90")[-1]
+    assert "griddepcontrol.wait" in gemm.text
+    assert "prefetch.global" not in gemm.text
 
 
 def test_what_does_not_fit_is_found() -> None:
