@@ -21,13 +21,12 @@ from benchmarks import layers, stats
 from benchmarks.provider import IS_DEFAULT
 from benchmarks.providers import ALL_PROVIDERS
 from benchmarks.records import File, median
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, tensor_bytes
+from benchmarks.shapes import CORPORA, LINK_BYTES_PER_S, TIMED, tensor_bytes
 from benchmarks.stats import Group
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-CORPUS = "stream-k-corpus"
 _FORMATS = ("png", "svg")
 _STYLE: dict[Any, Any] = {
     "axes.grid": True,
@@ -47,8 +46,8 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
     """Every plot that the records allow, written into `folder`; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     groups = stats.groups(files)
-    corpora = [group for group in groups if group.shapes == CORPUS]
-    whole = _whole_ops([group for group in groups if group.shapes != CORPUS])
+    corpora = [group for group in groups if group.shapes in CORPORA]
+    whole = _whole_ops([group for group in groups if group.shapes not in CORPORA])
     paths: list[Path] = []
     with mpl.rc_context(_STYLE):
         for op in whole:
@@ -64,7 +63,7 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
                 figure = _panels(op, shown, _efficiency, "overlap efficiency: floor / time")
                 paths += _save(figure, folder / f"{name}-efficiency")
         for group in corpora:
-            paths += _save(utilisation(group), folder / f"{CORPUS}-{group.dtype}-utilisation")
+            paths += _save(utilisation(group), folder / f"{group.shapes}-{group.dtype}-utilisation")
         if roofs := [op for op in whole if _roofline_cases(op)]:
             paths += _save(rooflines(roofs), folder / "roofline")
         if figure := speedup_bars(groups):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
-#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode batches collectives layers corpus; default: all
+#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode batches collectives layers corpus corpus-64; default: all
 # Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
 # for a quick look. COMMIT=... where git can't tell it. Then: python -m benchmarks report FOLDER/*.jsonl
 set -uo pipefail
@@ -15,8 +15,9 @@ declare -A commands=(
   [collectives]="collectives"
   [layers]="layers"
   [corpus]="gemm --shapes stream-k-corpus -n 1"
+  [corpus-64]="gemm --shapes stream-k-corpus-64 -n 1"
 )
-sets=(llama3 sweep decode batches collectives layers corpus)
+sets=(llama3 sweep decode batches collectives layers corpus corpus-64)
 # What outlives this hangs.
 limit_s=3600
 

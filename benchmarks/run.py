@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import ahead, layers, providers, records
 from benchmarks.derive import broken
 from benchmarks.measure import measure_cases
-from benchmarks.shapes import LAYERS, TIMED, Case, cases_of
+from benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
 from pyrocshmem import RanksFailed, spawn, target
 from pyrocshmem.heap import Heap
 
@@ -50,7 +50,7 @@ def plan(
             sets = tuple(name for name in sets if name == "tiny" or name in TIMED[op].sets)
         for name in sets:
             # The corpus is the Stream-K paper's, in fp16; Triton's interpreter has no bf16.
-            default = "float16" if name == "stream-k-corpus" or not on_gpu else "bfloat16"
+            default = "float16" if name in CORPORA or not on_gpu else "bfloat16"
             found += cases_of(op, name, ranks, dtype or default, on_gpu)
     return found
 

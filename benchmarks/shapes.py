@@ -34,6 +34,8 @@ SWEEP = (3584, 8192)
 SWEEP_ROWS = tuple(256 << i for i in range(8))
 NO_TILE = (4091, 1801, 4104)
 CORPUS_SHAPES, CORPUS_LOW, CORPUS_HIGH, CORPUS_SEED = 500, 128, 8192, 20260
+# Its sizes as drawn, hardly any of which is aligned, and as layers have them: the nearest multiples of 64.
+CORPORA = {"stream-k-corpus": 1, "stream-k-corpus-64": 64}
 TINY = ((64, 48, 32), (33, 17, 40))
 # A program a row, which costs the interpreter a tenth of a second.
 TINY_NORM = ((3, 17, 40),)
@@ -110,7 +112,7 @@ class Op:
 OPS = {
     op.name: op
     for op in (
-        Op("gemm", "gemm", ("llama3", "decode", "batches", "sweep", "stream-k-corpus")),
+        Op("gemm", "gemm", ("llama3", "decode", "batches", "sweep", *CORPORA)),
         Op("all_gather_gemm", "column", ("llama3", "sweep")),
         Op("gemm_reduce_scatter", "row", ("llama3", "sweep")),
         Op("gemm_all_reduce", "row", ("llama3", "sweep", "decode", "batches")),
@@ -135,7 +137,7 @@ COLUMN_NORMS = ("rms_norm", "rms_norm_replicated", "gemm_rms_norm_all_scatter")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS
-SETS = ("llama3", *DECODE_ROWS, "sweep", "stream-k-corpus", "sizes", "norm-rows", "once", "tiny")
+SETS = ("llama3", *DECODE_ROWS, "sweep", *CORPORA, "sizes", "norm-rows", "once", "tiny")
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> li
 def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
     kind = OPS[op].kind
     if (name in ("sizes", "norm-rows", "once") and name not in OPS[op].sets) or (
-        name == "stream-k-corpus" and op != "gemm"
+        name in CORPORA and op != "gemm"
     ):
         raise ValueError(f"{op} has no shapes {name!r}")
     if op == "barrier":
@@ -211,8 +213,8 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
         return [(size,) for size in (SIZES if name == "sizes" else TINY_SIZES)]
     if name == "tiny":
         return list(TINY_NORM if op in (*NORMS, *COLUMN_NORMS) else TINY)
-    if name == "stream-k-corpus":
-        return corpus()
+    if name in CORPORA:
+        return corpus(CORPORA[name])
     if name in DECODE_ROWS:
         return [
             (m, *(pair if kind != "column" else pair[::-1])) for pair in DECODE for m in DECODE_ROWS[name]
@@ -227,11 +229,16 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
     return row if kind == "row" else column
 
 
-def corpus() -> list[tuple[int, ...]]:
-    """The Stream-K paper's corpus, thinned: sizes drawn log-uniformly, the same ones every time."""
+def corpus(multiple: int = 1) -> list[tuple[int, ...]]:
+    """The Stream-K paper's corpus, thinned: sizes drawn log-uniformly, the same ones every time, rounded to multiples
+    of `multiple`, which divides the bounds."""
     draw = random.Random(CORPUS_SEED)
     ratio = CORPUS_HIGH / CORPUS_LOW
-    return [tuple(round(CORPUS_LOW * ratio ** draw.random()) for _ in range(3)) for _ in range(CORPUS_SHAPES)]
+
+    def size() -> int:
+        return round(CORPUS_LOW * ratio ** draw.random() / multiple) * multiple
+
+    return [(size(), size(), size()) for _ in range(CORPUS_SHAPES)]
 
 
 def _shape_of_size(op: str, size: int, ranks: int, dtype: str) -> tuple[int, int, int]:

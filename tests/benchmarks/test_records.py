@@ -192,6 +192,10 @@ def test_sets_of_shapes() -> None:
     assert corpus() == corpus()
     assert len(corpus()) == 500
     assert all(128 <= size <= 8192 for shape in corpus() for size in shape)
+    aligned = corpus(64)
+    assert all(128 <= size <= 8192 and size % 64 == 0 for shape in aligned for size in shape)
+    for shape, near in zip(corpus(), aligned, strict=True):
+        assert all(abs(x - y) <= 32 for x, y in zip(shape, near, strict=True))
     sizes = cases_of("all_reduce", "sizes", 4, "bfloat16", True)
     assert [2 * c.M * c.N for c in sizes] == list(SIZES) == [1 << i for i in range(10, 30)]
     assert [c.M * c.N * 4 * 2 for c in cases_of("all_scatter", "sizes", 4, "bfloat16", True)] == list(SIZES)

@@ -14,7 +14,7 @@ from tests.scripts import support
 TIER = 0
 pytestmark = pytest.mark.cpu
 
-SETS = ("llama3", "sweep", "decode", "batches", "collectives", "layers", "corpus")
+SETS = ("llama3", "sweep", "decode", "batches", "collectives", "layers", "corpus", "corpus-64")
 
 
 def records(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
