@@ -272,6 +272,8 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     """A GEMM alone; `config`: its choice beside communication, which must not depend on K."""
     M, N, K = max(M, 1), max(N, 1), max(K, 1)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if dtype != torch.float32 and M <= _FEW_ROWS:
+        config = _cut_apart(config, M, N, K, processors)
     if dtype == torch.float32 or M <= _FEW_ROWS:
         blocks = (config.block_m, config.block_n, config.block_k)
         schedule, programs = make_schedule(M, N, K, *blocks, processors, split=config.split), processors
@@ -286,6 +288,21 @@ def _alone(config: Config, M: int, N: int, K: int, dtype: torch.dtype, processor
     if schedule.kind == "data_parallel" and programs == processors:
         programs = balanced_programs(schedule.num_tiles, processors)
     return replace(config, num_programs=programs)
+
+
+def _cut_apart(config: Config, M: int, N: int, K: int, processors: int) -> Config:
+    """`config` of a product of few rows; where it has few columns, too, with tiles whose parts are added by a second
+    kernel, if K is long, or else whole: there a fix-up costs more than it gains."""
+    tiles = -(-N // 64)
+    if 3 * tiles > processors:
+        return config
+    block_m, block_k, stages = (16, 256, 5) if M <= 16 else (32, 128, 6) if M <= 32 else (64, 128, 6)
+    cut = replace(
+        config, block_m=block_m, block_n=64, block_k=block_k, num_warps=4, num_stages=stages, subtiles=1,
+        split="apart",
+    )  # fmt: skip
+    schedule = make_schedule(M, N, K, block_m, 64, block_k, processors, split="apart")
+    return cut if schedule.has_shared_tiles else replace(config, split="none")
 
 
 def _is_narrow(config: Config) -> bool:

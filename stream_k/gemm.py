@@ -25,6 +25,7 @@ from stream_k.operands import (
     strides_by_pointer,
     template,
 )
+from stream_k.parts import SumOfParts
 from stream_k.product import Product, make_product
 from stream_k.tuned import choose
 from stream_k.workspace import Workspace, check_workspace, local_workspace
@@ -163,9 +164,9 @@ class Sent(NamedTuple):
 
 
 class GemmPlan:
-    """The launch of a GEMM for operands of one kind. Its tiles are stored to results like `out`; with `sent`, as that
-    says, into `out`, which then is no matrix but has the dtype. squares: fp32 [tiles_n, M], gets of each row of each
-    tile the sum of the squares of what is stored."""
+    """The launch of a GEMM for operands of one kind, or two where the parts of its tiles are added apart. Its tiles are
+    stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the dtype.
+    squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored."""
 
     def __init__(
         self,
@@ -199,6 +200,9 @@ class GemmPlan:
         self.fix_up = product.fix_up(own)
         self.rest = sent.arguments
         options = (ACTIVATIONS.index(activation), int(bias is not None), how, *sent.options)
+        self.sum: SumOfParts | None = None
+        if product.apart and sent.epilogue is store_output:
+            self.sum = SumOfParts(product, self.fix_up[0].base, options)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
@@ -207,15 +211,20 @@ class GemmPlan:
             sent.epilogue,
             options,
             alone=True,
+            apart=self.sum is not None,
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
         self.launch.compile(self.arguments(a, b, bias, out))
+        if self.sum is not None:
+            self.sum.compile(bias, out)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""
         a, b = self.product.readable(a, b)
         self.launch(self.arguments(a, b, bias, out))
+        if self.sum is not None:
+            self.sum.run(bias, out)
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor

@@ -108,17 +108,24 @@ def _rows_of(tile_m, rank, M, PEERS: tl.constexpr, WORLD: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
+def _leave_partial(parts, workspace, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile's `parts` to this program's workspace tile."""
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    for part in tl.static_range(len(parts)):
+        workspace.store([tl.program_id(0) * BLOCK_M, part * PART_N], parts[part])
+
+
+@triton.jit
 def _split_tiles(
     a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SUBTILES: tl.constexpr,
+    SUBTILES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the split tiles, last tile first."""
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    PART_N: tl.constexpr = BLOCK_N // SUBTILES
     program = tl.program_id(0)
     tiles_n = tl.cdiv(N, BLOCK_N)
     lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
@@ -135,10 +142,12 @@ def _split_tiles(
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
-        if k_end < iterations:
+        if APART:
+            trace.mark(events, trace.STORE, tile)
+            _leave_partial(parts, workspace, BLOCK_M, BLOCK_N)
+        elif k_end < iterations:
             trace.mark(events, trace.FIX_UP, tile)
-            for part in tl.static_range(SUBTILES):
-                workspace.store([program * BLOCK_M, part * PART_N], parts[part])
+            _leave_partial(parts, workspace, BLOCK_M, BLOCK_N)
             signal.settle()
             signal.raise_flag(fix_up_flags + program, epoch, scope="gpu")
         else:
@@ -210,7 +219,8 @@ def stream_k_kernel(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
-    SPLIT: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr, APART: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +229,8 @@ def stream_k_kernel(
     LAG: how many calls a peer may be behind when this launch starts to write: it waits until every peer has entered
     call `epoch` - LAG. 1 where what it writes alternates between two slots, 0 where there is one; negative: no wait.
     ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that gave up. a, b, A_HOW, B_HOW,
-    strides: see `stream_k.mainloop`. workspace, fix_up_flags: a tile and a flag for each program's partial.
+    strides: see `stream_k.mainloop`. workspace, fix_up_flags: a tile and a flag for each program's partial. APART: all
+    tiles are split, and nobody finishes them here (`stream_k.parts`).
 
     Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each:
     program 0 does tile 0, then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9
@@ -250,7 +261,7 @@ def stream_k_kernel(
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
                 EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, APART,
             )  # fmt: skip
 
     first = num_split_tiles + program

@@ -55,6 +55,11 @@ class Product:
         return self.schedule.has_shared_tiles
 
     @property
+    def apart(self) -> bool:
+        """Whether the parts of its tiles are for a second kernel to add, where the op has one."""
+        return self.split and self.config.split == "apart"
+
+    @property
     def problem(self) -> tuple[int, ...]:
         """The kernel's `problem` argument."""
         plan = self.schedule
@@ -78,6 +83,7 @@ class Product:
         lag: int = -1,
         order: Order = "",
         alone: bool = False,
+        apart: bool = False,
         flatten: bool = True,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. order: of rows, one
@@ -93,11 +99,12 @@ class Product:
             "OP": op,
             "WORLD": world_size,
             "LAG": lag,
-            "ENDS": consumer is not None or (alone and self.split),
+            "ENDS": consumer is not None or (alone and self.split and not apart),
             "PEERS": order == "PEERS",
             "GATHERS": order == "GATHERS",
             "SUMS": order == "SUMS",
             "SPLIT": self.split,
+            "APART": apart,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
             "PRECISION": self.precision,

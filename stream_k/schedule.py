@@ -43,7 +43,11 @@ FIX_UP_ITERS = 6
 # Whole tiles take an eleventh longer behind parts: their programs are out of step and share less of what they read.
 OUT_OF_STEP = 11
 
-SPLITS = ("auto", "none", "stream_k", "split_k")
+# The same of parts that a second kernel adds, and what that kernel costs whatever the parts: 64 x 64 x 128 (H200).
+APART_ITERS = 2
+APART_ONCE = 12
+
+SPLITS = ("auto", "none", "stream_k", "split_k", "apart")
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ def make_schedule(
     part-full wave into equal parts, "stream_k" those and the wave before into equal shares, whatever it costs. The
     last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
     iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
+    "apart": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
     min_split_iters: no program's share of the split iterations is shorter than this.
 
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
@@ -249,7 +254,7 @@ def make_schedule(
     tiles = tiles_m * tiles_n
     whole = Schedule(tiles_m, tiles_n, iters, min(num_programs, tiles))
     full_waves, remainder = divmod(tiles, num_programs)
-    if split == "none" or remainder == 0 or iters <= min_split_iters:
+    if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "apart" and full_waves):
         return whole
     if split == "stream_k":
         # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
@@ -257,7 +262,8 @@ def make_schedule(
         cut_tiles = remainder + (num_programs if full_waves else 0)
     else:
         most = min(num_programs // remainder, iters // min_split_iters)
-        parts = _best_parts(iters, full_waves, most, fewest=2 if split == "split_k" else 1)
+        once, each = (APART_ONCE, APART_ITERS) if split == "apart" else (0, FIX_UP_ITERS)
+        parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
         sharers, cut_tiles = parts * remainder, remainder
         if parts == 1:
             return whole
@@ -265,14 +271,14 @@ def make_schedule(
     return cut if cut.max_iters < whole.max_iters else whole
 
 
-def _best_parts(iters: int, full_waves: int, most: int, fewest: int) -> int:
+def _best_parts(iters: int, full_waves: int, most: int, fewest: int, once: int, each: int) -> int:
     """The number of equal parts, from `fewest` to `most`, in which the tiles behind the full waves are done first; 1 if
-    there is none."""
+    there is none. once, each: what parts cost together, and each of them, in iterations."""
 
     def time(parts: int) -> int:
         if parts == 1:
             return iters
-        return _cdiv(iters, parts) + FIX_UP_ITERS * parts + full_waves * iters // OUT_OF_STEP
+        return _cdiv(iters, parts) + once + each * parts + full_waves * iters // OUT_OF_STEP
 
     return min(range(fewest, most + 1), key=time, default=1)
 

@@ -51,6 +51,7 @@ _OP = tl.constexpr(int(status.Op.BARRIER))
 _KERNELS = {
     "stream_k_kernel": "GEMM",
     "gemm_kernel": "GEMM",
+    "sum_parts_kernel": "sums of parts",
     "sum_rows": "GEMM + sums",
     "step_kernel": "stream",
     "consumer_kernel": "consumer",

@@ -42,7 +42,7 @@ GEMMS = ("stream_k_kernel", "gemm_kernel")
 # What makes copies of operands whose alignment is lost.
 COPIES = "copy_kernel"
 # These tell nobody.
-SILENT = (COPIES, "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
+SILENT = (COPIES, "sum_parts_kernel", "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
@@ -235,6 +235,20 @@ def test_b_is_fetched_ahead_of_the_launch_before(layout: str, target: str, compi
         return
     assert "prefetch.global.L2" in ahead
     assert not re.search(r"\bld\.(?:\w+\.)*global|\bcp\.async", ahead)
+
+
+@pytest.mark.parametrize("shape", [(16, 1024, 8192), (64, 1024, 8192)], ids=str)
+def test_parts_are_added_when_all_are_there(shape: tuple[int, int, int], compiled: Compile) -> None:
+    """By a kernel that may start while they are made. The one that makes them finishes no tile, and waits for none."""
+    gemm, added = compiled(Case("gemm", shape=shape), "sm_90")
+    assert (gemm.kernel, gemm.constants["APART"]) == ("gemm_kernel", "True")
+    assert not any(rules.release_scopes(gemm).values())
+    assert added.kernel == "sum_parts_kernel"
+    before, wait, after = added.text.partition("griddepcontrol.wait")
+    assert wait
+    loads = r"\bld\.global\S*v4"
+    assert not re.search(loads, before)
+    assert len(re.findall(loads, after)) >= 4
 
 
 # Two programs on a multiprocessor, several waves, tiles in parts.

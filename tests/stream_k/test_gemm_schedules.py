@@ -103,6 +103,31 @@ def test_parts_of_the_last_wave(tiles: int, num_programs: int, parts: int) -> No
     assert torch.equal(stream_k.gemm(a, b, config=config).double(), a.double() @ b.double())
 
 
+@pytest.mark.parametrize("num_parts", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_parts_added_apart(num_parts: int, dtype: torch.dtype) -> None:
+    """By a second kernel, in fours, whatever lay in the workspace; biased and activated once."""
+    rows, columns, tiles = 40, 72, 6 if ON_CPU else 2
+    config = small_config(split="apart", block_k=16, num_programs=num_parts * tiles + tiles - 1)
+    depth = 16 * (14 * num_parts + 35)
+    sizes = (rows, columns, depth, config.block_m, config.block_n, config.block_k)
+    schedule = stream_k.make_schedule(*sizes, config.num_programs, split="apart")
+    assert (schedule.num_split_tiles, schedule.num_split_programs) == (tiles, num_parts * tiles)
+    a, b = integers(rows, depth, dtype, num_parts), integers(depth, columns, dtype, num_parts + 1)
+    bias, workspace = integers(1, columns, dtype, 3)[0], Workspace(device=device())
+    expected = (a.double() @ b.double() + bias.double()).relu()
+    for layout in ("row", "column", "strided"):
+        frame = Frame(rows, columns, dtype, layout)
+        for _ in range(2):
+            frame.poison()
+            stream_k.gemm(
+                a, b, bias=bias, activation="relu", out=frame.out, config=config, workspace=workspace
+            )
+            assert torch.equal(frame.out.double(), expected)
+            workspace.buffer("fix-up", 1, torch.float32, local=True).fill_(torch.nan)
+        frame.check()
+
+
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 def test_subtiles(subtiles: int) -> None:
     """A tile leaves the registers in 1, 2 or 4 parts, and comes back so in a fix-up."""
@@ -121,7 +146,12 @@ def test_orders_of_tiles(group_m: int) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "split"),
-    [(torch.float16, "none"), (torch.float16, "stream_k"), (torch.float32, "stream_k")],
+    [
+        (torch.float16, "none"),
+        (torch.float16, "stream_k"),
+        (torch.float32, "stream_k"),
+        (torch.float16, "apart"),
+    ],
     ids=str,
 )
 def test_same_bits_in_20_runs(dtype: torch.dtype, split: str) -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from stream_k import schedule as schedule_module
 from stream_k.schedule import (
+    APART_ITERS,
+    APART_ONCE,
     FIX_UP_ITERS,
     MIN_SPLIT_ITERS,
     OUT_OF_STEP,
@@ -78,12 +80,18 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     iters = schedule.iters_per_tile
     most = min(programs // remainder, iters // options["min_split_iters"]) if remainder else 0
     late = tiles // programs * iters // OUT_OF_STEP
-    times = {parts: -(-iters // parts) + FIX_UP_ITERS * parts + late for parts in range(2, most + 1)}
+    apart = options["split"] == "apart"
+    if apart and tiles > programs:
+        assert schedule.kind == "data_parallel"
+        most = 0
+    once, each = (APART_ONCE, APART_ITERS) if apart else (late, FIX_UP_ITERS)
+    times = {parts: -(-iters // parts) + once + each * parts for parts in range(2, most + 1)}
     if schedule.kind == "data_parallel":
         assert schedule.num_split_tiles == 0
         assert schedule.num_programs == min(programs, tiles)
         # Where one chooses, no number of parts takes less time.
-        assert options["split"] != "auto" or min(times.values(), default=iters) >= iters
+        chosen = options["split"] in ("auto", "apart")
+        assert not chosen or min(times.values(), default=iters) >= iters
         return
     assert options["split"] != "none"
     assert schedule.kind == "split_k" or options["split"] == "stream_k"
@@ -94,7 +102,7 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     hybrid = options["split"] == "stream_k" and tiles >= programs
     assert schedule.num_split_tiles == (remainder + programs if hybrid else remainder)
     assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
-    if options["split"] == "auto":
+    if options["split"] in ("auto", "apart"):
         # No other number of parts takes less time, nor does the whole tile.
         parts = schedule.num_split_programs // remainder
         assert times[parts] == min(times.values()) < iters

@@ -97,6 +97,11 @@ def test_choose(h200: torch.device) -> None:
     for N, K, parts in ((1024, 8192, 4), (4096, 14336, 1)):
         made = schedule_of(chosen(1, N, K), 1, N, K, h200)
         assert made.num_programs == N // 64 * parts
+    # A second kernel adds the parts, where K is long; else tiles of few columns stay whole.
+    splits = [
+        chosen(M, 1024, K).split for M, K in ((1, 8192), (24, 4096), (64, 4096), (128, 8192), (1, 4096))
+    ]
+    assert splits == ["apart", "apart", "apart", "apart", "none"]
     # Four warps where TMA stores the result; small steps along K for what is read as fast as memory answers.
     tiles_of = [(c.block_m, c.block_n, c.num_warps) for c in (chosen(768, N, 4096) for N in (8192, 8191))]
     assert tiles_of == [(128, 128, 4), (128, 128, 8)]
