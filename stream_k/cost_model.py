@@ -296,12 +296,12 @@ def _cut_apart(config: Config, M: int, N: int, K: int, processors: int) -> Confi
     tiles = -(-N // 64)
     if 3 * tiles > processors:
         return config
-    block_m, block_k, stages = (16, 256, 5) if M <= 16 else (32, 128, 6) if M <= 32 else (64, 128, 6)
+    block_m, stages = (16, 5) if M <= 16 else (32, 6) if M <= 32 else (64, 6)
     cut = replace(
-        config, block_m=block_m, block_n=64, block_k=block_k, num_warps=4, num_stages=stages, subtiles=1,
+        config, block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=stages, subtiles=1,
         split="apart",
     )  # fmt: skip
-    schedule = make_schedule(M, N, K, block_m, 64, block_k, processors, split="apart")
+    schedule = make_schedule(M, N, K, block_m, 64, 128, processors, split="apart")
     return cut if schedule.has_shared_tiles else replace(config, split="none")
 
 

@@ -44,8 +44,8 @@ FIX_UP_ITERS = 6
 OUT_OF_STEP = 11
 
 # The same of parts that a second kernel adds, and what that kernel costs whatever the parts: 64 x 64 x 128 (H200).
-APART_ITERS = 2
-APART_ONCE = 12
+APART_ITERS = 1
+APART_ONCE = 8
 
 SPLITS = ("auto", "none", "stream_k", "split_k", "apart")
 

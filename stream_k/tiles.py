@@ -69,7 +69,7 @@ DEEP = Tile(64, 128, 64, 4, 8, 1, 0.25, split="none")
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
 _START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.28, 4.48, 3.59, 0.5, 3.19
 # What parts take that a second kernel adds.
-_APART = 3.5
+_APART = 2.7
 # Of memory: microseconds, and megabytes a microsecond from memory and from caches.
 _MEMORY_START, _MEMORY, _CACHES = 1.77, 8.64, 35.67
 

@@ -109,7 +109,7 @@ def test_parts_added_apart(num_parts: int, dtype: torch.dtype) -> None:
     """By a second kernel, in fours, whatever lay in the workspace; biased and activated once."""
     rows, columns, tiles = 40, 72, 6 if ON_CPU else 2
     config = small_config(split="apart", block_k=16, num_programs=num_parts * tiles + tiles - 1)
-    depth = 16 * (14 * num_parts + 35)
+    depth = 16 * (10 * num_parts + 35)
     sizes = (rows, columns, depth, config.block_m, config.block_n, config.block_k)
     schedule = stream_k.make_schedule(*sizes, config.num_programs, split="apart")
     assert (schedule.num_split_tiles, schedule.num_split_programs) == (tiles, num_parts * tiles)
