@@ -70,7 +70,7 @@ def readme_table(files: Sequence[File]) -> str:
             over, key=lambda peer: (peer != stats.baseline(group.op), geometric_mean(over[peer]))
         )
         cells = rows.setdefault(
-            _what(group), [str(len(group.cases)), first, "", "", *(others[:1] or [""]), "", ""]
+            _what(group), [str(len(over[first])), first, "", "", *(others[:1] or [""]), "", ""]
         )
         column = 2 + _VARIANTS.index(name)
         cells[column] = _mean_and_worst(over[first])

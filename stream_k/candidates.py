@@ -77,7 +77,7 @@ def _for_gemm(base: Config, processors: int, several: bool) -> Iterator[Variant]
     # Programs that share multiprocessors stay as many.
     free = base if base.num_programs > processors else replace(base, num_programs=0)
     if not several:
-        for split in ("none", "stream_k", "split_k"):
+        for split in ("none", "stream_k", "split_k", "apart"):
             yield Variant(replace(free, split=split))
         return
     whole = replace(free, split="none")

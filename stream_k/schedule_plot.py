@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stream_k.schedule import Schedule, Segment, make_schedule
+from stream_k.schedule import SPLITS, Schedule, Segment, make_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +117,7 @@ def main(
     out: Annotated[Path, typer.Option("--out", help="File to write: .svg, .png or .pdf.")],
     tile: Annotated[str, typer.Option("--tile", help="Block sizes M,N,K.")] = "128,256,64",
     programs: Annotated[int, typer.Option("--programs", help="Programs that may run.")] = 132,
-    split: Annotated[str, typer.Option("--split", help="auto, none, stream_k or split_k.")] = "auto",
+    split: Annotated[str, typer.Option("--split", help=f"{', '.join(SPLITS)}.")] = "auto",
 ) -> None:
     """Draw the schedule of a product."""
     try:
