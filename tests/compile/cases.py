@@ -148,6 +148,13 @@ _ONCE = [
     Case("gemm", layouts=("row", "column"), hot=True),
     Case("gemm", shape=(128, 8192, 7168), layouts=("row", "column"), hot=True),
     Case("gemm", shape=(256, 8192, 7168), layouts=("row", "column"), hot=True),
+    # In parts that a second kernel adds. Not held to wide accesses: its programs have 4 elements a thread.
+    Case(
+        "gemm",
+        shape=(64, 1024, 8192),
+        arguments=(("activation", "silu"), ("bias", True)),
+        changes=(("split", "apart"), ("block_m", 64), ("block_n", 64), ("num_warps", 4)),
+    ),
     # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
     Case("gemm", layouts=("column", "column")),
     Case("gemm", layouts=("odd", "odd")),

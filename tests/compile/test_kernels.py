@@ -62,7 +62,7 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
         and constants.get("ENDS", "True") == "True"
     ):
         allowed.add("ticket")
-    if constants.get("SPLIT") == "True":
+    if constants.get("SPLIT") == "True" and constants["APART"] == "False":
         allowed.add("fix-up")
     if constants.get("ANNOUNCE") in ("announce_output", "announce_rows"):
         allowed.add("local tile")
