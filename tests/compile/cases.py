@@ -148,7 +148,7 @@ _ONCE = [
     Case("gemm", layouts=("row", "column"), hot=True),
     Case("gemm", shape=(128, 8192, 7168), layouts=("row", "column"), hot=True),
     Case("gemm", shape=(256, 8192, 7168), layouts=("row", "column"), hot=True),
-    # In parts that a second kernel adds. Not held to wide accesses: its programs have 4 elements a thread.
+    # In parts that a second kernel adds.
     Case(
         "gemm",
         shape=(64, 1024, 8192),
