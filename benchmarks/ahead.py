@@ -1,7 +1,7 @@
 """Compiling ahead: the kernels of many products at once, by processes that leave them in Triton's cache.
 
-Each of the 500 products of the Stream-K corpus needs one of some 30 kernels, and a kernel takes 2 s; one process after
-another would compile for longer than it measures.
+Each of the 500 products of a Stream-K corpus needs one of some 30 kernels, and a kernel takes 2 s; one process after
+another would compile for longer than it measures. Variants of a few are left to be compiled when they come.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 paths = draw(files, folder)
 
 Of each op: time and overlap efficiency (collectives: bus bandwidth) against M or bytes, a panel for each (N, K). Of all
-together: rooflines, speed-ups, and the utilisation of the GEMM over the Stream-K corpus.
+together: rooflines, speed-ups, and the utilisation of the GEMM over the Stream-K corpora.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +182,10 @@ class GemmPlan:
         sent: Sent | None = None,
         squares: torch.Tensor | None = None,
     ) -> None:
+        if config.split == "apart" and not (sent is None and squares is None):
+            config = replace(
+                config, split="auto"
+            )  # finishers add the parts, which costs more than a second kernel
         self.product = product = make_product(
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
             workspace=workspace if workspace.heap is not None else None,
@@ -201,7 +206,7 @@ class GemmPlan:
         self.rest = sent.arguments
         options = (ACTIVATIONS.index(activation), int(bias is not None), how, *sent.options)
         self.sum: SumOfParts | None = None
-        if product.apart and sent.epilogue is store_output:
+        if product.apart:
             self.sum = SumOfParts(product, self.fix_up[0].base, options)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.

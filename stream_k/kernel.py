@@ -7,7 +7,7 @@ A program first does its share of the split tiles (`stream_k.schedule` has the c
 segment that contributes, whose fp32 partial goes to the program's own workspace tile, then the segments that finish a
 tile, to which it adds the partials of lower-numbered programs in ascending order, so that the bits are the same on
 every run. Then it does whole tiles, P apart. Split tiles come first so that contributors are busy with whole ones
-while a finisher waits (3 to 5 us).
+while a finisher waits (3 to 5 us). With APART every segment is left in the workspace, for `stream_k.parts` to add.
 
 A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which raises the flag that somebody waits for;
 when a program has done all its tiles, it runs CONSUMER. All three are jit functions handed over as constexprs;

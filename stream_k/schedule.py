@@ -18,7 +18,8 @@ tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel re
    tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
 3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
    the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
-   is resident, and an interpreter that runs programs one after another, both end.
+   is resident, and an interpreter that runs programs one after another, both end. With split="apart" a second
+   kernel does that (`stream_k.parts`), and no program waits.
 
 Rules of `make_schedule`: tiles stay whole where waves are exact and where a tile has few iterations. Else the tiles
 of the last, part-full wave (all of them, where there are fewer than programs) are cut into as many equal parts as

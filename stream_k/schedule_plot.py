@@ -117,7 +117,13 @@ def main(
     out: Annotated[Path, typer.Option("--out", help="File to write: .svg, .png or .pdf.")],
     tile: Annotated[str, typer.Option("--tile", help="Block sizes M,N,K.")] = "128,256,64",
     programs: Annotated[int, typer.Option("--programs", help="Programs that may run.")] = 132,
-    split: Annotated[str, typer.Option("--split", help=f"{', '.join(SPLITS)}.")] = "auto",
+    split: Annotated[
+        str,
+        typer.Option(
+            "--split",
+            help=f"{', '.join(SPLITS)}. Of apart, what a second kernel adds is drawn as if finishers did.",
+        ),
+    ] = "auto",
 ) -> None:
     """Draw the schedule of a product."""
     try:

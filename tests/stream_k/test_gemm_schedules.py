@@ -13,6 +13,7 @@ import triton.language as tl
 
 import stream_k
 from stream_k import kernel
+from stream_k.gemm import GemmPlan
 from stream_k.product import Product
 from stream_k.workspace import Workspace, local_workspace
 from tests.stream_k.products import (
@@ -126,6 +127,23 @@ def test_parts_added_apart(num_parts: int, dtype: torch.dtype) -> None:
             assert torch.equal(frame.out.double(), expected)
             workspace.buffer("fix-up", 1, torch.float32, local=True).fill_(torch.nan)
         frame.check()
+
+
+def test_no_parts_are_left_where_a_second_kernel_lacks_something() -> None:
+    """It stores no squares."""
+    config = small_config(split="apart", block_k=16, num_programs=8)
+    a, b = integers(20, 1024, torch.float16, 1), integers(1024, 24, torch.float16, 2)
+    out, workspace = torch.empty(20, 24, dtype=a.dtype, device=device()), Workspace(device=device())
+    squares = torch.empty(1, 20, device=device())
+    plans = [
+        GemmPlan(a, b, config, False, None, "none", out, workspace, squares=given)
+        for given in (None, squares)
+    ]
+    assert [plan.sum is None for plan in plans] == [False, True]
+    assert [plan.product.config.split for plan in plans] == ["apart", "auto"]
+    plans[1].run(a, b, None, out)
+    assert torch.equal(out.double(), a.double() @ b.double())
+    assert torch.equal(squares.double().sum(0), out.double().square().sum(1))
 
 
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
