@@ -159,6 +159,11 @@ class Copies:
         """Whether all copies lie where those of the call before did."""
         return self._kept is not None and self._b is None
 
+    @property
+    def of_b(self) -> bool:
+        """Whether B is copied."""
+        return self._b is not None
+
     def _arguments(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[Any, ...]:
         each = [(x, y, *c.sizes) for x, y, c in zip(given, made, self._copied, strict=True)]
         # A single one stands for both: all blocks are the first's.

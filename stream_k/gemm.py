@@ -144,12 +144,13 @@ _SHARED_BYTES = 228 << 10
 
 def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
     """How many blocks of B each program asks L2 for while the launch before still runs. None where B is not read by a
-    descriptor, beyond one wave, for tiles in parts, and where a multiprocessor has room for two programs: they are
-    there early enough to read it."""
+    descriptor or has just been copied, beyond one wave, for tiles in parts, and where a multiprocessor has room for two
+    programs: they are there early enough to read it."""
     config, schedule = product.config, product.schedule
     staged = (config.block_m + config.block_n) * config.block_k * b.element_size() * config.num_stages
-    early = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not product.split
-    if not early or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
+    copied = product.copies is not None and product.copies.of_b
+    read = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not copied
+    if not read or product.split or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
         return 0
     blocks = _AHEAD_BYTES // (config.block_n * config.block_k * b.element_size())
     return min(max(blocks, 1), schedule.iters_per_tile)

@@ -272,5 +272,6 @@ def _for_shape(entry: Entry, cost: Config, shape: Shape, processors: int) -> Con
         # Its programs are as many as share a multiprocessor: those of another size don't.
         size = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
         same = all(getattr(config, name) == getattr(cost, name) for name in size)
-        return dataclasses.replace(config, num_programs=cost.num_programs if same else 0, split="auto")
+        split = config.split if config.split == "apart" else "auto"
+        return dataclasses.replace(config, num_programs=cost.num_programs if same else 0, split=split)
     return Variant(config, entry.most_programs, entry.comm_each).fitted(*shape[:2], processors)

@@ -252,12 +252,15 @@ def test_parts_are_added_when_all_are_there(shape: tuple[int, int, int], compile
     assert len(re.findall(loads, after)) >= 4
 
 
-# Two programs on a multiprocessor, several waves, tiles in parts.
-@pytest.mark.parametrize("shape", [(16, 8192, 2048), LARGE, (1, 1024, 8192)], ids=str)
+# Two programs on a multiprocessor, several waves, a copied B.
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((16, 8192, 2048), "row"), (LARGE, "row"), ((64, 4096, 1027), "column")], ids=str
+)
 def test_b_is_not_fetched_ahead_where_it_gains_nothing(
-    shape: tuple[int, int, int], compiled: Compile
+    shape: tuple[int, int, int], layout: str, compiled: Compile
 ) -> None:
-    gemm = compiled(Case("gemm", shape=shape), "sm_90")[-1]
+    gemm = compiled(Case("gemm", shape=shape, layouts=("row", layout)), "sm_90")[-1]
+    assert gemm.kernel == "gemm_kernel"
     assert "griddepcontrol.wait" in gemm.text
     assert "prefetch.global" not in gemm.text
 
