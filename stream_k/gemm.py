@@ -184,9 +184,8 @@ class GemmPlan:
         squares: torch.Tensor | None = None,
     ) -> None:
         if config.split == "apart" and not (sent is None and squares is None):
-            config = replace(
-                config, split="auto"
-            )  # finishers add the parts, which costs more than a second kernel
+            # Finishers add the parts, which costs more than a second kernel.
+            config = replace(config, split="auto")
         self.product = product = make_product(
             a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
             workspace=workspace if workspace.heap is not None else None,
@@ -208,7 +207,7 @@ class GemmPlan:
         options = (ACTIVATIONS.index(activation), int(bias is not None), how, *sent.options)
         self.sum: SumOfParts | None = None
         if product.apart:
-            self.sum = SumOfParts(product, self.fix_up[0].base, options)
+            self.sum = SumOfParts(product, self.fix_up[0].base, options, out)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
@@ -217,7 +216,6 @@ class GemmPlan:
             sent.epilogue,
             options,
             alone=True,
-            apart=self.sum is not None,
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0

@@ -1,5 +1,5 @@
-"""`stream_k.kernel` for products alone, of which there are many sizes: one machine code for all, and
-another where blocks of B are fetched ahead.
+"""`stream_k.kernel` for products alone, of which there are many sizes: one machine code for all, and another where
+blocks of B are fetched ahead.
 
 While the launch before it still runs, each program may already ask L2 for the first blocks of B that it will read. That
 launch may still be writing them: nothing is read here, and L2 is where all of a device's reads and writes meet.

@@ -65,9 +65,12 @@ def sum_parts_kernel(
 
 
 class SumOfParts:
-    """The launch behind that of `product`, which leaves its parts in `partials`. options: of both kernels."""
+    """The launch behind that of `product`, which leaves its parts in `partials`, for results like `out`. options: of
+    both kernels."""
 
-    def __init__(self, product: Product, partials: torch.Tensor, options: tuple[int, ...]) -> None:
+    def __init__(
+        self, product: Product, partials: torch.Tensor, options: tuple[int, ...], out: torch.Tensor
+    ) -> None:
         schedule, config = product.schedule, product.config
         rows = min(config.block_m, max(1, _ELEMENTS // config.block_n))
         constants = {
@@ -78,8 +81,9 @@ class SumOfParts:
             "ROWS": rows,
         }
         programs = schedule.num_split_tiles * config.block_m // rows
-        self.partials, self.M, self.N = partials, product.M, product.N
-        self.num_parts = schedule.num_split_programs // schedule.num_split_tiles
+        num_parts = schedule.num_split_programs // schedule.num_split_tiles
+        self.partials = partials
+        self.sizes = (product.M, product.N, num_parts, *out.stride())
         self.launch = Launch(sum_parts_kernel, programs, constants, _WARPS, 1, chained=True)
 
     def compile(self, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -91,5 +95,4 @@ class SumOfParts:
         self.launch(self._arguments(bias, out))
 
     def _arguments(self, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        sizes = (self.M, self.N, self.num_parts)
-        return self.partials, out, bias if bias is not None else out, *sizes, out.stride(0), out.stride(1)
+        return self.partials, out, bias if bias is not None else out, *self.sizes

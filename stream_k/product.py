@@ -83,14 +83,14 @@ class Product:
         lag: int = -1,
         order: Order = "",
         alone: bool = False,
-        apart: bool = False,
         flatten: bool = True,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.kernel`'s. order: of rows, one
         of the three there; "": from top to bottom. alone: of `gemm_kernel` instead, which may be made ready while the
-        launch before it ends: nothing communicates. flatten: whether tiles overlap, where the configuration says so.
-        The call ends with it where it consumes; or alone, if a fix-up counts the calls."""
-        config = self.config
+        launch before it ends: nothing communicates, and parts for a second kernel are left to it. flatten: whether
+        tiles overlap, where the configuration says so. The call ends with it where it consumes; or alone, if a fix-up
+        counts the calls."""
+        config, apart = self.config, alone and self.apart
         constants = {
             "EPILOGUE": epilogue,
             "ANNOUNCE": announce,
