@@ -6,6 +6,7 @@ its bound}, wrong [providers], skipped and failed {provider: reason}, config {pr
 floor_us, efficiency {provider: floor / median}. Since November 23, 2026 also: bits {our provider: runs, and how many
 distinct results they gave}, workspace_bytes {our provider: bytes} and workspace_allowed_bytes, clocks_mhz {provider: SM
 clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "".
+`benchmarks.schema` says what each may hold.
 """
 
 from __future__ import annotations
