@@ -1,6 +1,7 @@
 """Records that somebody made up to do harm, or that broke: one line says what is wrong; what is text stays text."""
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import benchmarks.__main__ as commands
-from benchmarks import escape, records, stats, tables
-from benchmarks.shapes import cases_of
+from benchmarks import escape, records, run, stats, tables
+from benchmarks.shapes import Case, cases_of
+from pyrocshmem import RankResult, RanksFailed
 from tests import commands as processes
 from tests.benchmarks import made_up
 
@@ -192,18 +194,26 @@ def test_a_file_without_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_line_that_a_killed_run_has_cut(root: Path, tmp_path: Path) -> None:
-    """Is named by the commands; a run that goes on after its ranks broke takes it away and keeps the others."""
     path = write(tmp_path / "x.jsonl", made_up.ENVIRONMENT, FUSED, FUSED)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
+    path.write_bytes(path.read_bytes()[:-100])
     is_refused(path, 3, "and the file ends there, as a killed run leaves it: delete this line; allowed")
-    records.drop_cut_line(path)
+
+
+def test_a_run_goes_on_after_a_rank_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    """The line that was begun goes, its case has failed, and the others stay."""
+    path = tmp_path / "x.jsonl"
+    records.start(path, made_up.ENVIRONMENT)
+    records.append(path, FUSED)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[-200:-100])
+    fields = {field.name for field in dataclasses.fields(Case)}
+    done, left = (Case(**{name: case[name] for name in fields}) for case in reversed(made_up.FUSED))
+    error = RanksFailed([RankResult(0, exitcode=-9)])
+    assert run._after_break(path, [done, left], made_up.ENVIRONMENT, error) == []
     found = records.read(path)
     assert found is not None
-    assert found.cases == [FUSED]
-    kept = path.read_bytes()
-    records.drop_cut_line(path)
-    assert path.read_bytes() == kept == whole[: len(kept)]
+    assert path.read_bytes().startswith(whole)
+    assert [(case["M"], list(case["failed"])) for case in found.cases] == [(8192, []), (4096, ["ours"])]
 
 
 def test_only_files_in_another_format(root: Path, tmp_path: Path) -> None:
