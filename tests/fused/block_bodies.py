@@ -41,7 +41,7 @@ def ahead(
     rank: int, world_size: int, ops: list[str], placement: str, shape: tuple[int, int, int], guarded: bool
 ) -> int:
     """Rank 1 stalls before it reads what its peers have sent, until rank 0 has sent more in the next call, of the next
-    of `ops`, or `AHEAD_S` are over."""
+    of `ops`, or, where that is guarded against, `AHEAD_S` are over."""
     if not guarded:
         without_entering()
     with Heap(HEAP_BYTES) as heap:
@@ -62,7 +62,7 @@ def ahead(
 
             def late(*arguments: Any) -> None:
                 nonlocal stalled_in
-                deadline = time.monotonic() + AHEAD_S
+                deadline = time.monotonic() + (AHEAD_S if guarded else LONG_S / 2)
                 while (
                     stalled_in != workspace.epoch()
                     and int(plan.flags[sent]) != workspace.epoch() + 2
