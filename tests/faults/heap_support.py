@@ -10,6 +10,7 @@ import torch
 
 from pyrocshmem import Heap, target
 from tests.ranks import run_ranks, values
+from tests.stopwatch import within
 
 MIB = 1 << 20
 FILE = re.compile(r"/dev/shm/pyrocshmem-\w+")
@@ -57,6 +58,12 @@ def raised_by(call):
     except Exception as error:
         return error, time.monotonic() - start
     raise AssertionError("nothing was raised")
+
+
+def raised_within(limit_s, call):
+    """The exception of `call`, which may take so many seconds."""
+    with within(limit_s):
+        return raised_by(call)[0]
 
 
 def healthy(rank, world_size):

@@ -155,8 +155,9 @@ def test_a_clock_that_runs_at_half_its_speed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         doctor, "time", SimpleNamespace(monotonic=lambda: 2 * honest(), sleep=doctor.time.sleep)
     )
-    found = only(doctor.check_clock(), "clock")
-    assert found.verdict == FAULT
+    # Where the processor is late by more than the clock's error, it says nothing: not a few times in a row.
+    looks = (only(doctor.check_clock(), "clock") for _ in range(10))
+    found = next(found for found in looks if found.verdict == FAULT)
     ratio = float(found.found.split()[4])
     assert 0.3 < ratio < 0.7, found
     assert "of their budget" in found.advice

@@ -3,14 +3,13 @@
 The same on both targets; `R` ranks on a machine with that many GPUs.
 """
 
-import time
-
 import numpy
 import pytest
 import torch
 
 from pyrocshmem import Heap, heap_for
 from tests.ranks import run_ranks, values
+from tests.stopwatch import until
 
 TIER = 1
 MIB = 1 << 20
@@ -231,14 +230,15 @@ def test_peers_share_memory(num_ranks):
 
 
 class FillsAfterTheVote(Heap):
-    """The guard taken out: rank 1 fills its tensor a moment after the ranks have agreed on it."""
+    """The guard taken out: rank 1 fills its tensor, of zeros, when a peer that goes on has written to it."""
 
     def _fill(self, tensor, block, plan):
         pass
 
     def _allocate_plan(self, call, plan, nbytes):
         tensor = super()._allocate_plan(call, plan, nbytes)
-        time.sleep(0.02 * self.rank)
+        if self.rank == 1:
+            until(lambda: bool(tensor.all()))
         plan.fill(tensor)
         return tensor
 

@@ -60,7 +60,9 @@ def test_help() -> None:
     """Of this script, without a set-up: a bare PATH."""
     bare = {"PATH": "/usr/bin:/bin", "PYROCSHMEM_NO_VENV": "1"}
     command = [str(support.ROOT / "tests/run.sh"), "--max-tier", "1", "-h"]
-    done = subprocess.run(command, check=True, env=bare, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        command, check=True, env=bare, capture_output=True, text=True, timeout=support.TIMEOUT_S
+    )
     assert done.stdout.startswith("Runs every test that this machine can run")
     assert "\n  tests/run.sh --max-tier 1 " in done.stdout
     assert "arguments go to pytest" in done.stdout
@@ -277,7 +279,7 @@ def test_leak_check_spares_what_a_running_process_maps() -> None:
             assert process.stdout.readline() == b"mapped\n"
             assert path not in conftest.leaked_files(before, grace_s=0.0)
             process.stdin.close()
-            process.wait(timeout=20)
+            process.wait(timeout=support.TIMEOUT_S)
             assert path in conftest.leaked_files(before, grace_s=0.0)
         finally:
             process.kill()
