@@ -68,11 +68,6 @@ def row_squares(value, col, N, WIDTH: tl.constexpr):
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
     """fp32 values, or such as are rounded already, as DTYPE, to nearest, ties to even."""
-    if _INTERPRETED and tl.bfloat16 == DTYPE and value.dtype == tl.float32:
-        # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # noqa: PLR0124
     return value.to(DTYPE)
 
 
