@@ -12,7 +12,7 @@ The caller's own mistakes are `ValueError` and `TypeError`, raised before anythi
 its facts as attributes and survives pickling, because ranks send theirs to the process that started them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -132,13 +132,23 @@ class CallMismatch(ShmemError):
 
 
 class InitTimeout(ShmemError):
-    """A group or heap did not form: `missing` ranks did not arrive, or could not take part (`reason`)."""
+    """A group or heap did not form: `missing` ranks did not arrive, or could not take part (`reason`).
+
+    Attributes: missing, never empty; what: the call; waited_s: seconds; world_size; reason; ended: of each missing rank
+    whose process is known to have ended, that in words.
+    """
 
     def __init__(
-        self, missing: Sequence[int], what: str, waited_s: float, world_size: int, reason: str = ""
+        self,
+        missing: Sequence[int],
+        what: str,
+        waited_s: float,
+        world_size: int,
+        reason: str = "",
+        ended: Mapping[int, str] | None = None,
     ) -> None:
         self.missing, self.what, self.waited_s = list(missing), what, waited_s
-        self.world_size, self.reason = world_size, reason
+        self.world_size, self.reason, self.ended = world_size, reason, dict(ended or {})
         named = _named(self.missing)
         text = f"{what}: {named} of {world_size} could not take part: {reason}"
         if not reason:
@@ -146,6 +156,7 @@ class InitTimeout(ShmemError):
                 f"{what}: {named} of {world_size} did not arrive within {waited_s:.1f} s. "
                 "Look at whether they started and reached this call (PYROCSHMEM_INIT_SECONDS sets the time)"
             )
+            text += "".join(f". Rank {peer}'s {words}" for peer, words in self.ended.items())
         super().__init__(text)
 
 

@@ -38,6 +38,7 @@ from pyrocshmem.forming import (
 )
 from pyrocshmem.labels import label
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle
+from pyrocshmem.records import parsed
 from pyrocshmem.tensors import Plan, TensorFactories
 
 __all__ = [
@@ -195,7 +196,7 @@ class Heap(Lifecycle, TensorFactories):
         self._recover(json.dumps(facts).encode(), self._keep_common)
 
     def _keep_common(self, holdings: list[bytes]) -> None:
-        held = [json.loads(reply) for reply in holdings]
+        held = parsed("recover", holdings)
         common = set.intersection(*({(offset, nbytes) for offset, nbytes in each["blocks"]} for each in held))
         for block in list(self._live.values()):
             if (block.offset, block.nbytes) not in common:
@@ -277,7 +278,7 @@ class Heap(Lifecycle, TensorFactories):
             self._free_list.free(block.offset)
 
     def _vote(self, call: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(reply) for reply in self.vote(call, json.dumps(facts).encode())]
+        return parsed(call, self.vote(call, json.dumps(facts).encode()))
 
     def _settle(self, call: str, replies: list[dict[str, Any]]) -> None:
         """Raise on all ranks when an allocation failed on one."""

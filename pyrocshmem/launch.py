@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import endings, target
+from pyrocshmem import endings, secret, target
 from pyrocshmem.bootstrap import ThreadGroup
 from pyrocshmem.budgets import init_seconds, wait_seconds
 from pyrocshmem.errors import PeerAborted, describe
@@ -128,8 +128,10 @@ def spawn_threads(
 def from_torchrun() -> tuple[int, int]:
     """Initialise the default process group in a process that torchrun started; returns (rank, world_size).
 
-    Raises `ValueError` when this is not such a process, or there are more local ranks than GPUs;
-    `InitTimeout` names the ranks that did not come.
+    The ranks share a secret where `PYROCSHMEM_SECRET` holds one, or the file that `PYROCSHMEM_SECRET_FILE` names.
+
+    Raises `ValueError` when this is not such a process, there are more local ranks than GPUs, or the secret is too
+    short or can be read by others; `InitTimeout` names the ranks that did not come.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if absent := [name for name in names if name not in os.environ]:
@@ -139,6 +141,7 @@ def from_torchrun() -> tuple[int, int]:
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
     if not dist.is_initialized():
         device = target.device(local_rank)
+        shared = secret.from_environment()
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store: Any = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -149,7 +152,8 @@ def from_torchrun() -> tuple[int, int]:
         )
         # A restart of the ranks meets the same store again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        init_process_group(dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store), rank, world_size, device)
+        prefixed = dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store)
+        init_process_group(prefixed, rank, world_size, device, shared)
     return rank, world_size
 
 
@@ -191,7 +195,7 @@ def _set_environment(changes: dict[str, str | None]) -> None:
 
 def _listen() -> tuple[Any, int]:
     """(store, port) on the loopback interface: the store has no password, so other machines must not reach
-    it."""
+    it. Users of this one may: see `secret`."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
@@ -235,12 +239,14 @@ def _run(
         # The first launch of a kernel would import the second.
         context.set_forkserver_preload(["pyrocshmem.launch", "triton.experimental.gluon"])
     store, port = _listen()
+    shared = secret.make()
     ranks: list[_Rank] = []
     try:
         with _environment(changes):
             for rank in range(num_ranks):
                 environment = dict(os.environ) if fork else None
-                job = Job(rank, num_ranks, port, call, environment, None if fork else os.getpid())
+                forked_by = None if fork else os.getpid()
+                job = Job(rank, num_ranks, port, call, environment, forked_by, shared)
                 ranks.append(_Rank(context, job))
         return _collect(ranks, timeout, grace)
     except BaseException:  # Ctrl-C, or a rank that didn't start: don't wait for ranks that nobody will hear
