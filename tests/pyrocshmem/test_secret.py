@@ -285,6 +285,7 @@ def test_what_was_recorded_of_an_earlier_job_with_the_same_secret_is_worth_nothi
 
 def _as_torchrun_starts_it(rank, world_size, port, environments):
     """What a process makes of its environment; the group that it had is gone."""
+    dist.barrier()
     dist.destroy_process_group()
     secret._of_job = None
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
