@@ -47,7 +47,8 @@ static bool read_of_group(const cgroup_version *version, const char *group, cons
 
 /* Of the group and of all above it, which limit it, too. A container may see its group as the root. */
 static void look_at_groups(const cgroup_version *version, char *group, uint64_t *left, char *text, size_t text_bytes) {
-    for (char *end = group + strlen(group); end != NULL; end = strrchr(group, '/')) {
+    char *end = strcmp(group, "/") == 0 ? group : group + strlen(group);
+    for (; end != NULL; end = strrchr(group, '/')) {
         uint64_t limit, used, unused_files = 0;
         *end = '\0';
         if (!read_of_group(version, group, version->limit, "", &limit) ||

@@ -277,8 +277,8 @@ def _form(memory: SharedMemory, channel: Group, call: str, nbytes: int, timeout:
         raise ShmemError(f"{call} did not form: " + "; ".join(text for text in problems if text)) from cause
     if strangers := memory.strangers(offers):
         text = (
-            f"{call} did not form: ranks {channel.rank} and {strangers[0]} did not meet in each other's memory; a handle "
-            "of something else was in the store in place of one of theirs"
+            f"{call} did not form: ranks {channel.rank} and {strangers[0]} did not meet in each other's memory; "
+            "the store had a handle of something else in place of one of theirs"
         )
         channel.abort(text)  # who took part believes that it formed
         raise ShmemError(text)
