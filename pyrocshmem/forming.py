@@ -19,7 +19,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -117,7 +117,7 @@ class _Offer:
     problem: str = ""
 
     def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(vars(self)).encode()
 
     @staticmethod
     def unpack(record: bytes) -> "_Offer":
