@@ -179,9 +179,10 @@ class SharedMemory:
         if digest != self._digest or tuple(nonce) != offer.nonce:
             raise ShmemError("its handle led to memory that isn't its heap")
         self._write(mapping.ptr, self._visits.start + self.rank, self._nonce[:1])
+        synchronize(self.device)
         return mapping.ptr
 
-    def strangers(self, offers: Sequence[_Offer]) -> list[int]:
+    def absent(self, offers: Sequence[_Offer]) -> list[int]:
         """The peers that have not been in this rank's memory, once all have voted that they mapped it."""
         assert self.own is not None
         visits = self.words(self.own.ptr)[self._visits].tolist()
@@ -271,13 +272,12 @@ def _form(memory: SharedMemory, channel: Group, call: str, nbytes: int, timeout:
             cause = error
             problem = f"rank {channel.rank} could not map the heap of rank {peer}: {error}"
             break
-    synchronize(memory.device)
     problems = [text.decode() for text in channel.exchange(problem.encode(), f"{call}: mapped", timeout)]
     if any(problems):
         raise ShmemError(f"{call} did not form: " + "; ".join(text for text in problems if text)) from cause
-    if strangers := memory.strangers(offers):
+    if absent := memory.absent(offers):
         text = (
-            f"{call} did not form: ranks {channel.rank} and {strangers[0]} did not meet in each other's memory; "
+            f"{call} did not form: ranks {channel.rank} and {absent[0]} did not meet in each other's memory; "
             "the store had a handle of something else in place of one of theirs"
         )
         channel.abort(text)  # who took part believes that it formed
