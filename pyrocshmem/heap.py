@@ -9,7 +9,7 @@
     heap.close()
 
 Layout: `SYSTEM_WORDS` int32 words for signals (word 0: abort, 64 onwards: barrier flags; see
-`pyrocshmem.signal`; the last four belong to `forming`), then the blocks. Every allocation and free is a vote
+`pyrocshmem.signal`; the last ones belong to `forming`), then the blocks. Every allocation and free is a vote
 of all ranks: they bring their call and the offset they would give it, and unless all agree nothing happens
 anywhere. A rank that fails brings its failure.
 
@@ -78,7 +78,8 @@ class Heap(Lifecycle, TensorFactories):
         rank, world_size, group, device, nbytes, timeout, debug.
         base: address of the own heap. bases: of every rank's heap, in this process.
         heap_bases: int64[1 + max(R, 8)] on `device`: the own base, that of each rank, the own one as padding.
-        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed. label: a name of it.
+        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed but for its
+            last words. label: a name of it.
         status: int64[16] in host memory that kernels write when a wait runs out; see `pyrocshmem.status`.
 
     Raises:

@@ -19,7 +19,6 @@ import multiprocessing
 import numbers
 import os
 import pickle
-import re
 import socket
 import threading
 import time
@@ -27,7 +26,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,8 +43,6 @@ _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
-# As a process' list of what it has mapped names it, but for " (deleted)".
-_HEAP_FILE = re.compile(r"/dev/shm/pyrocshmem-[0-9a-f]{32}$", re.MULTILINE)
 _environment_lock = threading.Lock()
 
 
@@ -251,7 +247,7 @@ def _run(
         return _collect(ranks, timeout, grace)
     except BaseException:  # Ctrl-C, or a rank that didn't start: don't wait for ranks that nobody will hear
         for each in ranks:
-            each.kill()
+            each.process.kill()
         raise
     finally:
         for each in ranks:
@@ -287,17 +283,8 @@ class _Rank:
             return RankResult(self.rank, None, problem, traceback.format_exc())
         return RankResult(self.rank, value, error, text)
 
-    def kill(self) -> None:
-        """End it at once. Heaps that it is still forming have files with names: these go with it."""
-        maps = ""
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-        self.process.kill()
-        for name in set(_HEAP_FILE.findall(maps)):
-            Path(name).unlink(missing_ok=True)
-
     def give_up(self, why: str) -> RankResult:
-        self.kill()
+        self.process.kill()
         return RankResult(self.rank, None, TimeoutError(why))
 
     def release(self, all_ok: bool) -> None:
@@ -308,7 +295,7 @@ class _Rank:
     def end(self) -> None:
         self.process.join(_EXIT_S if self.process.is_alive() else 0)
         if self.process.is_alive():
-            self.kill()
+            self.process.kill()
             self.process.join()
         self.pipe.close()
         self.process.close()

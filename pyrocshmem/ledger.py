@@ -53,7 +53,8 @@ class Ledger:
 
     def __init__(self, group: Group, timeout: float) -> None:
         # In host memory, whatever the device. Its system area, but for the last words, is room enough.
-        self._memory = form(group.channel("ledger"), SYSTEM_BYTES, torch.device("cpu"), "host", timeout)
+        channel, cpu = group.channel("ledger"), torch.device("cpu")
+        self._memory = form(channel, "memory to compare calls", SYSTEM_BYTES, cpu, "host", timeout)
         self._words = [
             memoryview((ctypes.c_int64 * _KEPT).from_address(base)).cast("B").cast("q")
             for base in self._memory.bases

@@ -82,8 +82,8 @@ class Lifecycle:
         except (TypeError, ValueError, RuntimeError) as error:
             self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
-        nbytes = SYSTEM_BYTES + self.nbytes
-        memory = form(self._channel, nbytes, self.device, target.backend(), init_seconds())
+        call, nbytes = f"Heap({self.nbytes} bytes)", SYSTEM_BYTES + self.nbytes
+        memory = form(self._channel, call, nbytes, self.device, target.backend(), init_seconds())
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self._callers: list[weakref.ref[Caller]] = []

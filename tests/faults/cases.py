@@ -180,7 +180,7 @@ CASES = (
             "truncated_handle",
             "handle_of_a_killed_process",
             "handle_of_a_process_that_ended_well",
-            "another_file_under_the_same_name_is_not_mapped",
+            "another_file_under_the_same_descriptor_is_not_mapped",
             "a_file_that_others_may_use_is_not_mapped",
         )
         + tests_in(f"{FAULTS}test_security.py", "a_peer_s_size_is_checked_before_it_is_used")

@@ -11,7 +11,7 @@ import torch
 
 from pyrocshmem import target
 from reference.problems import PROBLEMS
-from tests.faults.heap_support import assert_next_job_works, existing
+from tests.faults.heap_support import assert_next_job_works
 from tests.faults.in_turn import LATE_WAIT_S, VICTIM, WAIT_S, Whole, faults_in_turn
 from tests.fused.cases import Case
 from tests.ranks import run_ranks, values
@@ -99,7 +99,6 @@ def test_case_1_a_peer_is_killed_in_the_middle_of_an_op(ends: dict[str, Any], re
     for found in ends["survivors"]:
         # Each rank's ledger, and on a CPU its heap.
         assert len(found["files"]) == NUM_RANKS * (2 if target.interpreted() else 1)
-        assert existing(found["files"]) == []
         assert found["went on"] < 10 + found["went on late"]
     assert_next_job_works()
 

@@ -191,10 +191,10 @@ def test_usage_counts(heap):
     assert heap.usage().free == 4 * MIB - 256
 
 
-def test_system_area_starts_zeroed_but_for_the_nonce(heap):
+def test_system_area_starts_zeroed_but_for_what_says_whose_it_is(heap):
     assert heap.system.shape == (4096,)
     assert heap.system.dtype == torch.int32
-    assert not bool(heap.system[:-4].any())
+    assert not bool(heap.system[: -8 - heap.world_size].any())  # a word for each rank, rank, digest, nonce
     assert heap.heap_bases.tolist() == [heap.base] * 9
 
 
