@@ -15,6 +15,7 @@ On the CPU target a server that has imported torch forks the ranks, which saves 
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import numbers
 import os
@@ -48,6 +49,7 @@ _LOOK_S = 1.0
 # As a process' list of what it has mapped names it, but for " (deleted)".
 _HEAP_FILE = re.compile(r"/dev/shm/pyrocshmem-[0-9a-f]{32}$", re.MULTILINE)
 _environment_lock = threading.Lock()
+_joined = itertools.count()  # process groups that `from_torchrun` has made
 
 
 def spawn(
@@ -147,8 +149,8 @@ def from_torchrun() -> tuple[int, int]:
             timeout=timedelta(seconds=init_seconds()),
             wait_for_workers=False,
         )
-        # A restart of the ranks meets the same store again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A restart of the ranks meets the same store again, and so does a process group after one was destroyed.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joined)}"
         init_process_group(dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store), rank, world_size, device)
     return rank, world_size
 
