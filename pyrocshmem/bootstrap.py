@@ -318,7 +318,7 @@ def abort_all(message: str) -> None:
 
 
 def _alone() -> Group:
-    """This process as a group of one. `RuntimeError` where it has peers: it must not compute a part as if it were all."""
+    """This process as a group of one. `RuntimeError` where it has peers: what is theirs would be missing."""
     global _solo
     if (why := _missing_process_group()) is not None:
         raise RuntimeError(

@@ -314,6 +314,28 @@ def test_a_program_that_ends_without_closing_tells_its_peers(end, code, heard):
     del store
 
 
+LATE_READERS = """
+import atexit
+kept = {}
+atexit.register(lambda: print([float(x.sum()) for x in kept.values()], flush=True))  # runs after all others
+import pyrocshmem
+def read(heap):
+    kept["own"] = heap.ones(1000)
+    kept["peer's"] = heap.peer_view(kept["own"], heap.world_size - 1)[10:]
+    heap.barrier()
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_tensors_can_be_read_until_the_process_ends(closed):
+    code = LATE_READERS + "heap = pyrocshmem.Heap(1 << 20)\nread(heap)\n" + "heap.close()\n" * closed
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1000.0, 990.0]\n", "")
+
+
 def test_exit_with_live_tensors_leaves_nothing():
     code = (
         "import pyrocshmem, re; heap = pyrocshmem.Heap(1 << 20); x = heap.ones(5); print(float(x.sum()));"
