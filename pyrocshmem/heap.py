@@ -176,8 +176,8 @@ class Heap(Lifecycle, TensorFactories):
         """The tensor of the same shape, strides and dtype, at the same offset of the heap of `rank`.
 
         Nothing is ordered: call `barrier`, or wait for a signal, before reading. It keeps the block as the tensor does,
-        and stays valid after `free`, which gives the bytes to other tensors. Raises `ValueError` when `tensor` is not on
-        this heap or `rank` is not in the group.
+        and stays valid after `free`, which gives the bytes to other tensors. Raises `ValueError` when `tensor` is not
+        on this heap or `rank` is not in the group.
         """
         self._require_usable()
         if isinstance(rank, bool) or not isinstance(rank, int):
@@ -212,8 +212,8 @@ class Heap(Lifecycle, TensorFactories):
         fault left in them; those that only some hold are given back, and their tensors are as if freed. Calls are
         compared, planned and counted anew on every workspace. CUDA graphs that were captured before may be replayed.
 
-        Raises `PeerTimeout` when a rank doesn't come within `timeout`, `PeerAborted` when one gave up or has closed the
-        heap (call it again, or form a new heap on `group.subgroup`), `ValueError` after `close`.
+        Raises `PeerTimeout` when a rank doesn't come within `timeout`, `PeerAborted` when one gave up (call it
+        again) or has closed the heap (form a new one), `ValueError` after `close`.
         """
         facts = {
             "blocks": [(block.offset, block.nbytes) for block in self._live.values()],
@@ -237,8 +237,8 @@ class Heap(Lifecycle, TensorFactories):
         """Leave the heap. Local, and harmless when repeated.
 
         The memory itself is given back when no tensor on it lives any more: at once where only workspaces have some,
-        after what was launched. Calls on these raise `ValueError` from now on. Peers that still wait for this
-        rank in a vote raise `PeerAborted`; a kernel that waits for it raises `PeerTimeout`.
+        after what was launched. Calls on these raise `ValueError` from now on. A peer's calls that this rank has made,
+        too, end as ever; those that it never makes, and votes, raise `PeerAborted` at once.
         """
         super().close()
         if self._closed:

@@ -150,7 +150,7 @@ def _fault_of_one(rank, world_size, fault):
     [
         ("record", "PeerTimeout", "PeerTimeout: barrier: rank 1 waited 0.00 s in vain for rank 0"),
         ("raise", "KeyError", "KeyError: 'weights'"),
-        ("close", "none", "it closed the heap"),
+        ("close", "none", "rank 1 has closed the heap"),
         ("abort", "PeerAborted", "told to"),
     ],
 )
@@ -283,7 +283,7 @@ except pyrocshmem.PeerAborted as error:
     ("end", "code", "heard"),
     [
         ("raise KeyError('weights')", 1, "KeyError: 'weights'"),
-        ("sys.exit(3)", 3, "it closed the heap"),
+        ("sys.exit(3)", 3, "rank 1 has closed the heap"),
     ],
 )
 def test_a_program_that_ends_without_closing_tells_its_peers(end, code, heard):
