@@ -20,6 +20,7 @@ Nothing here initialises torch.distributed.
 """
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -319,10 +320,11 @@ def as_group(group: Any = None) -> Group:
     """The `Group` of what torch calls one: the same object every time for the same ranks.
 
     Args:
-        group: None (the default process group when there is one, otherwise this process alone), a
+        group: None (the default process group; this process alone where it never had one, nor has peers), a
             `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a `Group`, which is returned as it is.
 
-    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions or a group without this rank.
+    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions or a group without this rank,
+    `RuntimeError` for None where there should be a process group: `WORLD_SIZE` is 2 or more, or there was one before.
     """
     if isinstance(group, Group):
         return group
@@ -355,11 +357,32 @@ def abort_all(message: str) -> None:
 
 
 def _alone() -> Group:
+    """This process as a group of one. `RuntimeError` where it has peers: what is theirs would be missing."""
     global _solo
+    if (why := _missing_process_group()) is not None:
+        raise RuntimeError(
+            f"{why}, and each rank would compute alone. Call pyrocshmem.from_torchrun() or "
+            "torch.distributed.init_process_group() before; group=pyrocshmem.ThreadGroup.create(1)[0] is for one rank "
+            "that is meant to be alone"
+        )
     with _solo_lock:
         if _solo is None:
             _solo = Group(MemoryBoard(), 0, 1, "alone")
         return _solo
+
+
+def _missing_process_group() -> str | None:
+    """Why there should be a default process group, which there isn't; None where this process is alone."""
+    try:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:  # no launcher has set it
+        world_size = 1
+    if world_size > 1:
+        return f"WORLD_SIZE is {world_size}, but this process has no process group"
+    # torch keeps the name of the last one's backend for good, and has no public trace of it; ours are those seen here.
+    if _names_used or getattr(dist.distributed_c10d, "_backend", None) is not None:
+        return "the process group of this process was destroyed"
+    return None
 
 
 def _from_process_group(process_group: Any) -> Group:

@@ -44,7 +44,8 @@ class HeapOutOfMemory(ShmemError):
         super().__init__(
             f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
             f"{largest} the largest free block; no rank allocated anything. "
-            "Free tensors, or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
+            "Let go of tensors, on all ranks (del, or heap.free), or form the heap with more bytes "
+            "(PYROCSHMEM_HEAP_BYTES)"
         )
 
 

@@ -2,7 +2,7 @@
 
     memory = form(channel, call, nbytes, device, backend, timeout)
     memory.bases[peer]           # where the peer's memory is in this process
-    memory.release()
+    memory.release()             # or del memory
 
 Protocol: allocate, and write into the memory whose it is; vote (size, handle, any failure); map each peer's memory,
 read in it whose it is, and leave a word there; vote again; look whether every peer has been here; let no other in.
@@ -134,7 +134,7 @@ class _Offer:
 
 
 class SharedMemory:
-    """The own memory and the mappings of the peers', released once: on demand, or with the last reference."""
+    """The own memory and the mappings of the peers', released with the last reference, or by the process's end."""
 
     def __init__(self, channel: Group, device: torch.device, backend: str) -> None:
         self.device, self.backend = device, backend
@@ -149,9 +149,10 @@ class SharedMemory:
         ]
         self._parts: list[Callable[[], None]] = []
         # No channel, which has its group, whose heap would then live as long as this memory.
-        farewell = None if backend == "host" else channel.subgroup(range(channel.world_size))
-        self.release = weakref.finalize(self, _release, self._parts, farewell, device, os.getpid())
-        self.release.atexit = False  # `heap` ends the live ones, after telling the peers of an exception
+        self._farewell = None if backend == "host" else channel.subgroup(range(channel.world_size))
+        self._pid = os.getpid()
+        self.release = weakref.finalize(self, _release, self._parts, self._farewell, device, self._pid)
+        self.release.atexit = False  # see `leave`
         live_memories.add(self)
 
     def allocate(self, nbytes: int) -> _Offer:
@@ -198,6 +199,15 @@ class SharedMemory:
         place = self.words(base)[start : start + len(words)]
         place.copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
 
+    def leave(self) -> None:
+        """The process ends, and its memory with it. What tensors may lie on stays mapped: what runs later may read
+        them."""
+        if not self.bases:
+            self.release()  # it never formed
+        elif os.getpid() == self._pid:
+            _finish(self.device)
+            _part_from_peers(self._farewell)
+
     def words(self, base: int) -> torch.Tensor:
         """The system area of the heap that starts at `base`: int32[SYSTEM_WORDS]."""
         return tensor_on(storage_at(base, SYSTEM_BYTES, self.device, None), torch.int32, (SYSTEM_WORDS,))
@@ -206,17 +216,26 @@ class SharedMemory:
 def _release(parts: list[Callable[[], None]], farewell: Group | None, device: torch.device, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: the memory is its parent's
-    with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
-        synchronize(device)
+    _finish(device)
     *mappings, free = parts if parts else [lambda: None]
     for close in mappings:
         close()
+    _part_from_peers(farewell)
+    free()
+
+
+def _finish(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
+        synchronize(device)
+
+
+def _part_from_peers(farewell: Group | None) -> None:
+    """Before the own memory goes: the driver leaves it undefined to free what others have mapped, give them a
+    moment."""
     if farewell is not None:
-        # The driver leaves it undefined to free memory that others have mapped: give them a moment.
         with store_may_be_gone():
             farewell.leave("unmapped")
             farewell.wait_until_all_left(_FAREWELL_S)
-    free()
 
 
 def form(

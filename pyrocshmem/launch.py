@@ -15,6 +15,7 @@ On the CPU target a server that has imported torch forks the ranks, which saves 
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import numbers
 import os
@@ -44,6 +45,7 @@ _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
 _environment_lock = threading.Lock()
+_joined = itertools.count()  # process groups that `from_torchrun` has made
 
 
 def spawn(
@@ -146,8 +148,8 @@ def from_torchrun() -> tuple[int, int]:
             timeout=timedelta(seconds=init_seconds()),
             wait_for_workers=False,
         )
-        # A restart of the ranks meets the same store again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A restart of the ranks meets the same store again, and so does a process group after one was destroyed.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joined)}"
         prefixed = dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store)
         init_process_group(prefixed, rank, world_size, device, shared)
     return rank, world_size

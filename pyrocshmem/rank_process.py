@@ -155,7 +155,7 @@ def _leave(pipe: Connection) -> None:
     except (EOFError, OSError):
         all_ok = False
     with contextlib.suppress(Exception):
-        endings.release_all()
+        endings.leave_all()
         if all_ok and dist.is_initialized():
             dist.destroy_process_group()
     sys.stdout.flush()

@@ -370,7 +370,7 @@ def _closes_early(rank, world_size):
 def test_case_24_close_while_peers_wait():
     kind, text, seconds, total = values(run_ranks(_closes_early, 2))[1]
     assert kind is PeerAborted
-    assert "rank 0 gave up: it closed the heap" in text
+    assert "rank 0 gave up: rank 0 has closed the heap" in text
     assert seconds < 1
     assert total == 5000
     assert_next_job_works()

@@ -132,7 +132,8 @@ def test_alignment_order_and_reuse(heap):
     assert all((heap.base + offset) % 256 == 0 for offset in offsets)
     heap.free(tensors[2])
     heap.free(tensors[1])
-    assert heap.offset(heap.empty(512, dtype=torch.uint8)) == offsets[1]  # the two were merged
+    merged = heap.empty(512, dtype=torch.uint8)
+    assert heap.offset(merged) == offsets[1]
     for tensor in [tensors[0], *tensors[3:]]:
         heap.free(tensor)
     assert heap.usage().num_allocations == 1
@@ -182,13 +183,14 @@ def test_debug_fill(heap):
 def test_usage_counts(heap):
     assert heap.usage().total == heap.nbytes == 4 * MIB
     x = heap.empty(MIB, dtype=torch.uint8)
-    heap.empty(3)
+    y = heap.empty(3)
     usage = heap.usage()
     assert (usage.used, usage.num_allocations) == (MIB + 256, 2)
     assert usage.free == usage.largest == 3 * MIB - 256
     heap.free(x)
     assert heap.usage().largest == 3 * MIB - 256
     assert heap.usage().free == 4 * MIB - 256
+    heap.free(y)
 
 
 def test_system_area_starts_zeroed_but_for_what_says_whose_it_is(heap):

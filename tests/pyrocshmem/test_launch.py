@@ -261,7 +261,15 @@ with pyrocshmem.Heap(1 << 20) as heap:
         heap.peer_view(x, peer)[rank] = rank + 1
     heap.barrier()
     print(f"rank {rank}: {x.tolist()}")
+torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+try:
+    pyrocshmem.Heap(1 << 20)
+except RuntimeError as error:
+    assert "WORLD_SIZE is 2, but this process has no process group" in str(error)
+    pyrocshmem.from_torchrun()  # once more, over the same store
+with pyrocshmem.Heap(1 << 20) as heap:
+    assert heap.world_size == 2
 """
 
 

@@ -159,7 +159,7 @@ def _fault_of_one(rank, world_size, fault):
     [
         ("record", "PeerTimeout", "PeerTimeout: barrier: rank 1 waited 0.00 s in vain for rank 0"),
         ("raise", "KeyError", "KeyError: 'weights'"),
-        ("close", "none", "it closed the heap"),
+        ("close", "none", "rank 1 has closed the heap"),
         ("abort", "PeerAborted", "told to"),
     ],
 )
@@ -294,7 +294,7 @@ except pyrocshmem.PeerAborted as error:
     ("end", "code", "heard"),
     [
         ("raise KeyError('weights')", 1, "KeyError: 'weights'"),
-        ("sys.exit(3)", 3, "it closed the heap"),
+        ("sys.exit(3)", 3, "rank 1 has closed the heap"),
     ],
 )
 def test_a_program_that_ends_without_closing_tells_its_peers(end, code, heard):
@@ -323,6 +323,28 @@ def test_a_program_that_ends_without_closing_tells_its_peers(end, code, heard):
     assert float(when) - float(outputs[1][0]) < 2
     assert dist.is_available()
     del store
+
+
+LATE_READERS = """
+import atexit
+kept = {}
+atexit.register(lambda: print([float(x.sum()) for x in kept.values()], flush=True))  # runs after all others
+import pyrocshmem
+def read(heap):
+    kept["own"] = heap.ones(1000)
+    kept["peer's"] = heap.peer_view(kept["own"], heap.world_size - 1)[10:]
+    heap.barrier()
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_tensors_can_be_read_until_the_process_ends(closed):
+    code = LATE_READERS + "heap = pyrocshmem.Heap(1 << 20)\nread(heap)\n" + "heap.close()\n" * closed
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1000.0, 990.0]\n", "")
 
 
 def test_exit_with_live_tensors_leaves_nothing():
