@@ -69,6 +69,7 @@ class Lifecycle:
         self._failure: ShmemError | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._voters: set[int] = set()  # threads
         self.group = as_group(group)
         self.rank, self.world_size = self.group.rank, self.group.world_size
         self.timeout, self.debug = timeout, debug
@@ -124,8 +125,11 @@ class Lifecycle:
         """
         with self._lock:
             self._require_usable()
+            self._voters.add(threading.get_ident())
             try:
                 return self._exchange(call, payload)
+            except CallMismatch as error:
+                raise CallMismatch(error.calls, in_threads=len(self._voters) > 1) from None
             except (PeerTimeout, PeerAborted):
                 mismatch = self._difference()
                 if not isinstance(mismatch, CallMismatch):
