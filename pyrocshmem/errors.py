@@ -118,10 +118,11 @@ class CallMismatch(ShmemError):
 
     number: None: they were about to plan it, and nothing was done on any rank. Otherwise it is the number of a call
     whose plans are there: some ranks may have launched it, what it gave is not valid, and the heap must recover.
+    in_threads: whether several threads of this rank have planned calls on the heap, whose order is nobody's then.
     """
 
-    def __init__(self, calls: Sequence[str], number: int | None = None) -> None:
-        self.calls, self.number = list(calls), number
+    def __init__(self, calls: Sequence[str], number: int | None = None, in_threads: bool = False) -> None:
+        self.calls, self.number, self.in_threads = list(calls), number, in_threads
         listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
         what = (
             "ranks made different calls, nothing was done"
@@ -129,7 +130,12 @@ class CallMismatch(ShmemError):
             else f"ranks made different calls as number {number} of a workspace, what it gave on any rank is not valid "
             "(heap.recover() on all ranks makes the heap work again)"
         )
-        super().__init__(f"{what}; all must make the same ones in the same order:{listing}")
+        threads = (
+            "\nSeveral threads of this rank make new calls on the heap, in an order that is left to chance. Make each "
+            "call once in one thread before (later ones need no order), or give each thread a heap of its own"
+        )
+        text = f"{what}; all must make the same ones in the same order:{listing}"
+        super().__init__(text + threads if in_threads else text)
 
 
 class InitTimeout(ShmemError):

@@ -106,13 +106,11 @@ class Heap(Lifecycle, TensorFactories):
         self.label = label(self)
         self._free_list = FreeList(self.nbytes, ALIGNMENT)
         self._live: dict[int, Block] = {}
-        self._dropped_by: dict[
-            int, set[int]
-        ] = {}  # the ranks that have said so, by offset: alike on all ranks
+        self._dropped_by: dict[int, set[int]] = {}  # the ranks that have said so; alike on all ranks
         self._collected = 0  # blocks that the last vote gave back
 
     def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
-        """See `Lifecycle.vote`. Waits for the device where tensors were dropped since the last vote."""
+        """See `Lifecycle.vote`. Waits for the own device, only where tensors were dropped since the last vote."""
         with self._lock:
             self._require_usable()
             dropped = self._newly_dropped()
@@ -321,10 +319,9 @@ class Heap(Lifecycle, TensorFactories):
 
     def _collect(self) -> None:
         """Give back what all ranks have dropped, in the same order on all of them."""
-        gone = [
-            self._live[offset] for offset, ranks in self._dropped_by.items() if len(ranks) == self.world_size
-        ]
-        for block in sorted(gone, key=lambda block: block.offset):
+        gone = sorted(offset for offset, ranks in self._dropped_by.items() if len(ranks) == self.world_size)
+        for offset in gone:
+            block = self._live[offset]
             self._give_back(block)
             if self.debug:
                 self._fill_with_nan(block)

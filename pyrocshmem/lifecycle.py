@@ -69,6 +69,7 @@ class Lifecycle:
         self._failure: ShmemError | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._voters: set[int] = set()  # threads
         self.group = as_group(group)
         self.rank, self.world_size = self.group.rank, self.group.world_size
         self.timeout, self.debug = timeout, debug
@@ -117,15 +118,18 @@ class Lifecycle:
         raise TypeError("a heap is memory of this process and its peers: it can't be pickled or copied")
 
     def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
-        """Give `payload` to all ranks and return all of theirs, in rank order. Doesn't wait for devices.
+        """Give `payload` to all ranks and return all of theirs, in rank order.
 
         Raises `CallMismatch` when the ranks' `call` differ (the heap stays usable), `PeerTimeout` when one
         doesn't come within `timeout`, `PeerAborted` when one gave up; after these two the heap is broken.
         """
         with self._lock:
             self._require_usable()
+            self._voters.add(threading.get_ident())
             try:
                 return self._exchange(call, payload)
+            except CallMismatch as error:
+                raise CallMismatch(error.calls, in_threads=len(self._voters) > 1) from None
             except (PeerTimeout, PeerAborted):
                 mismatch = self._difference()
                 if not isinstance(mismatch, CallMismatch):
@@ -365,9 +369,8 @@ class Lifecycle:
     def _set_abort_words(self, ranks: Sequence[int] | None = None) -> None:
         """At ranks (None: all) that nobody has told yet: the first to tell them names the cause."""
         with torch.cuda.stream(self._abort_stream):
-            for place in (
-                self._abort_places if ranks is None else [self._abort_places[rank] for rank in ranks]
-            ):
+            for rank in range(self.world_size) if ranks is None else ranks:
+                place = self._abort_places[rank]
                 self._abort_seen.copy_(place)
                 if not self._abort_seen:
                     place.copy_(self._abort_word)

@@ -8,6 +8,13 @@ that peers touch lies on the symmetric heap. Give an op a workspace of its own t
 
 Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call
 from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
+
+Threads beside one another need a workspace each. What is new on a heap (a workspace, the first call of a kind, what
+makes a workspace grow, a tensor) is voted on, and all ranks must vote in the same order, whatever the thread: so make
+the workspaces, and each call once, in one thread; later calls need no order. Or give each thread a heap of its own,
+where it may vote when it likes; form those in one thread.
+
+Keep a workspace as long as graphs that were captured of its calls.
 """
 
 from __future__ import annotations
