@@ -11,7 +11,8 @@
 
 On an idle machine `late` is next to nothing, and a limit is a limit of wall-clock time. Beside busy processes the
 kernel's accounts tell how long a thread stood in a core's queue; only that is added, so a wait that lasts too long
-fails there, too. A thread that sleeps is in no queue.
+fails there, too. A thread that sleeps is in no queue. Accounts are those of a process group: tests that run at once,
+and what the same script has started beside them, count as well.
 """
 
 import contextlib
