@@ -25,6 +25,7 @@ from pyrocshmem.boards import store_may_be_gone
 from pyrocshmem.bootstrap import Group
 from pyrocshmem.errors import InitTimeout, ShmemError
 from pyrocshmem.modes import normal_tensors
+from pyrocshmem.records import parsed
 
 SYSTEM_WORDS = 4096  # int32 words at the start of every heap: flags and the like, see `pyrocshmem.signal`
 SYSTEM_BYTES = 4 * SYSTEM_WORDS
@@ -184,7 +185,7 @@ def _form(memory: SharedMemory, channel: Group, nbytes: int, timeout: float) -> 
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         cause = error
         offer = {"problem": f"{type(error).__name__}: {error}"}
-    offers = [json.loads(reply) for reply in channel.exchange(json.dumps(offer).encode(), call, timeout)]
+    offers = parsed(call, channel.exchange(json.dumps(offer).encode(), call, timeout))
     unable = [rank for rank, reply in enumerate(offers) if "problem" in reply]
     if isinstance(cause, finegrained_alloc.NotBuilt | finegrained_alloc.Unavailable):
         raise cause
