@@ -19,6 +19,7 @@ reason. `tests/model/test_votes.py` tries every interleaving.
 Nothing here initialises torch.distributed.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -31,13 +32,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pyrocshmem import records, secret, status
-from pyrocshmem.boards import Board, MemoryBoard, store_board, store_may_be_gone
+from pyrocshmem.boards import Board, MemoryBoard, store_board
 from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
 from pyrocshmem.records import Reason
 
-_FIRST_PAUSE_S = 0.0002
+# Of the time waited so far: who oversleeps keeps its peers waiting in the next round, who then oversleep by more.
+_PAUSE_SHARE = 0.25
+_SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
+# A look for aborts reads several keys, one after another: not before a vote takes longer than most.
+_FIRST_LOOK_S = 0.003
 _LOOK_FOR_ABORT_S = 0.05
 
 _live_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
@@ -215,16 +220,15 @@ class Group:
         if found != message:
             self._message(vote, self.rank, found)  # raises, where it is a tombstone
             self._refuse_place(keys[self.rank])
-        look_for_reason = start + _FIRST_PAUSE_S
-        pause = _FIRST_PAUSE_S
+        look_for_reason = start + _FIRST_LOOK_S
         while (values := self._board.get_all(keys)) is None:
             now = time.monotonic()
             late = now - start >= seconds
             if late or now >= look_for_reason:
                 self._leave_in_vain(vote, late)
                 look_for_reason = now + _LOOK_FOR_ABORT_S
+            pause = min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * (now - start)), _LONGEST_PAUSE_S)
             self._board.pause(min(pause, max(0.0, start + seconds - now)))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
         return [self._message(vote, peer, value) for peer, value in enumerate(values)]
 
     def _message(self, vote: _Vote, peer: int, record: bytes) -> tuple[str, bytes]:
@@ -291,10 +295,11 @@ class Group:
 
     def _end_of(self, peer: int) -> str:
         """That the process of `peer` has ended; "" where it hasn't, or nothing is known of it."""
-        with store_may_be_gone():
+        # The store may be gone, and the record anything: it makes a text fuller, no more.
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
             if (record := self._value(self._process_keys[peer])) is not None:
                 number, namespace = json.loads(record)
-                return status.describe_end((number, namespace))
+                return status.describe_end((int(number), int(namespace)))
         return ""
 
 

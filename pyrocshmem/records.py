@@ -33,7 +33,7 @@ class Reason(NamedTuple):
 
 
 def pack_message(call: str, payload: bytes) -> bytes:
-    name = call.encode()
+    name = call.encode(errors="backslashreplace")  # what it quotes may be no text
     return len(name).to_bytes(4, "little") + name + payload
 
 

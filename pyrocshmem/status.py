@@ -14,6 +14,7 @@ from pathlib import Path
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 
 NUM_WORDS = 16
+_ENDED = ("gone", "Z", "X")
 
 
 class Code(enum.IntEnum):
@@ -93,19 +94,22 @@ def _state(process: tuple[int, int]) -> str:
 
 def describe_end(process: tuple[int, int]) -> str:
     """That a peer's process has ended; "" where it has not, or this process can't see it."""
-    if _state(process) not in ("gone", "Z", "X"):
-        return ""
-    return f"process {process[0]} has ended: look at its exit status and its log"
+    return _ended(process[0]) if _state(process) in _ENDED else ""
+
+
+def _ended(number: int) -> str:
+    return f"process {number} has ended: look at its exit status and its log"
 
 
 def describe_process(process: tuple[int, int]) -> str:
     """What has become of a peer's process, and what to do about it; "" where this process can't see it."""
-    number, _ = process
-    if end := describe_end(process):
-        return f"{end}. The others go on with a new heap on heap.group.subgroup(the ranks that live)"
-    state = _state(process)
+    number, state = process[0], _state(process)
     if not state:
         return ""
+    if state in _ENDED:
+        return (
+            f"{_ended(number)}. The others go on with a new heap on heap.group.subgroup(the ranks that live)"
+        )
     if state in ("T", "t"):
         return (
             f"process {number} is stopped, by a signal or a debugger: resume it (kill -CONT {number}), then "

@@ -142,10 +142,8 @@ class _Votes:
     ) -> None:
         self.num_ranks, self.rounds = num_ranks, rounds
         self.ways = [way for way in ways if way != BESIDE]
-        self.ranks = [*range(num_ranks - absent)] + [0] * (
-            BESIDE in ways
-        )  # of each thread; the last one only aborts
         self.num_lives = num_ranks - absent
+        self.ranks = [*range(self.num_lives), *([0] if BESIDE in ways else [])]  # of each thread
         self.times = (EARLY_S, LATE_S) if may_time_out else (EARLY_S,)
         self.kind, self.atomic = kind, atomic
         self.known: dict[tuple[int, tuple[Any, ...]], Life] = {}

@@ -330,6 +330,50 @@ def test_a_record_that_does_not_parse_is_named(make, damage):
         assert seconds < 5
 
 
+@pytest.mark.parametrize("record", [b"{", b"3", b"[1]", b'["self", "x"]', b"[[], {}]"])
+def test_a_damaged_record_of_a_process_leaves_the_time_out_as_it_is(record):
+    groups = ThreadGroup.create(2)
+    groups[0]._board.set(groups[0]._key("process/1"), record)
+    with pytest.raises(InitTimeout) as raised:
+        groups[0].channel("votes").exchange(b"", "a call whose name is no text: \udcff", timeout=0.01)
+    assert (raised.value.missing, raised.value.ended) == ([1], {})
+
+
+def test_payloads_that_do_not_parse_are_named(monkeypatch):
+    """Of the votes in which a heap forms, allocates and recovers."""
+    honest, damaged = Group.exchange, []
+
+    def exchange(group, payload, what, timeout=None):
+        replies = honest(group, payload, what, timeout)
+        return [replies[0], *damaged] if damaged and payload.startswith(b"{") else replies
+
+    def body(group):
+        damaged.clear()
+        heap = Heap(1 << 16, group)
+        group.barrier()
+        said = []
+        for garbage in (b"{not json", b"[3]", b"\xff"):
+            damaged[:] = [garbage]
+            group.barrier()
+            for call in (lambda: Heap(1 << 16, group), lambda: heap.zeros(3), heap.recover):
+                with pytest.raises(ShmemError) as raised:
+                    call()
+                said.append((raised.type, str(raised.value)))
+                group.barrier()
+            damaged.clear()
+            heap.recover()
+        return said
+
+    monkeypatch.setattr(Group, "exchange", exchange)
+    for said, _ in in_threads(ThreadGroup.create(2), body):
+        assert len(said) == 9, said
+        for kind, text in said:
+            assert kind is ShmemError
+            assert (
+                "what rank 1 brings can't be read: it is damaged, or somebody else wrote to the store" in text
+            )
+
+
 def test_old_keys_are_deleted():
     store = dist.HashStore()
     groups = [Group(StoreBoard(store), rank, 2, "test") for rank in range(2)]
