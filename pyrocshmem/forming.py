@@ -129,7 +129,8 @@ class _Offer:
             return _Offer(str(facts["handle"]), nonce, (number, namespace), str(facts["problem"]))
         except Exception as error:  # there is no telling what somebody else has written
             raise ValueError(
-                f"its record in the store is damaged ({type(error).__name__}: {error})"
+                "its record can't be read: it is damaged, or somebody else wrote to the store "
+                f"({type(error).__name__}: {error})"
             ) from None
 
 

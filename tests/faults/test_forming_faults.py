@@ -180,9 +180,9 @@ def _form_and_vote(group):
 FORGED = {
     "another rank": (lambda old, new: new[2], "its handle led to memory that says it is rank 2's"),
     "another heap": (lambda old, new: old[1], "its handle led to memory that isn't its heap"),
-    "no record": (lambda old, new: b"{not json", "its record in the store is damaged (JSONDecodeError"),
-    "half a record": (lambda old, new: b"{}", "its record in the store is damaged (KeyError"),
-    "endless": (lambda old, new: b"[" * 100_000, "its record in the store is damaged (RecursionError"),
+    "no record": (lambda old, new: b"{not json", "or somebody else wrote to the store (JSONDecodeError"),
+    "half a record": (lambda old, new: b"{}", "or somebody else wrote to the store (KeyError"),
+    "endless": (lambda old, new: b"[" * 100_000, "or somebody else wrote to the store (RecursionError"),
 }
 
 

@@ -369,9 +369,8 @@ def test_payloads_that_do_not_parse_are_named(monkeypatch):
         assert len(said) == 9, said
         for kind, text in said:
             assert kind is ShmemError
-            assert (
-                "what rank 1 brings can't be read: it is damaged, or somebody else wrote to the store" in text
-            )
+            assert "rank 1" in text
+            assert "can't be read: it is damaged, or somebody else wrote to the store" in text
 
 
 def test_old_keys_are_deleted():
