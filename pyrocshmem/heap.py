@@ -44,7 +44,7 @@ from pyrocshmem.forming import (
 )
 from pyrocshmem.labels import label
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle
-from pyrocshmem.records import parsed
+from pyrocshmem.records import parsed, unreadable_payload
 from pyrocshmem.tensors import Plan, TensorFactories
 
 __all__ = [
@@ -117,7 +117,7 @@ class Heap(Lifecycle, TensorFactories):
             replies = super().vote(call, _pack([block.offset for block in dropped], payload))
             for block in dropped:
                 block.offered = True
-            offers, payloads = zip(*map(_unpack, replies), strict=True)
+            offers, payloads = zip(*(_unpack(call, *reply) for reply in enumerate(replies)), strict=True)
             for rank, offsets in enumerate(offers):
                 for offset in offsets:
                     self._dropped_by.setdefault(offset, set()).add(rank)
@@ -377,10 +377,13 @@ def _pack(dropped: list[int], payload: bytes) -> bytes:
     return struct.pack(f"<{len(numbers)}Q", *numbers) + payload
 
 
-def _unpack(reply: bytes) -> tuple[tuple[int, ...], bytes]:
-    """(offsets of the blocks that a rank has dropped, what else it brought to the vote)."""
-    (count,) = struct.unpack_from("<Q", reply)
-    return struct.unpack_from(f"<{count}Q", reply, 8), reply[8 * (1 + count) :]
+def _unpack(call: str, rank: int, reply: bytes) -> tuple[tuple[int, ...], bytes]:
+    """(offsets of the blocks that `rank` has dropped, what else it brought to the vote on `call`)."""
+    try:
+        (count,) = struct.unpack_from("<Q", reply)
+        return struct.unpack_from(f"<{count}Q", reply, 8), reply[8 * (1 + count) :]
+    except struct.error:
+        raise unreadable_payload(call, rank) from None
 
 
 def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:

@@ -90,8 +90,12 @@ def parsed(what: str, replies: Sequence[bytes]) -> list[dict[str, Any]]:
         except ValueError:
             facts = None
         if not isinstance(facts, dict):
-            raise ShmemError(
-                f"{what}: what rank {rank} brings can't be read: it is damaged, or somebody else wrote to the store"
-            )
+            raise unreadable_payload(what, rank)
         found.append(facts)
     return found
+
+
+def unreadable_payload(what: str, rank: int) -> ShmemError:
+    return ShmemError(
+        f"{what}: what rank {rank} brings can't be read: it is damaged, or somebody else wrote to the store"
+    )
