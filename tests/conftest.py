@@ -19,13 +19,14 @@ with up to N ranks on each (`tests/sharing.py`). `--tally FILE` writes the count
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
-from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
+from pyrocshmem import bootstrap, target  # before Triton: decides whether kernels are interpreted
 from tests.faults import guard_list
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,15 @@ SHARED_TIMEOUT_S = 400
 # A rank on a shared core may be descheduled for longer than hypothesis' default of 200 ms an example.
 hypothesis.settings.register_profile("pyrocshmem", deadline=None)
 hypothesis.settings.load_profile("pyrocshmem")
+
+
+@pytest.fixture(autouse=True)
+def _as_if_there_had_been_no_process_group() -> Iterator[None]:
+    """What a test made and destroyed in this process: those that follow may compute alone again."""
+    yield
+    if not dist.is_initialized():
+        dist.distributed_c10d._backend = None
+        bootstrap._names_used.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -139,10 +139,8 @@ def test_threads_that_are_wrong(
 
 
 @pytest.mark.cpu
-def test_processes_that_are_wrong(example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_are_wrong(example: Callable[[str], Any]) -> None:
     """What the examples of processes end with."""
-    # Put back at the end: the tests that follow in this process are alone, as if it had never had a process group.
-    monkeypatch.setattr(dist.distributed_c10d, "_backend", None)
     common = example("common")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
