@@ -177,12 +177,13 @@ def _form_and_vote(group):
     return type(error), str(error), seconds
 
 
+UNREADABLE = "its record can't be read: it is damaged, or somebody else wrote to the store"
 FORGED = {
     "another rank": (lambda old, new: new[2], "its handle led to memory that says it is rank 2's"),
     "another heap": (lambda old, new: old[1], "its handle led to memory that isn't its heap"),
-    "no record": (lambda old, new: b"{not json", "or somebody else wrote to the store (JSONDecodeError"),
-    "half a record": (lambda old, new: b"{}", "or somebody else wrote to the store (KeyError"),
-    "endless": (lambda old, new: b"[" * 100_000, "or somebody else wrote to the store (RecursionError"),
+    "no record": (lambda old, new: b"{not json", f"{UNREADABLE} (JSONDecodeError"),
+    "half a record": (lambda old, new: b"{}", f"{UNREADABLE} (KeyError"),
+    "endless": (lambda old, new: b"[" * 100_000, f"{UNREADABLE} (RecursionError"),
 }
 
 
