@@ -20,7 +20,7 @@ WHOLE = ("all_reduce", "all_gather", "reduce_scatter", "all_scatter", "broadcast
 # Between ranks, unless the case names another placement.
 NORMS = [case for case in CASES if case.op == "gemm_all_reduce_rms_norm" and case.world_size > 1]
 BY_MESSAGES = [
-    case for case in CASES if case.op in WHOLE or case.shape in (SMALL, FEW) and case.world_size > 1
+    case for case in CASES if case.op in WHOLE or (case.shape in (SMALL, FEW) and case.world_size > 1)
 ]
 BY_MESSAGES += [case for case in NORMS if case not in BY_MESSAGES and "placement" not in dict(case.changes)]
 
