@@ -27,7 +27,7 @@ def test_killed_at_random_instants_while_heaps_form(ranks: int, parents: int) ->
     )
     assert done.returncode == 0, done.stderr
     end = json.loads(done.stdout)
-    assert end["killed"] == ranks + parents
+    assert end["killed"] >= ranks + parents
     assert end["heaps"] >= ranks / 4, "they were killed before they did anything"
     assert end["files"] == []
     assert end["holders"] == []
