@@ -7,11 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from benchmarks.escape import visible
 from benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
 from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
 from reference.__main__ import check_file, refuse
@@ -116,17 +117,23 @@ def _run(
     console.print(tables.document([file]), soft_wrap=True, markup=False, highlight=False)
     problems = run.problems(file.cases)
     for text in problems:
-        console.print(text, style="red", markup=False, soft_wrap=True)
+        console.print(visible(text), style="red", markup=False, soft_wrap=True)
     return not problems
 
 
 def _read(files: list[Path] | None) -> list[File]:
-    """Records of these files, or all; ends the command where one can't be read."""
+    """Records of these files, or all; ends the command where one can't be read, or there are none."""
     try:
-        return read_all(files or sorted(RESULTS.glob("*.jsonl")))
+        if not (found := read_all(files or sorted(RESULTS.glob("*.jsonl")))):
+            raise ValueError("there are no records to read")
     except (OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(error)
+    return found
+
+
+def _refuse(error: Exception) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2) from None
 
 
 @app.command()
@@ -139,11 +146,14 @@ def report(
     from benchmarks import documents, notes, plots
 
     found = _read(files)
-    if not found:
-        typer.echo("no records to report", err=True)
-        raise typer.Exit(2)
-    drawn = plots.draw(found, ROOT / "docs" / "results")
-    documents.write(found, drawn, ROOT, notes.read(RESULTS / "notes.md"))
+    try:
+        said = notes.read(RESULTS / "notes.md")
+        # Elsewhere first: what is in docs/ stays whole until all is made.
+        with tempfile.TemporaryDirectory() as folder:
+            drawn = plots.draw(found, Path(folder))
+            documents.write(found, drawn, ROOT, said)
+    except (OSError, ValueError) as error:
+        _refuse(error)
     typer.echo(f"wrote docs/results.md, {len(drawn)} plots and the table of README.md")
 
 

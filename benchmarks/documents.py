@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks import stats
+from benchmarks.escape import markdown
 from benchmarks.notes import Notes
 from benchmarks.records import File
-from benchmarks.shapes import LINK_BYTES_PER_S
-from benchmarks.tables import document, number, table
+from benchmarks.shapes import LINK_BYTES_PER_S, baseline
+from benchmarks.tables import document, number, table, versions
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _VARIANTS = ("ours", "ours_16bit")
@@ -67,7 +68,7 @@ def readme_table(files: Sequence[File]) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for group, name, over in _measured(files):
         first, *others = sorted(
-            over, key=lambda peer: (peer != stats.baseline(group.op), geometric_mean(over[peer]))
+            over, key=lambda peer: (peer != baseline(group.op), geometric_mean(over[peer]))
         )
         cells = rows.setdefault(
             _what(group), [str(len(over[first])), first, "", "", *(others[:1] or [""]), "", ""]
@@ -78,8 +79,8 @@ def readme_table(files: Sequence[File]) -> str:
     header = ["op", "shapes", "on", "cases", "over", *_VARIANTS, "over", *_VARIANTS]
     environments = [file.environment for file in files if file.environment["gpus"]]
     dates = sorted(env["started"][:10] for env in environments)
-    versions = sorted({_versions(env) for env in environments})
-    when = f"{dates[0]} to {dates[-1]}; {'; '.join(versions)}. " if dates else ""
+    found = sorted({versions(env, ("torch", "triton", "nccl")) for env in environments})
+    when = f"{dates[0]} to {dates[-1]}; {'; '.join(found)}. " if dates else ""
     return f"{when}Multicast is off for all.\n\n{table(header, [[*what, *cells] for what, cells in rows.items()])}"
 
 
@@ -93,25 +94,28 @@ def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[st
 
 
 def _what(group: stats.Group) -> tuple[str, str, str]:
-    return f"`{group.op}`", group.shapes, f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
+    return f"`{group.op}`", group.shapes, f"{group.ranks} x {markdown(group.device.removeprefix('NVIDIA '))}"
 
 
 def _mean_and_worst(found: Sequence[float]) -> str:
     return f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else ""
 
 
-def _versions(env: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl") if env[name])
-
-
 def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes) -> None:
-    """docs/results.md with the `plots` below docs/ and the `notes`, and the table between its marks in README.md."""
-    docs = root / "docs"
-    drawn = [path.relative_to(docs) for path in plots if path.suffix == ".png"]
-    pictures = "".join(f"![{path.stem.replace('-', ' ')}]({path.as_posix()})\n" for path in drawn)
+    """docs/results.md with the `notes`, the `plots`, which are copied to docs/results, and the table between its marks
+    in README.md. ValueError, before anything is written, where the marks are missing."""
+    drawn = [path for path in plots if path.suffix == ".png"]
+    pictures = "".join(f"![{path.stem.replace('-', ' ')}](results/{path.name})\n" for path in drawn)
     summary = f"## Summary\n\n{all_variants(files)}"
     text = f"{_HEAD}\n{summary}\n{document(files, notes)}\n## Plots\n\n{pictures}"
-    (docs / "results.md").write_text(text)
     readme = root / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{rest.split(END)[1]}")
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{readme} has no table to put in place, allowed is one between {BEGIN} and {END}")
+    readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{after}")
+    (root / "docs" / "results.md").write_text(text)
+    folder = root / "docs" / "results"
+    folder.mkdir(exist_ok=True)
+    for path in plots:
+        shutil.copyfile(path, folder / path.name)

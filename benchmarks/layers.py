@@ -27,10 +27,11 @@ from torch import nn
 
 from benchmarks.derive import merged
 from benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
-from benchmarks.measure import Table, part_of
+from benchmarks.measure import LIMIT_S, Table, part_of
 from benchmarks.meter import Meter
 from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import LAYER_SIZES, Case
+from pyrocshmem.json_objects import all_gather_json
 from reference.timing import host_seconds
 from stream_k.nn import KVCache
 from stream_k.workspace import Workspace, workspace_for
@@ -247,8 +248,8 @@ def measure_cases(
     """
     meter = Meter(device, lined_up=heap.world_size > 1)
     for case in cases:
-        parts: list[Any] = [None] * heap.world_size
-        dist.all_gather_object(parts, _measure(case, names, iters, heap, meter))
+        part = _measure(case, names, iters, heap, meter)
+        parts = all_gather_json(part, "parts of records", timeout=LIMIT_S)
         record = merged(parts)
         peaks = [part["peak_mib"] for part in parts]
         yield case, record | {"peak_mib": {name: max(peak[name] for peak in peaks) for name in peaks[0]}}

@@ -23,9 +23,12 @@ from benchmarks.operands import Operands
 from benchmarks.provider import Run, Unavailable
 from benchmarks.shapes import Case, graph_calls
 from pyrocshmem.errors import HeapOutOfMemory
+from pyrocshmem.json_objects import all_gather_json
 from reference.timing import host_seconds, repeated
 from stream_k.workspace import Workspace
 
+# A run that outlives this hangs; ranks wait for one another as long, since each may compile what others have done.
+LIMIT_S = 3600.0
 _HOST_CALLS = 20
 # Whose memory is read: the default, and what libraries compare with.
 _READ_MEMORY_OF = ("ours", "ours_16bit")
@@ -47,8 +50,8 @@ def measure_cases(
     for first in range(0, len(cases), step):
         batch = cases[first : first + step]
         mine = batch[0] if together else batch[rank] if rank < len(batch) else None
-        parts: list[Any] = [None] * ranks
-        dist.all_gather_object(parts, mine and _measure(mine, names, iters, heap, meter, spare))
+        part = mine and _measure(mine, names, iters, heap, meter, spare)
+        parts = all_gather_json(part, "parts of records", timeout=LIMIT_S)
         if together:
             yield batch[0], merged(parts)
         else:
@@ -90,8 +93,7 @@ class Table:
             fault = name.startswith("ours") and not refused
         found: list[Any] = [(reason, fault)]
         if self.ranks > 1:
-            found = [None] * self.ranks
-            dist.all_gather_object(found, (reason, fault))
+            found = all_gather_json((reason, fault), f"whether {name} is ready", timeout=LIMIT_S)
         reasons = [reason for reason, _ in found if reason]
         if not reasons:
             table[name] = made

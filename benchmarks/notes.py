@@ -53,11 +53,15 @@ NO_NOTES = Notes()
 
 def read(path: Path) -> Notes:
     """The notes of a file; none where there is no file. Raises ValueError for a line that looks like a reason and is
-    none."""
+    none, and for a file that is not in UTF-8."""
     if not path.exists():
         return NO_NOTES
     found = Notes()
-    for section in re.split(r"^## ", path.read_text(), flags=re.MULTILINE)[1:]:
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}, allowed is text in UTF-8") from None
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         op, _, body = section.partition("\n")
         op, words = op.strip(), []
         for line in body.splitlines():

@@ -17,7 +17,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks import layers, stats
+from benchmarks import escape, layers, stats
 from benchmarks.provider import IS_DEFAULT
 from benchmarks.providers import ALL_PROVIDERS
 from benchmarks.records import File, median
@@ -63,7 +63,8 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
                 figure = _panels(op, shown, _efficiency, "overlap efficiency: floor / time")
                 paths += _save(figure, folder / f"{name}-efficiency")
         for group in corpora:
-            paths += _save(utilisation(group), folder / f"{group.shapes}-{group.dtype}-utilisation")
+            if figure := utilisation(group):
+                paths += _save(figure, folder / f"{group.shapes}-{group.dtype}-utilisation")
         if roofs := [op for op in whole if _roofline_cases(op)]:
             paths += _save(rooflines(roofs), folder / "roofline")
         if figure := speedup_bars(groups):
@@ -86,6 +87,10 @@ def _whole_ops(groups: Sequence[Group]) -> list[Group]:
         cases = found.setdefault((group.op, group.device, group.ranks, group.dtype), {})
         cases |= {(case["M"], case["N"], case["K"]): case for case in group.cases}
     return [Group(*key, "", tuple(cases.values())) for key, cases in found.items()]
+
+
+def _title(group: Group) -> str:
+    return escape.plot(f"{group.op}, {group.dtype}, {group.ranks} x {group.device}")
 
 
 def _compared(group: Group) -> list[str]:
@@ -150,7 +155,7 @@ def _panels(
             axis.set_yscale("log")
         if N:
             axis.set_title(f"N {N}, K {K}")
-    figure.suptitle(f"{group.op}, {group.dtype}, {group.ranks} x {group.device}, medians of the slowest rank")
+    figure.suptitle(f"{_title(group)}, medians of the slowest rank")
     figure.legend(list(lines.values()), list(lines), loc="outside right upper")
     return figure
 
@@ -160,9 +165,15 @@ def _flops(case: dict[str, Any]) -> float:
 
 
 def _roofline_cases(group: Group) -> list[dict[str, Any]]:
-    """Those that send anything, on GPUs."""
+    """Those that send anything, on GPUs; none where no product alone was timed, whose best rate is a roof."""
     fused = TIMED[group.op].kind in ("row", "column")
-    return [case for case in group.cases if fused and case["link_bytes"] and case["floor_us"]]
+    cases = [case for case in group.cases if fused and case["link_bytes"] and case["floor_us"]]
+    return cases if _rates_alone(cases) else []
+
+
+def _rates_alone(cases: Sequence[dict[str, Any]]) -> list[float]:
+    """TFLOP/s of products alone."""
+    return [_flops(c) / us / 1e6 for c in cases for p in ("blas", "ours_gemm") if (us := median(c, p))]
 
 
 def rooflines(groups: Sequence[Group]) -> Any:
@@ -179,8 +190,7 @@ def rooflines(groups: Sequence[Group]) -> Any:
         axis.set_visible(False)
     for axis, group in zip(axes.flat, groups, strict=False):
         cases = _roofline_cases(group)
-        alone = [_flops(c) / us / 1e6 for c in cases for p in ("blas", "ours_gemm") if (us := median(c, p))]
-        peak = max(alone)
+        peak = max(_rates_alone(cases))
         intensities = [_flops(case) / case["link_bytes"] for case in cases]
         low, high = min(intensities) / 1.5, max(intensities) * 1.5
         ridge = min(max(peak * 1e12 / LINK_BYTES_PER_S, low), high)
@@ -196,7 +206,7 @@ def rooflines(groups: Sequence[Group]) -> Any:
                 look = {"color": _COLOURS.get(provider), "marker": _MARKERS.get(provider)}
                 axis.scatter(*zip(*points, strict=True), s=14, label=provider, **look)
         roofs = f"roofs: {peak:.0f} TFLOP/s, {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
-        axis.set_title(f"{group.op}, {group.dtype}, {group.ranks} x {group.device}\n{roofs}")
+        axis.set_title(f"{_title(group)}\n{roofs}")
         axis.set(xscale="log", yscale="log", xlabel="FLOP a byte sent", ylabel="TFLOP/s a GPU")
         axis.legend(fontsize=6)
     return figure
@@ -210,7 +220,8 @@ def _of_tiles(case: dict[str, Any], provider: str) -> float | None:
 
 
 def utilisation(group: Group) -> Any:
-    """Rate over the best of the set, against arithmetic intensity, as the Stream-K paper shows it."""
+    """Rate over the best of the set, against arithmetic intensity, as the Stream-K paper shows it. None where
+    nothing was timed."""
     width = 4 if group.dtype == "float32" else 2
     clouds: dict[str, tuple[list[float], list[float]]] = {}
     for provider in ("blas", "ours_whole_tiles", "ours"):
@@ -218,7 +229,9 @@ def utilisation(group: Group) -> Any:
         sizes = [(case["M"], case["N"], case["K"]) for case, _ in timed]
         xs = [2.0 * M * N * K / (width * (M * K + K * N + M * N)) for M, N, K in sizes]
         clouds[provider] = xs, [_flops(case) / us / 1e6 for case, us in timed]
-    best = max(rate for _, rates in clouds.values() for rate in rates)
+    best = max((rate for _, rates in clouds.values() for rate in rates), default=None)
+    if best is None:
+        return None
     figure, axes = plt.subplots(
         1, len(clouds), sharex=True, sharey=True, figsize=(11, 4), layout="constrained"
     )
@@ -226,7 +239,7 @@ def utilisation(group: Group) -> Any:
         axis.scatter(xs, [100 * rate / best for rate in rates], s=4, color=_COLOURS[provider])
         axis.set(xscale="log", xlabel="FLOP a byte of A, B and C", title=provider, ylim=(0, 103))
     axes[0].set_ylabel(f"% of {best:.0f} TFLOP/s, the best rate here")
-    figure.suptitle(group.title)
+    figure.suptitle(escape.plot(group.title))
     return figure
 
 
@@ -236,7 +249,7 @@ def speedup_bars(groups: Sequence[Group]) -> Any:
     for group in groups:
         for peer in stats.peers(group):
             if found := stats.speedups(group, peer):
-                name = f"{group.title}: {peer}"
+                name = escape.plot(f"{group.title}: {peer}")
                 bars.append((name, statistics.geometric_mean(found), min(found), peer))
     if not bars:
         return None

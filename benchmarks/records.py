@@ -6,6 +6,7 @@ its bound}, wrong [providers], skipped and failed {provider: reason}, config {pr
 floor_us, efficiency {provider: floor / median}. Since November 23, 2026 also: bits {our provider: runs, and how many
 distinct results they gave}, workspace_bytes {our provider: bytes} and workspace_allowed_bytes, clocks_mhz {provider: SM
 clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "".
+`benchmarks.schema` says what each may hold.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-FORMAT = 2
+from benchmarks.escape import visible
+from benchmarks.schema import FORMAT, check_case, check_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Multicast stays off for everyone: some machines must not use it, and comparisons are without it.
@@ -32,6 +35,8 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+# Far beyond any: what is larger is no file of records.
+_MOST_BYTES = 256 << 20
 _GPU_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
@@ -79,7 +84,9 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
 
 
 def start(path: Path, header: dict[str, Any]) -> None:
-    """Begin a file of records. Raises OSError, before anything is measured, where it can't be written."""
+    """Begin a file of records. Raises, before anything is measured, OSError where it can't be written, ValueError for a
+    header that `read` would refuse."""
+    check_environment(header)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     append(path, header)
@@ -101,23 +108,61 @@ class File:
     cases: list[dict[str, Any]]
 
 
+def drop_cut_line(path: Path) -> None:
+    """Take away what follows the last line break: the line that a writer had begun when it was killed."""
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def read(path: Path) -> File | None:
-    """The records of a file; None for one in an older format. Raises OSError, ValueError."""
+    """The records of a file; None for one in another format. Raises OSError, and ValueError for a line that can't be
+    used: FILE:LINE, what is wrong, and what is allowed (`benchmarks.schema`)."""
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    where = visible(str(path))
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{where} is larger than {_MOST_BYTES >> 20} MiB, allowed for records")
+    texts = content.split(b"\n")
+    found: dict[str, Any] = {}
+    commands, cases = [], []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            line = _parsed(text, number == len(texts))
+            if not found and ("format" not in line or line["format"] != FORMAT):
+                return None
+            if found and "op" in line:
+                check_case(line)
+                cases.append(line)
+                continue
+            check_environment(line)
+        except ValueError as error:
+            raise ValueError(f"{where}:{number}: {error}") from None
+        found |= line
+        commands += [line["command"]] if "command" in line else []
+    if not found:
+        raise ValueError(f"{where}:1: the file is empty, allowed are lines of JSON, first the environment")
+    return File(path, found | {"commands": commands}, cases)
+
+
+def _parsed(text: bytes, is_last: bool) -> dict[str, Any]:
+    """The object of a line. is_last: of the file, without a line break behind it."""
+    allowed = "allowed is an object in JSON, in UTF-8"
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-        if not all(isinstance(line, dict) for line in lines):
-            raise ValueError("a line is no object")
+        line = json.loads(text.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError(f"it nests too deep; {allowed}") from None
     except ValueError as error:
-        raise ValueError(f"{path} holds no lines of JSON: {error}") from error
-    if not lines or lines[0].get("format") != FORMAT:
-        return None
-    cases = [line for line in lines[1:] if "op" in line]
-    found = dict(lines[0])
-    for line in lines[1:]:
-        if "op" not in line:
-            found |= line
-    found["commands"] = [line["command"] for line in lines if "command" in line]
-    return File(path, found, cases)
+        cut = ", and the file ends there, as a killed run leaves it: delete this line" if is_last else ""
+        raise ValueError(f"{getattr(error, 'msg', error)}{cut}; {allowed}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"it is a {type(line).__name__}; {allowed}")
+    return line
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def read_all(paths: Iterable[Path]) -> list[File]:
@@ -127,7 +172,7 @@ def read_all(paths: Iterable[Path]) -> list[File]:
     for path in paths:
         file = read(path)
         if file is None:
-            print(f"{path.name}: not in format {FORMAT}, left out", file=sys.stderr)
+            print(f"{visible(path.name)}: not in format {FORMAT}, left out", file=sys.stderr)
         else:
             files.append(file)
     return sorted(files, key=lambda file: str(file.environment["started"]))

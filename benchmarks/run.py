@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import ahead, layers, providers, records
 from benchmarks.derive import broken
-from benchmarks.measure import measure_cases
+from benchmarks.measure import LIMIT_S, measure_cases
 from benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
 from pyrocshmem import RanksFailed, spawn, target
 from pyrocshmem.heap import Heap
@@ -24,8 +24,6 @@ from pyrocshmem.heap import Heap
 _MAX_BREAKS = 3
 # Samples a provider, and of the hundreds of products of the Stream-K corpus, whose distribution is what counts.
 _ITERS, _ITERS_OF_MANY, _MANY_CASES = 30, 8, 300
-# A run that outlives this hangs.
-_LIMIT_S = 3600.0
 # For M = N = 16384: two slots of fp32 partials, a result, and what captured graphs keep.
 _GPU_HEAP_BYTES, _CPU_HEAP_BYTES = 24 << 30, 64 << 20
 _TINY_GPU_HEAP_BYTES = 1 << 30  # tests run beside others
@@ -77,7 +75,7 @@ def run(
     todo = cases
     for attempt in range(_MAX_BREAKS + 1):
         try:
-            spawn(_rank_main, ranks, todo, names, iters, path, timeout=_LIMIT_S)
+            spawn(_rank_main, ranks, todo, names, iters, path, timeout=LIMIT_S)
             break
         except RanksFailed as error:
             todo = _after_break(path, todo, header, error)
@@ -92,6 +90,7 @@ def run(
 def _after_break(path: Path, todo: list[Case], header: dict[str, Any], error: RanksFailed) -> list[Case]:
     """Record that the first case without a record broke the ranks; the cases after it. `error` says how."""
     print(error, file=sys.stderr, flush=True)
+    records.drop_cut_line(path)
     file = records.read(path)
     assert file is not None
     fields = ("op", "shapes", "M", "N", "K", "dtype")

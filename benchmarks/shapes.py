@@ -137,6 +137,9 @@ COLUMN_NORMS = ("rms_norm", "rms_norm_replicated", "gemm_rms_norm_all_scatter")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS
+# Of sets and providers: they stand in tables, plots and names of files.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAMES = "are letters, digits, _ . and -, 64 at most, the first no mark"
 SETS = ("llama3", *DECODE_ROWS, "sweep", *CORPORA, "sizes", "norm-rows", "once", "tiny")
 
 
@@ -169,6 +172,8 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
     found: Sequence[tuple[int, ...]]
     if shapes.endswith(".toml"):
         path = Path(shapes)
+        if not NAME.fullmatch(path.stem):
+            raise ValueError(f"{path} gives the set's name, allowed {NAMES}")
         name, found = path.stem, _from_toml(path, kind)
     elif name == "custom":
         found = (
@@ -227,6 +232,11 @@ def _set(op: str, name: str) -> Sequence[tuple[int, ...]]:
     if op == "gemm" and name == "llama3":
         return column + row
     return row if kind == "row" else column
+
+
+def baseline(op: str) -> str:
+    """The provider that ours is first compared with."""
+    return "blas" if op == "gemm" else "torch_tp" if op in LAYERS else "unfused"
 
 
 def corpus(multiple: int = 1) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import File, median
-from benchmarks.shapes import LAYERS, MEMORY_BOUND_ROWS, TIMED
+from benchmarks.shapes import MEMORY_BOUND_ROWS, TIMED
 
 # Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
 NOT_PEERS = ("ours_gemm", "unfused_stacked")
@@ -99,11 +99,6 @@ def memory_gb_per_s(case: dict[str, Any]) -> float | None:
         return None
     M, N, K = case["M"], case["N"], case["K"]
     return float((M * K + K * N + M * N) * (4 if case["dtype"] == "float32" else 2) / us / 1e3)
-
-
-def baseline(op: str) -> str:
-    """What an op is first compared with."""
-    return "blas" if op == "gemm" else "torch_tp" if op in LAYERS else "unfused"
 
 
 def peers(group: Group) -> list[str]:

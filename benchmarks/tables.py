@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import stats
+from benchmarks.escape import code, markdown
 from benchmarks.notes import NO_NOTES, Notes
 from benchmarks.records import File, median
-from benchmarks.shapes import COLUMN_NORMS, MEMORY_BYTES_PER_S, NORMS, TIMED, tensor_bytes
+from benchmarks.shapes import COLUMN_NORMS, MEMORY_BYTES_PER_S, NORMS, TIMED, baseline, tensor_bytes
 from benchmarks.stats import Group
 
 EFFICIENCY = "efficiency"
@@ -72,7 +73,7 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 def columns_of(group: Group, cases: Sequence[dict[str, Any]]) -> list[Column]:
     """What a table of `cases` says of each: headings, and what a row has there. What no record has, has no column."""
-    peers, base = stats.peers(group), stats.baseline(group.op)
+    peers, base = stats.peers(group), baseline(group.op)
     kind = TIMED[group.op].kind
     found: list[Column] = [
         ("size" if kind == "collective" else "M x N x K", _name),
@@ -140,7 +141,7 @@ def _peaks(case: dict[str, Any], providers: Sequence[str]) -> str:
 
 def distribution(group: Group) -> str:
     """Percentiles of the speed-up of every variant of ours over the baseline, and how many cases lose."""
-    base = stats.baseline(group.op)
+    base = baseline(group.op)
     rows = []
     for name in group.providers:
         found = stats.speedups(group, base, name) if name.startswith("ours") else []
@@ -181,10 +182,10 @@ def behind(group: Group, notes: Notes) -> str:
 
 def group_text(group: Group, notes: Notes) -> str:
     """Heading, tables, losing cases, clocks, and who was skipped why."""
-    parts = [f"### {group.title}\n"]
+    parts = [f"### {markdown(group.title)}\n"]
     cases: Sequence[dict[str, Any]] = group.cases
     if len(cases) > _ALL_CASES:
-        base = stats.baseline(group.op)
+        base = baseline(group.op)
         # What failed first, what is dropped last.
         known = [case for case in cases if not stats.dropped(case)]
         cases = sorted(known, key=lambda case: stats.speedup(case, base) or 0)[:_WORST_CASES]
@@ -199,7 +200,9 @@ def group_text(group: Group, notes: Notes) -> str:
             for each in case[kind].items():
                 reasons[each] = reasons.get(each, 0) + 1
         if reasons:
-            texts = [f"`{name}` ({reason}; {count} cases)" for (name, reason), count in reasons.items()]
+            texts = [
+                f"`{name}` ({markdown(reason)}; {count} cases)" for (name, reason), count in reasons.items()
+            ]
             parts.append(f"{kind.capitalize()}: {', '.join(texts)}.\n")
     return "\n".join(parts)
 
@@ -217,7 +220,7 @@ def _floors(group: Group) -> str:
 
 
 def _dropped(group: Group) -> str:
-    texts = [f"{shape(case)} ({why})" for case in group.cases if (why := stats.dropped(case))]
+    texts = [f"{shape(case)} ({markdown(why)})" for case in group.cases if (why := stats.dropped(case))]
     return f"Dropped, without ratios and in no mean: {', '.join(texts)}.\n" if texts else ""
 
 
@@ -226,7 +229,7 @@ def _clocks(group: Group) -> str:
     texts = []
     clocks = [clock for case in group.cases for clock in case.get("clock_mhz") or ()]
     if clocks:
-        watts = max(case["power_w"] for case in group.cases if case.get("power_w"))
+        watts = max(case["power_w"] for case in group.cases if case.get("clock_mhz"))
         texts.append(f"SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, at most {watts:.0f} W.")
     unknown = sum(not case.get("clocks_mhz") for case in group.cases)
     if unknown and group.device != "cpu":
@@ -239,14 +242,14 @@ def _clocks(group: Group) -> str:
 def file_text(file: File) -> str:
     """What made the records."""
     env = file.environment
-    gpu = env["gpus"][0].split(",")[0] if env["gpus"] else "CPU"
-    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "nccl", "python") if env[name])
-    commands = ", ".join(f"`{command}`" for command in env.get("commands", [env["command"]]))
+    gpu = markdown(env["gpus"][0].split(",")[0]) if env["gpus"] else "CPU"
+    found = versions(env, ("torch", "triton", "nccl", "python"))
+    commands = ", ".join(code(command) for command in env.get("commands", [env["command"]]))
     # Those of a run without --json are gone.
-    kept = f" Records: `{file.path.name}`." if file.path.exists() else ""
+    kept = f" Records: {code(file.path.name)}." if file.path.exists() else ""
     return (
-        f"- {commands} on {env['num_ranks']} x {gpu}, at commit `{env['commit'][:10]}`{changed(env)}, "
-        f"{env['started']}; {versions}.{kept}\n"
+        f"- {commands} on {env['num_ranks']} x {gpu}, at commit {code(env['commit'][:10])}{changed(env)}, "
+        f"{env['started']}; {found}.{kept}\n"
     )
 
 
@@ -268,7 +271,12 @@ def summary_table(found: Sequence[dict[str, Any]]) -> str:
     rows = []
     for item in found:
         for name, speed in item["speedup"].items():
-            what = [item["op"], item["shapes"], item["dtype"], f"{item['ranks']} x {item['device']}"]
+            what = [
+                item["op"],
+                item["shapes"],
+                item["dtype"],
+                f"{item['ranks']} x {markdown(item['device'])}",
+            ]
             worst = f"{item['worst_speedup'][name]:.2f}"
             rows.append(
                 [
@@ -282,6 +290,11 @@ def summary_table(found: Sequence[dict[str, Any]]) -> str:
             )
     header = ["op", "shapes", "dtype", "on", "cases", "efficiency", "against", "speed-up", "worst"]
     return table(header, rows)
+
+
+def versions(env: dict[str, Any], names: Sequence[str]) -> str:
+    """Of the packages of these names that a run had."""
+    return ", ".join(f"{name} {markdown(env[name])}" for name in names if env[name])
 
 
 def changed(env: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ each rank owns one; ownership moves on by one rank from wave to wave (`owned_til
 program gets its share.
 
 Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order in
-                                                              fp32, adds the bias, activates
+                                                              fp32, adds the bias, activates, adds the residual
             owner  --final tile, flag done[tile]-------------> every rank's result
 One-shot:   every rank sums every tile itself: no second hop, R / 2 times the bytes.
 
@@ -26,7 +26,7 @@ Slots: calls use two in turn. A peer that has entered call n - 1 has finished re
 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their
 partials of this call, hence have entered it, hence are done with what the result held before.
 
-`extra` is (partials, slot_elements, results, flags, squares, bias): pointers but for the int64 size of a
+`extra` is (partials, slot_elements, results, flags, squares, bias or residual): pointers but for the int64 size of a
 slot. `squares`, when asked for, is fp32 [tiles_n, M]: the sum of squares, over a tile's columns, of each row
 of the *reduced* tile, before it is rounded.
 """
@@ -36,7 +36,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, status, trace
 from pyrocshmem.device import others, remote
-from stream_k.epilogue import activate, add_bias, rounded
+from stream_k.epilogue import RESIDUAL, finished, rounded
 from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
@@ -207,12 +207,12 @@ def _reduce_tile(
             total = tl.load(sources[0] + packed).to(tl.float32)
             for source in tl.static_range(1, WORLD):
                 total += tl.load(sources[source] + packed).to(tl.float32)
-            if OPTIONS[1]:
-                total = add_bias(total, bias, tile_n * BLOCK_N, N, BLOCK_N)
-            total = activate(total, OPTIONS[0])
+            total = finished(total, bias, tile_n * BLOCK_N, N, BLOCK_N, OPTIONS)
             i = tile_m * BLOCK_M + rows
             offsets = i.to(tl.int64)[:, None] * N + j[None, :]
             mask = (i < M)[:, None] & (j < N)[None, :]
+            if OPTIONS[1] == RESIDUAL:
+                total += tl.load(bias + offsets, mask=mask, other=0.0).to(tl.float32)
             value = total.to(results.dtype.element_ty)
             for k in tl.static_range(len(targets)):
                 tl.store(targets[k] + offsets, value, mask=mask)

@@ -34,8 +34,8 @@ import triton.language as tl
 
 from pyrocshmem import signal, trace
 from pyrocshmem.device import remote
-from stream_k.epilogue import activate, add_bias, store_block, store_output
-from stream_k.order import block_tiles
+from stream_k.epilogue import add_residual, finished, store_block, store_output
+from stream_k.order import block_start, block_tiles
 
 _LANES = tl.constexpr(256)
 # How many bits of an element's partials, of all peers, are loaded ahead, while another part of the tile is added: as
@@ -114,9 +114,9 @@ def sum_rows(
     """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile in rank order in fp32, into
     this rank's rows. Writes nothing once a wait has given up.
 
-    `extra` is (tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n): a word of `flags` for every
-    `step_tiles` tiles, raised by each peer; `partials` has a block of rows for each peer, that of the rank before this
-    one first. OPTIONS[3] is the op.
+    `extra` is (tile_flags, flags, step_tiles, partials, bias or residual, stride_m, stride_n): a word of `flags` for
+    every `step_tiles` tiles, raised by each peer; `partials` has a block of rows for each peer, that of the rank before
+    this one first; a residual has the rows of all ranks. OPTIONS[3] is the op.
     """
     tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
@@ -125,6 +125,12 @@ def sum_rows(
     WIDTH: tl.constexpr = partials.dtype.element_ty.primitive_bitwidth
     AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH)  # parts
     rank = tl.load(context[0] + signal.RANK)
+    # Before the wait, where it costs no time, and the fewest registers: behind the partials it would take all of them.
+    residual = bias + tl.cast(block_start(rank, M, WORLD), tl.int64) * N
+    own = ()
+    for part in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + part * PART_N
+        own = own + (add_residual(parts[part], residual, row, row_end, col, N, BLOCK_M, PART_N, OPTIONS),)  # type: ignore[assignment]
     came = _came(tile, epoch, flags, step_tiles, context, problem, OPTIONS[3], WORLD, BLOCK_M, BLOCK_N)
     row_end = tl.where(came, row_end, 0)
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
@@ -138,13 +144,11 @@ def sum_rows(
         if part >= AHEAD:
             total = tl.zeros((BLOCK_M, PART_N), tl.float32)
             for peer in tl.static_range(PEERS):
-                total = tl.where(peer == rank, total + parts[part - AHEAD], total)
+                total = tl.where(peer == rank, total + own[part - AHEAD], total)
                 total += blocks[(part - AHEAD) * PEERS + peer].to(tl.float32)
-            total = tl.where(rank == PEERS, total + parts[part - AHEAD], total)
+            total = tl.where(rank == PEERS, total + own[part - AHEAD], total)
             col = tile_n * BLOCK_N + (part - AHEAD) * PART_N
-            if OPTIONS[1]:
-                total = add_bias(total, bias, col, N, PART_N)
-            total = activate(total, OPTIONS[0])
+            total = finished(total, bias, col, N, PART_N, OPTIONS)
             store_block(c, row, col, total, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
 
 

@@ -1,4 +1,4 @@
-"""Memory that peers can map: fine-grained on AMD GPUs, plain on NVIDIA GPUs, a file in /dev/shm on a CPU.
+"""Memory that peers can map: fine-grained on AMD GPUs, plain on NVIDIA GPUs, a nameless file in /dev/shm on a CPU.
 
 One rank allocates and exports, its peers open, all of them read and write while kernels run::
 
@@ -11,9 +11,9 @@ One rank allocates and exports, its peers open, all of them read and write while
     with finegrained_alloc.pool():                      # any PyTorch tensor on such memory
         x = torch.empty(4096, device="cuda")
 
-Protocol: the owner may ``seal()`` once all peers have opened, so that nothing is left behind when a rank is killed;
-peers close before the owner frees. The work is done by a C library without dependencies, built by
-``finegrained_alloc/build.sh``; it is loaded at the first call, not at import.
+Protocol: the owner may ``seal()`` once all peers have opened, after which no other can; peers close before the owner
+frees. Nothing is left behind when a rank is killed, whenever that is. The work is done by a C library without
+dependencies, built by ``finegrained_alloc/build.sh``; it is loaded at the first call, not at import.
 """
 
 from finegrained_alloc.library import BACKENDS, NotBuilt, StaleHandle, Unavailable, available, load

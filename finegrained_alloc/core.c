@@ -53,12 +53,15 @@ int fga_check_device(int backend, int device, const fga_backend **found) {
     return status;
 }
 
-/* A child of fork owns nothing of its parent's: were it to free a file, the parent's peers could not open it. */
+/* A child of fork owns nothing of its parent's, the descriptors of its memory included. */
 static void before_fork(void) { pthread_mutex_lock(&fga_lock); }
 
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&fga_lock); }
 
 static void after_fork_in_child(void) {
+    for (fga_memory *memory = fga_registry.memories; memory != NULL; memory = memory->next)
+        if (backends[memory->backend]->seal != NULL)
+            backends[memory->backend]->seal(memory);
     fga_registry.memories = NULL;
     fga_registry.mappings = NULL;
     memset(&fga_registry.stats, 0, sizeof fga_registry.stats);
@@ -68,15 +71,6 @@ static void after_fork_in_child(void) {
 
 __attribute__((constructor)) static void at_load(void) {
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
-
-/* A process that ends without freeing leaves no file behind. GPU memory goes with the process by itself. */
-__attribute__((destructor)) static void at_exit(void) {
-    pthread_mutex_lock(&fga_lock);
-    for (fga_memory *memory = fga_registry.memories; memory != NULL; memory = memory->next)
-        if (backends[memory->backend]->seal != NULL)
-            backends[memory->backend]->seal(memory);
-    pthread_mutex_unlock(&fga_lock);
 }
 
 fga_memory *fga_find_memory(uint64_t id) {

@@ -178,7 +178,9 @@ static int export_payload(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_
     return status;
 }
 
-static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], uint64_t held, int device, void **ptr) {
+static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identity *owner, uint64_t held, int device,
+                       void **ptr) {
+    (void)owner;
     CUipcMemHandle handle;
     CUdeviceptr opened = 0;
     memcpy(&handle, payload, sizeof handle);

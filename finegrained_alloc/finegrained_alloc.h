@@ -1,7 +1,7 @@
 /* finegrained_alloc: memory that peers can map, behind one small C ABI.
  *
- * Three backends: host (a file in /dev/shm), cuda (driver API) and hip (fine-grained device memory). The GPU runtimes are
- * loaded with dlopen at the first use, so the library builds with any C compiler and runs on a machine with no GPU.
+ * Three backends: host (a nameless file in /dev/shm), cuda (driver API) and hip (fine-grained device memory). The GPU
+ * runtimes are loaded with dlopen at the first use, so the library builds with any C compiler and runs on a machine with no GPU.
  *
  * Protocol: fga_alloc -> fga_export gives a handle of fga_handle_size() bytes, which is sent to a peer by any means ->
  * the peer calls fga_open -> both use the memory -> the peer calls fga_close, then the owner calls fga_free.
@@ -49,7 +49,7 @@ FGA_API int fga_device_count(int backend, int *count);
 FGA_API int fga_alloc(int backend, int device, uint64_t nbytes, void **ptr, uint64_t *id);
 /* While mappings of this same process are open the memory itself goes with the last of them. */
 FGA_API int fga_free(uint64_t id);
-/* host: removes the file's name, after which no new peer can open it and nothing is left when a rank is killed. */
+/* host: closes the descriptor by which peers open the memory, after which no new one can. */
 FGA_API int fga_seal(uint64_t id);
 
 FGA_API uint64_t fga_handle_size(void);

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #define MAGIC "FGALLOC"
-#define VERSION 1u
+#define VERSION 2u
 
 /* FNV-1a, 64 bits: http://www.isthe.com/chongo/tech/comp/fnv/ */
 static uint64_t checksum_of(const fga_handle *handle) {

@@ -159,7 +159,9 @@ static int export_payload(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_
     return status;
 }
 
-static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], uint64_t held, int device, void **ptr) {
+static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identity *owner, uint64_t held, int device,
+                       void **ptr) {
+    (void)owner;
     hipIpcMemHandle_t handle;
     int previous;
     memcpy(&handle, payload, sizeof handle);

@@ -23,9 +23,16 @@ typedef struct fga_memory {
     int device;
     unsigned references; /* the owner's, and one for each mapping of this process */
     bool owned;          /* false once fga_free was called */
-    bool named;          /* host: the file still has its name */
-    uint8_t payload[FGA_PAYLOAD_BYTES]; /* host: filled by alloc; GPUs: by export */
+    int descriptor;      /* host: by which peers open the memory; -1 once it is sealed */
 } fga_memory;
+
+/* Who this process is, in a form that a recycled pid cannot forge. */
+typedef struct {
+    uint64_t token[2];
+    uint64_t pid_namespace; /* 0 where /proc does not tell */
+    uint64_t start_time;    /* in clock ticks since boot; 0 where /proc does not tell */
+    uint32_t pid;
+} fga_identity;
 
 typedef struct {
     void *to;
@@ -41,13 +48,13 @@ typedef struct {
     const char *name;
     int (*available)(char *text, size_t text_bytes);
     int (*device_count)(int *count);
-    int (*alloc)(fga_memory *memory); /* reads nbytes and device; sets ptr, held, named, payload */
+    int (*alloc)(fga_memory *memory); /* reads nbytes and device; sets ptr, held, descriptor */
     int (*release)(fga_memory *memory);
     int (*seal)(fga_memory *memory);  /* NULL where there is nothing to seal */
     int (*export_payload)(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_BYTES]);
-    int (*open)(const uint8_t payload[FGA_PAYLOAD_BYTES], uint64_t held, int device, void **ptr);
+    int (*open)(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identity *owner, uint64_t held, int device,
+                void **ptr);
     int (*close)(void *ptr, uint64_t held, int device);
-    void (*discard)(const uint8_t payload[FGA_PAYLOAD_BYTES]); /* NULL, or: remove what a dead owner left */
     int (*can_access_peer)(int device, int peer, int *yes);
     int (*enable_peer_access)(int device, int peer);
     int (*copy_rows)(int device, const fga_copy *copy);
@@ -69,18 +76,15 @@ uint64_t fga_round_up(uint64_t nbytes, uint64_t unit);
 /* Frees the live allocation at ptr, as fga_free does by id. */
 int fga_free_pointer(const void *ptr);
 
-/* Who this process is, in a form that a recycled pid cannot forge. */
-typedef struct {
-    uint64_t token[2];
-    uint64_t pid_namespace; /* 0 where /proc does not tell */
-    uint64_t start_time;    /* in clock ticks since boot; 0 where /proc does not tell */
-    uint32_t pid;
-} fga_identity;
-
 int fga_random(void *bytes, size_t count);
 int fga_make_identity(fga_identity *identity);
 /* False also where that cannot be known: in another pid namespace, or without /proc. */
 bool fga_is_dead(const fga_identity *identity);
+/* Whether its pid means the same process here. False also without /proc. */
+bool fga_shares_pid_namespace(const fga_identity *identity);
+
+/* Bytes that may still be taken before the system kills a process for want of memory; text gets whose limit that is. */
+uint64_t fga_free_memory(char *text, size_t text_bytes);
 
 /* The library named by environment variable env if set; else one already loaded whose name starts with stem (two copies of a
  * GPU runtime in a process do not share pointers); else the first of names (NULL-terminated) that loads. */

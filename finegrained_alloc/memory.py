@@ -58,9 +58,9 @@ class Allocation(_OfThisProcess):
         return export_pointer(self.ptr)
 
     def seal(self) -> None:
-        """Takes the name off host memory once every peer has opened it: it goes with its last user, even a killed one.
+        """Lets no new peer in, once all have opened host memory, and gives back the descriptor that it holds for them.
 
-        Nothing on GPUs, where the driver does that anyway. Raises ``ValueError`` when the memory was freed.
+        Nothing on GPUs. Raises ``ValueError`` when the memory was freed.
         """
         check(load().fga_seal(self.number))
 
@@ -107,7 +107,8 @@ def alloc(nbytes: int, backend: str, device: int = 0) -> Allocation:
     """Allocates ``nbytes`` bytes: page-aligned and zeroed on "host", 2 MiB-aligned and not zeroed on "cuda" and "hip".
 
     Raises ``ValueError`` / ``TypeError`` for bad arguments, ``MemoryError`` (with backend, bytes and the system's text)
-    when there is not enough, ``Unavailable`` when this machine has no such backend, ``NotBuilt``.
+    when there is not enough, ``RuntimeError`` with the system's text (on "host" each allocation holds a file descriptor
+    until it is sealed or freed), ``Unavailable`` when this machine has no such backend, ``NotBuilt``.
     """
     number = backend_number(backend)
     nbytes = c_number("nbytes", nbytes, 64)
@@ -141,7 +142,8 @@ def open_handle(handle: bytes, device: int = 0) -> Mapping:
 
     A handle made by this very process maps nothing: the pointer is the owner's, with peer access between the devices.
     Raises ``ValueError`` for a handle that is truncated, damaged or not one of ours, ``StaleHandle`` when its owner has
-    ended or given the memory back, ``RuntimeError`` with the runtime's text when mapping fails, ``NotBuilt``.
+    ended or given the memory back, ``MemoryError`` without room to map it, ``RuntimeError`` with the runtime's text
+    when mapping fails, or when the owner of host memory is in another pid namespace, ``NotBuilt``.
     """
     if not isinstance(handle, bytes):
         raise TypeError(f"handle is a {type(handle).__name__}, expected bytes")

@@ -73,13 +73,10 @@ static int open_own(fga_mapping *opened) {
 static int open_foreign(fga_mapping *opened, const fga_handle *handle, const fga_identity *owner) {
     const fga_backend *backend = fga_find_backend(opened->backend);
     opened->held = handle->held;
-    if (fga_is_dead(owner)) {
-        if (backend->discard != NULL)
-            backend->discard(handle->payload);
+    if (fga_is_dead(owner))
         return fga_fail(FGA_STALE, "%s: the handle's owner, process %u, is not running any more", backend->name,
                         owner->pid);
-    }
-    return backend->open(handle->payload, handle->held, opened->device, &opened->ptr);
+    return backend->open(handle->payload, owner, handle->held, opened->device, &opened->ptr);
 }
 
 static int drop_own(fga_memory *own) {

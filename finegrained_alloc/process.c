@@ -60,10 +60,14 @@ int fga_make_identity(fga_identity *identity) {
     return fga_random(identity->token, sizeof identity->token);
 }
 
+bool fga_shares_pid_namespace(const fga_identity *identity) {
+    return identity->pid_namespace != 0 && identity->pid_namespace == pid_namespace();
+}
+
 bool fga_is_dead(const fga_identity *identity) {
     char state;
     uint64_t start_time;
-    if (identity->start_time == 0 || identity->pid_namespace == 0 || identity->pid_namespace != pid_namespace())
+    if (identity->start_time == 0 || !fga_shares_pid_namespace(identity))
         return false;
     if (!read_stat(identity->pid, &state, &start_time))
         return true;

@@ -6,6 +6,7 @@
 Exits 0 on a machine with no GPU: ranks then run on the CPU. The doctor exits 1 when ranks could not work here.
 """
 
+import os
 import platform
 import shutil
 from importlib import metadata
@@ -108,8 +109,9 @@ def main(context: typer.Context, plain: Plain = False) -> None:
     for table in (devices_table(), peers_table(), heap_table(), versions_table()):
         if table is not None:
             console.print(table)
-    shm = shutil.disk_usage("/dev/shm")
-    console.print(f"/dev/shm: {gib(shm.total)}, {gib(shm.free)} free (heaps of CPU ranks live there)")
+    if os.path.isdir("/dev/shm"):
+        shm = shutil.disk_usage("/dev/shm")
+        console.print(f"/dev/shm: {gib(shm.total)}, {gib(shm.free)} free (heaps of CPU ranks live there)")
 
 
 _STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red"}

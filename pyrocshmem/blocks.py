@@ -1,4 +1,4 @@
-"""`Block`: a piece of a heap, to which the storages of its tensors refer; and whether a tensor's was freed."""
+"""`Block`: a piece of a heap; `Owner`: what the storages of its tensors refer to; and whether a tensor's was freed."""
 
 import weakref
 from dataclasses import dataclass
@@ -10,17 +10,45 @@ from pyrocshmem.forming import SharedMemory
 
 @dataclass(eq=False)
 class Block:
-    """An allocation of a heap; the storages of its tensors refer to it."""
+    """An allocation of a heap. offered: whether the peers know that this rank has dropped it."""
 
     memory: SharedMemory
     offset: int
     nbytes: int
     live: bool = True
+    offered: bool = False
+    _owner: "weakref.ref[Owner] | None" = None
+
+    def own(self) -> "Owner":
+        """What the storages of its tensors are to refer to."""
+        owner = Owner(self)
+        self._owner = weakref.ref(owner)
+        return owner
+
+    @property
+    def dropped(self) -> bool:
+        """Whether no tensor of this rank is on it any more, nor one of a peer's at the same place."""
+        return self._owner is not None and self._owner() is None
 
     def retire(self) -> None:
         """From now on its bytes may be another's."""
         self.live = False
         _retired.add(weakref.ref(self, _retired.discard))
+
+
+class Owner:
+    """Lives as long as any storage on its block: the heap holds the block, the storages hold this."""
+
+    __slots__ = ("__weakref__", "block")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+
+def block_under(storage: torch.UntypedStorage) -> Block | None:
+    """The block that `storage` was made on, None where it wasn't made by a heap on this rank's own memory."""
+    owner = getattr(storage, "pyrocshmem_owner", None)
+    return owner.block if isinstance(owner, Owner) else None
 
 
 # Those whose tensors live on. There are none as a rule, which is what a call that is repeated asks first.
@@ -32,5 +60,5 @@ def is_freed(x: torch.Tensor) -> bool:
     seen: what the call then comes to is checked in its turn."""
     if not _retired or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
-    owner = getattr(x.untyped_storage(), "pyrocshmem_owner", None)
-    return isinstance(owner, Block) and not owner.live
+    block = block_under(x.untyped_storage())
+    return block is not None and not block.live

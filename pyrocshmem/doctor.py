@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -29,7 +28,8 @@ from pyrocshmem.trace import now_us
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 
-_SHM = Path("/dev/shm")
+_SHM = "/dev/shm"
+_MEMFD = "memfd"  # what the C library says that it uses instead
 _HEAP_BYTES = 1 << 20
 _BLOCK = 256
 _CALLS_BETWEEN_LOOKS = 10
@@ -137,10 +137,14 @@ def check_ipc() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Room in /dev/shm for heaps of ranks on a CPU, and what ended jobs have left there."""
-    if not (_SHM.is_dir() and os.access(_SHM, os.W_OK)):
+    """Room in /dev/shm for heaps of ranks on a CPU."""
+    usable, text = finegrained_alloc.available("host")
+    if not usable or _MEMFD in text:
         yield Finding(
-            "/dev/shm", FAULT, "missing, or not writable", "mount a tmpfs there: containers do by default"
+            "/dev/shm",
+            NOTE if usable else FAULT,
+            text,
+            "mount a tmpfs there, as containers do by default: its size is a limit that a full heap runs into early",
         )
         return
     usage = shutil.disk_usage(_SHM)
@@ -155,24 +159,6 @@ def check_shared_memory() -> Iterator[Finding]:
         if short
         else "",
     )
-    left = [path for path in _SHM.glob("pyrocshmem-*") if not _is_mapped(path)]
-    if left:
-        yield Finding(
-            "files left",
-            NOTE,
-            f"{len(left)} of heaps that were forming when their job was killed",
-            f"rm {' '.join(map(str, left[:3]))}{' ..' if len(left) > 3 else ''}",
-        )
-
-
-def _is_mapped(path: Path) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if str(path) in maps.read_text(errors="replace"):
-                return True
-        except OSError:  # another user's, or it has ended
-            continue
-    return False
 
 
 def check_limits() -> Iterator[Finding]:

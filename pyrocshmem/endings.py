@@ -15,11 +15,12 @@ def close_all() -> None:
         heap.close()
 
 
-def release_all() -> None:
-    """Close every heap of this process and give all memory back: at its end, when no tensor is read any more."""
+def leave_all() -> None:
+    """Close every heap of this process, which ends. Tensors on them can be read to the last: other handlers, that were
+    registered before ours, and threads may do so."""
     close_all()
     for memory in list(live_memories):
-        memory.release()
+        memory.leave()
 
 
 def abort_all(message: str, group: Group | None = None) -> None:
@@ -34,7 +35,7 @@ def _at_exit() -> None:
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None and not hasattr(sys, "ps1"):
         abort_all(describe(uncaught))
-    release_all()
+    leave_all()
 
 
 atexit.register(_at_exit)

@@ -12,7 +12,7 @@ The caller's own mistakes are `ValueError` and `TypeError`, raised before anythi
 its facts as attributes and survives pickling, because ranks send theirs to the process that started them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -44,7 +44,8 @@ class HeapOutOfMemory(ShmemError):
         super().__init__(
             f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
             f"{largest} the largest free block; no rank allocated anything. "
-            "Free tensors, or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
+            "Let go of tensors, on all ranks (del, or heap.free), or form the heap with more bytes "
+            "(PYROCSHMEM_HEAP_BYTES)"
         )
 
 
@@ -117,10 +118,11 @@ class CallMismatch(ShmemError):
 
     number: None: they were about to plan it, and nothing was done on any rank. Otherwise it is the number of a call
     whose plans are there: some ranks may have launched it, what it gave is not valid, and the heap must recover.
+    in_threads: whether several threads of this rank have planned calls on the heap, whose order is nobody's then.
     """
 
-    def __init__(self, calls: Sequence[str], number: int | None = None) -> None:
-        self.calls, self.number = list(calls), number
+    def __init__(self, calls: Sequence[str], number: int | None = None, in_threads: bool = False) -> None:
+        self.calls, self.number, self.in_threads = list(calls), number, in_threads
         listing = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(self.calls))
         what = (
             "ranks made different calls, nothing was done"
@@ -128,17 +130,32 @@ class CallMismatch(ShmemError):
             else f"ranks made different calls as number {number} of a workspace, what it gave on any rank is not valid "
             "(heap.recover() on all ranks makes the heap work again)"
         )
-        super().__init__(f"{what}; all must make the same ones in the same order:{listing}")
+        threads = (
+            "\nSeveral threads of this rank make new calls on the heap, in an order that is left to chance. Make each "
+            "call once in one thread before (later ones need no order), or give each thread a heap of its own"
+        )
+        text = f"{what}; all must make the same ones in the same order:{listing}"
+        super().__init__(text + threads if in_threads else text)
 
 
 class InitTimeout(ShmemError):
-    """A group or heap did not form: `missing` ranks did not arrive, or could not take part (`reason`)."""
+    """A group or heap did not form: `missing` ranks did not arrive, or could not take part (`reason`).
+
+    Attributes: missing, never empty; what: the call; waited_s: seconds; world_size; reason; ended: of each missing rank
+    whose process is known to have ended, that in words.
+    """
 
     def __init__(
-        self, missing: Sequence[int], what: str, waited_s: float, world_size: int, reason: str = ""
+        self,
+        missing: Sequence[int],
+        what: str,
+        waited_s: float,
+        world_size: int,
+        reason: str = "",
+        ended: Mapping[int, str] | None = None,
     ) -> None:
         self.missing, self.what, self.waited_s = list(missing), what, waited_s
-        self.world_size, self.reason = world_size, reason
+        self.world_size, self.reason, self.ended = world_size, reason, dict(ended or {})
         named = _named(self.missing)
         text = f"{what}: {named} of {world_size} could not take part: {reason}"
         if not reason:
@@ -146,6 +163,7 @@ class InitTimeout(ShmemError):
                 f"{what}: {named} of {world_size} did not arrive within {waited_s:.1f} s. "
                 "Look at whether they started and reached this call (PYROCSHMEM_INIT_SECONDS sets the time)"
             )
+            text += "".join(f". Rank {peer}'s {words}" for peer, words in self.ended.items())
         super().__init__(text)
 
 

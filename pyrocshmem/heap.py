@@ -9,15 +9,21 @@
     heap.close()
 
 Layout: `SYSTEM_WORDS` int32 words for signals (word 0: abort, 64 onwards: barrier flags; see
-`pyrocshmem.signal`; the last four belong to `forming`), then the blocks. Every allocation and free is a vote
+`pyrocshmem.signal`; the last ones belong to `forming`), then the blocks. Every allocation and free is a vote
 of all ranks: they bring their call and the offset they would give it, and unless all agree nothing happens
 anywhere. A rank that fails brings its failure.
+
+A tensor need not be freed: once it is gone on all ranks its block is, too. With every vote a rank says which blocks
+no tensor of its own lies on any more, nor a view or a `peer_view`, when its device has finished what it launched; in
+the vote in which the last rank says so, all give the block back. So nobody can reach the memory who could still write
+to it, and offsets stay the same. Keep what a captured graph uses, as with other tensors: a graph holds none.
 
 Memory stays mapped while any tensor on it lives, even after `close`: a late access is never a crash.
 """
 
 import contextlib
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +31,7 @@ from typing import Any
 import torch
 
 from pyrocshmem.allocator import FreeList
-from pyrocshmem.blocks import Block
+from pyrocshmem.blocks import Block, block_under
 from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
 from pyrocshmem.forming import (
@@ -38,6 +44,7 @@ from pyrocshmem.forming import (
 )
 from pyrocshmem.labels import label
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle
+from pyrocshmem.records import parsed, unreadable_payload
 from pyrocshmem.tensors import Plan, TensorFactories
 
 __all__ = [
@@ -77,7 +84,8 @@ class Heap(Lifecycle, TensorFactories):
         rank, world_size, group, device, nbytes, timeout, debug.
         base: address of the own heap. bases: of every rank's heap, in this process.
         heap_bases: int64[1 + max(R, 8)] on `device`: the own base, that of each rank, the own one as padding.
-        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed. label: a name of it.
+        system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed but for its
+            last words. label: a name of it.
         status: int64[16] in host memory that kernels write when a wait runs out; see `pyrocshmem.status`.
 
     Raises:
@@ -98,6 +106,23 @@ class Heap(Lifecycle, TensorFactories):
         self.label = label(self)
         self._free_list = FreeList(self.nbytes, ALIGNMENT)
         self._live: dict[int, Block] = {}
+        self._dropped_by: dict[int, set[int]] = {}  # the ranks that have said so; alike on all ranks
+        self._collected = 0  # blocks that the last vote gave back
+
+    def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
+        """See `Lifecycle.vote`. Waits for the own device, only where tensors were dropped since the last vote."""
+        with self._lock:
+            self._require_usable()
+            dropped = self._newly_dropped()
+            replies = super().vote(call, _pack([block.offset for block in dropped], payload))
+            for block in dropped:
+                block.offered = True
+            offers, payloads = zip(*(_unpack(call, *reply) for reply in enumerate(replies)), strict=True)
+            for rank, offsets in enumerate(offers):
+                for offset in offsets:
+                    self._dropped_by.setdefault(offset, set()).add(rank)
+            self._collect()
+            return list(payloads)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the block of `tensor` back, on all ranks, once all of them have finished what they launched.
@@ -150,9 +175,9 @@ class Heap(Lifecycle, TensorFactories):
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The tensor of the same shape, strides and dtype, at the same offset of the heap of `rank`.
 
-        Nothing is ordered: call `barrier`, or wait for a signal, before reading. It stays valid after
-        `free`, which gives the bytes to other tensors. Raises `ValueError` when `tensor` isn't on this heap
-        or `rank` isn't in the group.
+        Nothing is ordered: call `barrier`, or wait for a signal, before reading. It keeps the block as the tensor does,
+        and stays valid after `free`, which gives the bytes to other tensors. Raises `ValueError` when `tensor` is not
+        on this heap or `rank` is not in the group.
         """
         self._require_usable()
         if isinstance(rank, bool) or not isinstance(rank, int):
@@ -162,11 +187,13 @@ class Heap(Lifecycle, TensorFactories):
                 f"rank {rank}, allowed are 0..{self.world_size - 1}: ranks count within the heap's group, "
                 f"whose members are global ranks {list(self.group.global_ranks)}"
             )
-        block = self._block_of(tensor)
-        inside = tensor.untyped_storage().data_ptr() - self.base
-        nbytes = tensor.untyped_storage().nbytes()
-        owner = block if rank == self.rank else block.memory
-        storage = storage_at(self.bases[rank] + inside, nbytes, self.device, owner)
+        self._block_of(tensor)
+        under = tensor.untyped_storage()
+        owner = getattr(under, "pyrocshmem_owner", (under, self._memory))
+        # What is at a peer is no tensor of this heap, but its view keeps the block from being given to others.
+        owner = owner if rank == self.rank else (owner,)
+        address = self.bases[rank] + under.data_ptr() - self.base
+        storage = storage_at(address, under.nbytes(), self.device, owner)
         view = tensor_on(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         # Bits that PyTorch keeps beside what is in memory.
         view = view.conj() if tensor.is_conj() else view
@@ -185,8 +212,8 @@ class Heap(Lifecycle, TensorFactories):
         fault left in them; those that only some hold are given back, and their tensors are as if freed. Calls are
         compared, planned and counted anew on every workspace. CUDA graphs that were captured before may be replayed.
 
-        Raises `PeerTimeout` when a rank doesn't come within `timeout`, `PeerAborted` when one gave up or has closed the
-        heap (call it again, or form a new heap on `group.subgroup`), `ValueError` after `close`.
+        Raises `PeerTimeout` when a rank doesn't come within `timeout`, `PeerAborted` when one gave up (call it
+        again) or has closed the heap (form a new one), `ValueError` after `close`.
         """
         facts = {
             "blocks": [(block.offset, block.nbytes) for block in self._live.values()],
@@ -195,7 +222,10 @@ class Heap(Lifecycle, TensorFactories):
         self._recover(json.dumps(facts).encode(), self._keep_common)
 
     def _keep_common(self, holdings: list[bytes]) -> None:
-        held = [json.loads(reply) for reply in holdings]
+        held = parsed("recover", holdings)
+        self._dropped_by.clear()  # a rank may have left before the last vote ended for it: all say it again
+        for block in self._live.values():
+            block.offered = False
         common = set.intersection(*({(offset, nbytes) for offset, nbytes in each["blocks"]} for each in held))
         for block in list(self._live.values()):
             if (block.offset, block.nbytes) not in common:
@@ -207,8 +237,8 @@ class Heap(Lifecycle, TensorFactories):
         """Leave the heap. Local, and harmless when repeated.
 
         The memory itself is given back when no tensor on it lives any more: at once where only workspaces have some,
-        after what was launched. Calls on these raise `ValueError` from now on. Peers that still wait for this
-        rank in a vote raise `PeerAborted`; a kernel that waits for it raises `PeerTimeout`.
+        after what was launched. Calls on these raise `ValueError` from now on. A peer's calls that this rank has made,
+        too, end as ever; those that it never makes, and votes, raise `PeerAborted` at once.
         """
         super().close()
         if self._closed:
@@ -227,7 +257,13 @@ class Heap(Lifecycle, TensorFactories):
                 with contextlib.suppress(CallMismatch):
                     self._vote(f"{name}: {type(error).__name__}: {error}", {})
                 raise
-            return self._allocate_plan(f"{name}({list(plan.shape)}, {plan.dtype})", plan, nbytes)
+            call = f"{name}({list(plan.shape)}, {plan.dtype})"
+            while True:
+                try:
+                    return self._allocate_plan(call, plan, nbytes)
+                except HeapOutOfMemory:
+                    if self._collected == 0:  # alike on all ranks
+                        raise
 
     def _allocate_plan(self, call: str, plan: Plan, nbytes: int) -> torch.Tensor:
         offset = self._free_list.alloc(nbytes)
@@ -239,7 +275,7 @@ class Heap(Lifecycle, TensorFactories):
         block = Block(self._memory, offset, nbytes)
         self._live[offset] = block
         try:
-            storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, block)
+            storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, block.own())
             tensor = tensor_on(storage, plan.dtype, plan.shape)
             failure: Exception | None = None
             facts = {"offset": offset}
@@ -271,13 +307,34 @@ class Heap(Lifecycle, TensorFactories):
         tensor_on(storage, torch.uint8, (size,)).fill_(_DEBUG_BYTE)
         synchronize(self.device)
 
+    def _newly_dropped(self) -> list[Block]:
+        """Blocks that no tensor of this rank is on any more, and that the peers don't know of; what was launched on
+        them has ended."""
+        found = [block for block in self._live.values() if block.dropped and not block.offered]
+        if found:
+            if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+                return []  # no device waits then
+            synchronize(self.device)
+        return found
+
+    def _collect(self) -> None:
+        """Give back what all ranks have dropped, in the same order on all of them."""
+        gone = sorted(offset for offset, ranks in self._dropped_by.items() if len(ranks) == self.world_size)
+        for offset in gone:
+            block = self._live[offset]
+            self._give_back(block)
+            if self.debug:
+                self._fill_with_nan(block)
+        self._collected = len(gone)
+
     def _give_back(self, block: Block) -> None:
         block.retire()
         if self._live.pop(block.offset, None) is block:
             self._free_list.free(block.offset)
+            self._dropped_by.pop(block.offset, None)
 
     def _vote(self, call: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(reply) for reply in self.vote(call, json.dumps(facts).encode())]
+        return parsed(call, self.vote(call, json.dumps(facts).encode()))
 
     def _settle(self, call: str, replies: list[dict[str, Any]]) -> None:
         """Raise on all ranks when an allocation failed on one."""
@@ -303,16 +360,30 @@ class Heap(Lifecycle, TensorFactories):
         if tensor.layout is not torch.strided:
             raise ValueError(f"the tensor has the layout {tensor.layout}, allowed is {torch.strided}")
         storage = tensor.untyped_storage()
-        owner = getattr(storage, "pyrocshmem_owner", None)
-        if isinstance(owner, Block) and owner.memory is self._memory:
-            if not owner.live:
+        owned = block_under(storage)
+        if owned is not None and owned.memory is self._memory:
+            if not owned.live:
                 raise ValueError("the tensor was freed")
-            return owner
+            return owned
         start = storage.data_ptr() - self.base - SYSTEM_BYTES
         for block in self._live.values():
             if block.offset <= start and start + storage.nbytes() <= block.offset + max(block.nbytes, 1):
                 return block
         raise ValueError(f"the tensor is not on this heap (nor on it before, if it was freed): {self!r}")
+
+
+def _pack(dropped: list[int], payload: bytes) -> bytes:
+    numbers = [len(dropped), *dropped]
+    return struct.pack(f"<{len(numbers)}Q", *numbers) + payload
+
+
+def _unpack(call: str, rank: int, reply: bytes) -> tuple[tuple[int, ...], bytes]:
+    """(offsets of the blocks that `rank` has dropped, what else it brought to the vote on `call`)."""
+    try:
+        (count,) = struct.unpack_from("<Q", reply)
+        return struct.unpack_from(f"<{count}Q", reply, 8), reply[8 * (1 + count) :]
+    except struct.error:
+        raise unreadable_payload(call, rank) from None
 
 
 def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:

@@ -15,11 +15,11 @@ On the CPU target a server that has imported torch forks the ranks, which saves 
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import numbers
 import os
 import pickle
-import re
 import socket
 import threading
 import time
@@ -27,13 +27,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import endings, target
+from pyrocshmem import endings, secret, target
 from pyrocshmem.bootstrap import ThreadGroup
 from pyrocshmem.budgets import init_seconds, wait_seconds
 from pyrocshmem.errors import PeerAborted, describe
@@ -45,9 +44,8 @@ _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
-# As a process' list of what it has mapped names it, but for " (deleted)".
-_HEAP_FILE = re.compile(r"/dev/shm/pyrocshmem-[0-9a-f]{32}$", re.MULTILINE)
 _environment_lock = threading.Lock()
+_joined = itertools.count()  # process groups that `from_torchrun` has made
 
 
 def spawn(
@@ -128,8 +126,10 @@ def spawn_threads(
 def from_torchrun() -> tuple[int, int]:
     """Initialise the default process group in a process that torchrun started; returns (rank, world_size).
 
-    Raises `ValueError` when this is not such a process, or there are more local ranks than GPUs;
-    `InitTimeout` names the ranks that did not come.
+    The ranks share a secret where `PYROCSHMEM_SECRET` holds one, or the file that `PYROCSHMEM_SECRET_FILE` names.
+
+    Raises `ValueError` when this is not such a process, there are more local ranks than GPUs, or the secret is too
+    short or can be read by others; `InitTimeout` names the ranks that did not come.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if absent := [name for name in names if name not in os.environ]:
@@ -139,6 +139,7 @@ def from_torchrun() -> tuple[int, int]:
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
     if not dist.is_initialized():
         device = target.device(local_rank)
+        shared = secret.from_environment()
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store: Any = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -147,9 +148,10 @@ def from_torchrun() -> tuple[int, int]:
             timeout=timedelta(seconds=init_seconds()),
             wait_for_workers=False,
         )
-        # A restart of the ranks meets the same store again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        init_process_group(dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store), rank, world_size, device)
+        # A restart of the ranks meets the same store again, and so does a process group after one was destroyed.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joined)}"
+        prefixed = dist.PrefixStore(f"pyrocshmem/attempt{attempt}", store)
+        init_process_group(prefixed, rank, world_size, device, shared)
     return rank, world_size
 
 
@@ -191,7 +193,7 @@ def _set_environment(changes: dict[str, str | None]) -> None:
 
 def _listen() -> tuple[Any, int]:
     """(store, port) on the loopback interface: the store has no password, so other machines must not reach
-    it."""
+    it. Users of this one may: see `secret`."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
@@ -235,17 +237,19 @@ def _run(
         # The first launch of a kernel would import the second.
         context.set_forkserver_preload(["pyrocshmem.launch", "triton.experimental.gluon"])
     store, port = _listen()
+    shared = secret.make()
     ranks: list[_Rank] = []
     try:
         with _environment(changes):
             for rank in range(num_ranks):
                 environment = dict(os.environ) if fork else None
-                job = Job(rank, num_ranks, port, call, environment, None if fork else os.getpid())
+                forked_by = None if fork else os.getpid()
+                job = Job(rank, num_ranks, port, call, environment, forked_by, shared)
                 ranks.append(_Rank(context, job))
         return _collect(ranks, timeout, grace)
     except BaseException:  # Ctrl-C, or a rank that didn't start: don't wait for ranks that nobody will hear
         for each in ranks:
-            each.kill()
+            each.process.kill()
         raise
     finally:
         for each in ranks:
@@ -281,17 +285,8 @@ class _Rank:
             return RankResult(self.rank, None, problem, traceback.format_exc())
         return RankResult(self.rank, value, error, text)
 
-    def kill(self) -> None:
-        """End it at once. Heaps that it is still forming have files with names: these go with it."""
-        maps = ""
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-        self.process.kill()
-        for name in set(_HEAP_FILE.findall(maps)):
-            Path(name).unlink(missing_ok=True)
-
     def give_up(self, why: str) -> RankResult:
-        self.kill()
+        self.process.kill()
         return RankResult(self.rank, None, TimeoutError(why))
 
     def release(self, all_ok: bool) -> None:
@@ -302,7 +297,7 @@ class _Rank:
     def end(self) -> None:
         self.process.join(_EXIT_S if self.process.is_alive() else 0)
         if self.process.is_alive():
-            self.kill()
+            self.process.kill()
             self.process.join()
         self.pipe.close()
         self.process.close()

@@ -14,13 +14,14 @@ what another still holds, a kernel may still wait. Protocol, by all ranks:
 A rank that has called `recover` less often than its peers hears at once that they gave up, and so catches up with them.
 """
 
+import contextlib
 import copy
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -68,6 +69,7 @@ class Lifecycle:
         self._failure: ShmemError | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._voters: set[int] = set()  # threads
         self.group = as_group(group)
         self.rank, self.world_size = self.group.rank, self.group.world_size
         self.timeout, self.debug = timeout, debug
@@ -82,8 +84,8 @@ class Lifecycle:
         except (TypeError, ValueError, RuntimeError) as error:
             self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
-        nbytes = SYSTEM_BYTES + self.nbytes
-        memory = form(self._channel, nbytes, self.device, target.backend(), init_seconds())
+        call, nbytes = f"Heap({self.nbytes} bytes)", SYSTEM_BYTES + self.nbytes
+        memory = form(self._channel, call, nbytes, self.device, target.backend(), init_seconds())
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self._callers: list[weakref.ref[Caller]] = []
@@ -116,17 +118,21 @@ class Lifecycle:
         raise TypeError("a heap is memory of this process and its peers: it can't be pickled or copied")
 
     def vote(self, call: str, payload: bytes = b"") -> list[bytes]:
-        """Give `payload` to all ranks and return all of theirs, in rank order. Doesn't wait for devices.
+        """Give `payload` to all ranks and return all of theirs, in rank order.
 
         Raises `CallMismatch` when the ranks' `call` differ (the heap stays usable), `PeerTimeout` when one
         doesn't come within `timeout`, `PeerAborted` when one gave up; after these two the heap is broken.
         """
         with self._lock:
             self._require_usable()
+            self._voters.add(threading.get_ident())
             try:
                 return self._exchange(call, payload)
+            except CallMismatch as error:
+                raise CallMismatch(error.calls, in_threads=len(self._voters) > 1) from None
             except (PeerTimeout, PeerAborted):
-                if (mismatch := self._mismatch()) is None:
+                mismatch = self._difference()
+                if not isinstance(mismatch, CallMismatch):
                     raise
                 self._failure = mismatch
                 self._set_abort_words()
@@ -180,23 +186,29 @@ class Lifecycle:
         fault: ShmemError | None = None
         if self._record[status.Word.CODE]:
             fault = status.to_error(self.status.tolist(), self.rank, self._message_of, self._process_of)
+            if isinstance(fault, PeerTimeout) and (farewell := self._farewell_of(fault.peer)) is not None:
+                fault = PeerAborted(self.rank, fault.peer, farewell)
         elif self.device.type == "cpu" and (word := int(self.system[0])) != 0:
             fault = PeerAborted(self.rank, word - 1, self._message_of(word - 1))
         # Last: a peer that gave up for another call had written that down before.
-        mismatch = self._mismatch()
-        if mismatch is not None:
-            fault = mismatch
+        difference = self._difference()
+        if difference is not None:
+            fault = difference
         if fault is not None:
             self._fail(fault)
-            if fault is mismatch:
+            if isinstance(fault, CallMismatch):
                 self._set_abort_words()  # kernels that wait for another call's data end
             raise fault
 
-    def _mismatch(self) -> CallMismatch | None:
+    def _difference(self) -> ShmemError | None:
         for caller in self._living():
-            if (found := caller.mismatch()) is not None:
+            if (found := caller.difference()) is not None:
                 return found
         return None
+
+    def closed_by(self, peer: int) -> PeerAborted:
+        """The fault that `peer`, for whom all was well, has closed the heap instead of making a call."""
+        return PeerAborted(self.rank, peer, _farewell(peer))
 
     def abort(self, message: str) -> None:
         """Give up: peers that wait for this rank, on the host or in a kernel, raise `PeerAborted`.
@@ -264,7 +276,11 @@ class Lifecycle:
         self._closed = True
         live_heaps.discard(self)
         with store_may_be_gone():
-            self._home.leave("it closed the heap")
+            self._home.leave(_farewell(self.rank))
+        if self._failure is None:  # else the peers have been told why
+            waiting = {peer for caller in self._living() for peer in caller.make_no_more()}
+            with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
+                self._set_abort_words(sorted(waiting))
         for caller in self._living():
             caller.let_go()
         self._system = None
@@ -320,14 +336,25 @@ class Lifecycle:
         # A kernel that gives up sets the abort words at once; its host says why a moment later.
         deadline = time.monotonic() + _MESSAGE_S
         while time.monotonic() < deadline:
+            # Looked at in this order: a rank that aborts leaves next.
+            farewell = self._farewell_of(peer)
             try:
                 record = self._channel.abort_record()
             except (RuntimeError, ValueError):
                 break
             if record is not None and record[0] == peer:
                 return record[1]
+            if farewell is not None:
+                return farewell
             time.sleep(0.01)
         return "a wait of its own ran out, or it was told to stop"
+
+    def _farewell_of(self, peer: int) -> str | None:
+        """What a peer said when it closed the heap."""
+        with store_may_be_gone():
+            if (farewell := self._home._farewell_of(peer)) is not None:
+                return farewell.text
+        return None
 
     def _fail(self, fault: ShmemError) -> None:
         """Break the heap, and tell the peers: those that wait in a vote would otherwise wait in vain."""
@@ -339,10 +366,18 @@ class Lifecycle:
         with store_may_be_gone():
             self._channel.abort(f"{type(fault).__name__}: {fault}")
 
-    def _set_abort_words(self) -> None:
-        """At ranks that nobody has told yet: the first to tell them names the cause."""
+    def _set_abort_words(self, ranks: Sequence[int] | None = None) -> None:
+        """At ranks (None: all) that nobody has told yet: the first to tell them names the cause."""
         with torch.cuda.stream(self._abort_stream):
-            for place in self._abort_places:
+            for rank in range(self.world_size) if ranks is None else ranks:
+                place = self._abort_places[rank]
                 self._abort_seen.copy_(place)
                 if not self._abort_seen:
                     place.copy_(self._abort_word)
+
+
+def _farewell(rank: int) -> str:
+    return (
+        f"rank {rank} has closed the heap, which can't recover: form a new one, on heap.group or on "
+        "heap.group.subgroup(the ranks that go on)"
+    )

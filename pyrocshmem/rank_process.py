@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import bootstrap, endings, target
-from pyrocshmem.boards import StoreBoard
+from pyrocshmem import bootstrap, endings, secret, target
+from pyrocshmem.boards import store_board
 from pyrocshmem.bootstrap import Group
 from pyrocshmem.budgets import init_seconds
 from pyrocshmem.errors import describe
@@ -35,7 +35,8 @@ class Job:
     """What a rank is told.
 
     `port` is the store's on the loopback interface; `call` the pickled (fn, args); `environment` what to run
-    in, None: as inherited; `forked_by` the process whose child the rank is, None: a fork server's.
+    in, None: as inherited; `forked_by` the process whose child the rank is, None: a fork server's; `secret` what the
+    ranks share, which nobody else may see.
     """
 
     rank: int
@@ -44,13 +45,20 @@ class Job:
     call: bytes
     environment: dict[str, str] | None
     forked_by: int | None
+    secret: bytes = field(repr=False)
 
 
-def init_process_group(store: Any, rank: int, world_size: int, device: torch.device) -> None:
-    """`torch.distributed.init_process_group` over `store`; `InitTimeout` names ranks that don't come."""
+def init_process_group(
+    store: Any, rank: int, world_size: int, device: torch.device, shared: bytes | None
+) -> None:
+    """`torch.distributed.init_process_group` over `store`; `InitTimeout` names ranks that don't come. shared: the
+    secret of the ranks, None: they have none."""
     # Before torch's own rendezvous, because this one names who is missing.
-    launch = Group(StoreBoard(dist.PrefixStore("launch", store)), rank, world_size, "launch")
-    launch.barrier("starting the ranks")
+    launch = Group(store_board(dist.PrefixStore("launch", store), shared), rank, world_size, "launch")
+    launch.introduce()
+    nonces = launch.exchange(secret.nonce(), "starting the ranks")
+    if shared is not None:
+        secret.use(secret.of_ranks(shared, nonces))
     on_cpu = device.type == "cpu"
     if not on_cpu:
         torch.cuda.set_device(device)
@@ -61,6 +69,7 @@ def init_process_group(store: Any, rank: int, world_size: int, device: torch.dev
         world_size=world_size,
         device_id=None if on_cpu else device,
     )
+    bootstrap.as_group(None)  # now, so that peers know of this process whatever becomes of it
 
 
 def _die_with_parent(forked_by: int | None) -> None:
@@ -119,7 +128,7 @@ def _join(job: Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     seconds = timedelta(seconds=init_seconds())
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=seconds, wait_for_workers=False)
-    init_process_group(store, job.rank, job.world_size, device)
+    init_process_group(store, job.rank, job.world_size, device, job.secret)
 
 
 def _report(pipe: Connection, value: Any, error: BaseException | None, text: str) -> BaseException | None:
@@ -146,7 +155,7 @@ def _leave(pipe: Connection) -> None:
     except (EOFError, OSError):
         all_ok = False
     with contextlib.suppress(Exception):
-        endings.release_all()
+        endings.leave_all()
         if all_ok and dist.is_initialized():
             dist.destroy_process_group()
     sys.stdout.flush()

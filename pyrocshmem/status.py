@@ -7,12 +7,14 @@ synchronising. Its words are those of `Word`; CODE is written last, the first re
 
 import enum
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 
 NUM_WORDS = 16
+_ENDED = ("gone", "Z", "X")
 
 
 class Code(enum.IntEnum):
@@ -70,26 +72,43 @@ def own_process() -> tuple[int, int]:
 
 
 def _namespace() -> int:
+    """Of process numbers, and of this machine since it was started: another one may have a namespace of that number."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # no /proc
+        machine = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int
+        return machine << 64 | os.stat("/proc/self/ns/pid").st_ino
+    except (OSError, ValueError):  # no /proc
         return 0
 
 
-def describe_process(process: tuple[int, int]) -> str:
-    """What has become of a peer's process, and what to do about it; "" where this process can't see it."""
+def _state(process: tuple[int, int]) -> str:
+    """The letter of a process' state in /proc, "gone" when there is none, "" where this process can't see it."""
     number, namespace = process
     if namespace == 0 or namespace != _namespace():
         return ""
     try:
         # The name of the program, in brackets, may itself hold spaces and brackets.
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        state = "gone"
-    if state in ("gone", "Z", "X"):
+        return "gone"
+
+
+def describe_end(process: tuple[int, int]) -> str:
+    """That a peer's process has ended; "" where it has not, or this process can't see it."""
+    return _ended(process[0]) if _state(process) in _ENDED else ""
+
+
+def _ended(number: int) -> str:
+    return f"process {number} has ended: look at its exit status and its log"
+
+
+def describe_process(process: tuple[int, int]) -> str:
+    """What has become of a peer's process, and what to do about it; "" where this process can't see it."""
+    number, state = process[0], _state(process)
+    if not state:
+        return ""
+    if state in _ENDED:
         return (
-            f"process {number} has ended: look at its exit status and its log. The others go on with a new heap on "
-            "heap.group.subgroup(the ranks that live)"
+            f"{_ended(number)}. The others go on with a new heap on heap.group.subgroup(the ranks that live)"
         )
     if state in ("T", "t"):
         return (

@@ -28,6 +28,8 @@ import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
+
 _turn = threading.Lock()
 _owner: int | None = None  # the thread whose turn it is
 _running = 0  # kernels that have begun and not ended
@@ -79,6 +81,24 @@ def _remembering(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[triton_type.name]
 
     return remembered
+
+
+@functools.cache
+def _converting(convert_float: Callable[..., Any]) -> Callable[..., Any]:
+    """`interpreter._convert_float`, which widens bf16's subnormal numbers to zeros, and rounds to bf16 by cutting off
+    bits, garbling subnormal numbers."""
+
+    def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) == (tl.bfloat16, tl.float32):
+            # The upper half of an fp32.
+            return np.asarray(values.astype(np.uint32) << 16)
+        if (given, wanted) == (tl.float32, tl.bfloat16) and rounding in (None, _TO_NEAREST):
+            bits = values.view(np.uint32)
+            upper = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # ties to even
+            return np.asarray(np.where(np.isnan(values), bits >> 16 | 0x40, upper).astype(np.uint16))
+        return convert_float(values, given, wanted, rounding)
+
+    return converted
 
 
 def _remembered_blocks() -> Callable[..., None]:
@@ -176,6 +196,7 @@ def _replace() -> contextlib.ExitStack:
         scope.set_attr(place, name, needed)
     scope.set_attr(interpreter, "_patch_lang", lambda fn: _Nothing())
     scope.set_attr(interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype))
+    scope.set_attr(interpreter, "_convert_float", _converting(interpreter._convert_float))
     builder = interpreter.interpreter_builder
     stack.callback(setattr, builder, "options", builder.options)
     # It checks every sum of integers, at a quarter of its time, and drops what it finds unless it debugs.

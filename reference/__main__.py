@@ -131,10 +131,10 @@ def _problem(
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
 
 
-def refuse(console: Console, error: Exception) -> NoReturn:
-    """End a command that was asked for what can't be done: its text, in which brackets are no markup, and status 2."""
+def refuse(console: Console, error: BaseException, status: int = 2) -> NoReturn:
+    """End a command, as a rule one that was asked for what can't be done: a text in which brackets are no markup."""
     console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-    raise typer.Exit(2) from None
+    raise typer.Exit(status) from None
 
 
 def check_file(path: Path | None) -> None:

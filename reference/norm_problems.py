@@ -144,7 +144,7 @@ class RowProduct(_Product):
 
     def plain(self) -> torch.Tensor:
         """The same on one device."""
-        return self.normalized(self.whole_a @ self.whole_b + self.residual)
+        return self.normalized(torch.addmm(self.residual, self.whole_a, self.whole_b))
 
     def check(self, out: torch.Tensor, baseline: torch.Tensor, partial_roundings: int = 0) -> Accuracy:
         """Of the norm."""

@@ -142,13 +142,13 @@ def check_total(
     magnitude: those of their terms' absolute values, of which each has so many.
 
     The bound: as in `check`, and what the norm makes of an error of h, to first order. That may be, elementwise,
-    sqrt(num_terms) 2^-23 (magnitude + |residual|), a rounding to out's dtype of the sum and of h, and `rounded`, what
-    the sums may have lost by roundings before.
+    sqrt(num_terms) 2^-23 (magnitude + |residual|), one rounding of h to out's dtype, and `rounded`, what the sums may
+    have lost by roundings before.
     """
     h = sums
     if residual is not None:
         h, magnitude = sums + residual.double(), magnitude + residual.double().abs()
-    rounding = torch.finfo(out.dtype).eps / 2 * (sums.abs() + h.abs())
+    rounding = torch.finfo(out.dtype).eps / 2 * h.abs()
     error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding + rounded
     scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
     passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)

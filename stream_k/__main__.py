@@ -57,6 +57,12 @@ def main(
         ok = _run(console, num_gpus, collective, shape, dtype, partial_dtype, iters, json, trace, options)
     except (ValueError, OSError) as error:
         refuse(console, error)
+    except RuntimeError as failed:
+        from pyrocshmem import InitTimeout
+
+        if not isinstance(failed.__cause__, InitTimeout):
+            raise
+        refuse(console, failed.__cause__, 1)  # why there is no heap: the ranks' tracebacks add nothing to it
     raise typer.Exit(0 if ok else 1)
 
 

@@ -6,7 +6,8 @@ that feed collectives are in `collectives`. To write another, give a jit functio
 
 OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
     OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`
-    OPTIONS[1]  HAS_BIAS
+    OPTIONS[1]  what is added: 0, nothing; 1, `bias` [N], to every row; 2, where sums over ranks or of one rank are
+                stored, a residual [M, N] in its place, contiguous, behind the activation
     OPTIONS[2]  C_HOW, how `c` is written: ROW (a descriptor) or POINTER (strides in `extra`)
 """
 
@@ -22,6 +23,9 @@ ACTIVATIONS = ("none", "relu", "gelu", "silu")
 _RELU = tl.constexpr(1)
 _GELU = tl.constexpr(2)
 _SILU = tl.constexpr(3)
+# OPTIONS[1], the dimensions of what is added.
+_BIAS = tl.constexpr(1)
+RESIDUAL = tl.constexpr(2)
 _POINTER = tl.constexpr(POINTER)
 _INTERPRETED = tl.constexpr(target.interpreted())
 
@@ -49,9 +53,25 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 @triton.jit
 def finished(part, bias, col, N, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
     """A block [*, WIDTH] of a product, biased and activated."""
-    if OPTIONS[1]:
+    if OPTIONS[1] == _BIAS:
         part = add_bias(part, bias, col, N, WIDTH)
     return activate(part, OPTIONS[0])
+
+
+@triton.jit
+def add_residual(
+    x, residual, row, row_end, col, N, R: tl.constexpr, C: tl.constexpr, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """fp32 `x` [R, C], at (row, col) of rows of N that end at `row_end`, plus what `residual` has there, if that is
+    what OPTIONS say: before `x` is rounded, so that their sum is rounded once."""
+    if OPTIONS[1] == RESIDUAL:
+        i = tl.arange(0, R)
+        j = tl.arange(0, C)
+        mask = (row + i < row_end)[:, None] & (col + j < N)[None, :]
+        # Offsets inside the block are int32, which takes fewer registers.
+        place = residual + tl.cast(row, tl.int64) * N + col
+        x += tl.load(place + i[:, None] * N + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -68,11 +88,6 @@ def row_squares(value, col, N, WIDTH: tl.constexpr):
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
     """fp32 values, or such as are rounded already, as DTYPE, to nearest, ties to even."""
-    if _INTERPRETED and tl.bfloat16 == DTYPE and value.dtype == tl.float32:
-        # The interpreter cuts off the low bits of normal numbers instead, and garbles subnormal ones.
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # noqa: PLR0124
     return value.to(DTYPE)
 
 
@@ -95,13 +110,14 @@ def store_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """C = activation(A B + bias). `extra` is (bias, stride_cm, stride_cn)."""
+    """C = activation(A B + bias), or A B + residual. `extra` is (bias or residual, stride_cm, stride_cn)."""
     bias, stride_m, stride_n = extra
     M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
         value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
+        value = add_residual(value, bias, row, row_end, col, N, BLOCK_M, PART_N, OPTIONS)
         store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
 
 

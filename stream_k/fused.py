@@ -29,10 +29,11 @@ from stream_k.config import (
 from stream_k.consumer import consumer_kernel, gate_launch
 from stream_k.cost_model import cost_model
 from stream_k.epilogue import ACTIVATIONS
-from stream_k.gemm import gemm, with_inner_size
+from stream_k.gemm import run as run_gemm
+from stream_k.gemm import with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.launch import Launch
-from stream_k.operands import aligned, check_output, check_product, claim, kind, left_kind
+from stream_k.operands import aligned, check_output, check_product, claim, in_one, kind, left_kind
 from stream_k.plan import FusedPlan
 from stream_k.product import Product, make_product, schedule_of
 from stream_k.tuned import choose
@@ -57,6 +58,8 @@ class Request(NamedTuple):
     partial_dtype: torch.dtype | None = None
     num_rows: int | None = None
     save_gathered: bool = False
+    # Of an all-reduce without an activation: [M, N], contiguous, checked; added to the sum before that is rounded.
+    residual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,10 @@ class FusedOp:
 class Call:
     """A call that is being planned, equal on every rank but for the operands.
 
-    request: checked. a, b: its operands, with an inner size of at least 1. out: its output, or a tensor like it.
-    direct: peers can write `out` itself. config: the one to use. num_rows: M of the whole product. longest_k: the
-    largest inner size of all ranks, where their schedules depend on it; at least 1.
+    request: checked; its bias has the residual in it, as `in_one` says. a, b: its operands, with an inner size of at
+    least 1. out: its output, or a tensor like it. direct: peers can write `out` itself. config: the one to use.
+    num_rows: M of the whole product. longest_k: the largest inner size of all ranks, where their schedules depend on
+    it; at least 1.
     """
 
     request: Request
@@ -119,7 +123,8 @@ class Call:
 
     def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
         """The three first OPTIONS of every epilogue."""
-        return ACTIVATIONS.index(self.request.activation), int(self.request.bias is not None), c_how
+        bias = self.request.bias
+        return ACTIVATIONS.index(self.request.activation), 0 if bias is None else bias.ndim, c_how
 
 
 def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
@@ -128,7 +133,9 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
     offset = symmetric_offset(heap, out) if op.shared else None
-    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), offset, *request[4:], _recorded())
+    residual = request.residual
+    more = None if residual is None else kind(residual)
+    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), more, offset, *request[4:-1], _recorded())
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)
@@ -149,9 +156,10 @@ def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace |
     if out is None:
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
+    added = bias if residual is None else in_one(bias, residual)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
-        plan.call(a, b, bias, out)
+        plan.call(a, b, added, out)
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if _has_second(request) else out
@@ -182,6 +190,7 @@ def _without_plan(
     """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
     for any other. `shape`: of the result."""
     a, b, out, bias, activation, squared_partials, allow_tf32, config = request[:8]
+    residual = request.residual
     has_second = _has_second(request)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
@@ -192,12 +201,14 @@ def _without_plan(
         )
         return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
-        product = gemm(a, b, bias=bias, activation=activation, out=out, allow_tf32=allow_tf32, config=config)
+        product = run_gemm(a, b, bias, activation, out, allow_tf32, config, None, residual)
         return (product, a.clone()) if has_second else product
     if target.interpreted() and a.dtype == torch.bfloat16:
         # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
         wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
+        if residual is not None:
+            wide = wide._replace(residual=residual.float())
         found = fused_gemm(op, wide, heap, workspace)
         value, second = found if has_second else (found, None)
         value = value.bfloat16() if out is None else out.copy_(value)
@@ -265,7 +276,7 @@ def _make_plan(
     workspace: Workspace,
 ) -> FusedPlan:
     """Plan a call: on all ranks together, the first time that they make it. `shape`: of the result."""
-    name, out, bias = op.name, request.out, request.bias
+    name, out, residual = op.name, request.out, request.residual
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
     config = request.config or _chosen(op, request, M, workspace)
@@ -286,9 +297,9 @@ def _make_plan(
         share = K if _depends_on_k(config, M, N, heap.device) else 0
         shown, tiling = f"{M} x {N}", f", {config}"
     text = (
-        f"{name}({shown} {dtype}, bias={bias is not None}, activation={request.activation}, "
-        f"squares={request.squared_partials}, tf32={request.allow_tf32}, out_offset={offset}, "
-        f"recorded={_recorded()}{tiling})"
+        f"{name}({shown} {dtype}, bias={request.bias is not None}, residual={residual is not None}, "
+        f"activation={request.activation}, squares={request.squared_partials}, tf32={request.allow_tf32}, "
+        f"out_offset={offset}, recorded={_recorded()}{tiling})"
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
     # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
@@ -297,13 +308,25 @@ def _make_plan(
     if new:
         workspace.agreed[agreement] = max(int(size) for size in workspace.compare(text, str(share).encode()))
     a, b = with_inner_size(request.a, request.b)
+    request = request._replace(bias=in_one(request.bias, residual))
     example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
     longest_k = max(1, workspace.agreed[agreement])
-    call = Call(request, a, b, example, offset is not None, config, workspace, heap, num_rows, longest_k)
+    call = Call(
+        request,
+        a,
+        b,
+        example,
+        offset is not None,
+        config,
+        workspace,
+        heap,
+        num_rows,
+        longest_k,
+    )
     plan = op.plan(call)
     plan.called, plan.shape = text, shape
     plan.graphs = Graphs(workspace, getattr(plan, "product", None), blas=plan.blas)
-    plan.compile(a, b, bias, example)
+    plan.compile(a, b, request.bias, example)
     if new:
         # A rank that compiles longer than the others must not eat into their kernels' wait budget.
         heap.vote(f"{text}: ready")

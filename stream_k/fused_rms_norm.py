@@ -2,9 +2,9 @@
 `gemm_rms_norm_all_scatter` (column-parallel).
 
 The squares are always those of reduced, rounded values: of the sum over ranks (plus residual), never of partial sums.
-A product of a wave or less is one GEMM and one exchange by messages, in which whoever sums a row adds the residual,
-and whoever stores it normalizes it: two launches, and one trip of the links or two. Larger ones overlap the all-reduce
-with the GEMM, and normalize afterwards.
+Whoever sums an element, in fp32, adds the residual, and rounds once.
+A product of a wave or less is one GEMM and one exchange by messages, in which whoever stores a row normalizes it: two
+launches, and one trip of the links or two. Larger ones overlap the all-reduce with the GEMM, and normalize afterwards.
 Column-parallel, each tile of the GEMM leaves one float a row, the sum of the squares of what it stores. The norm's
 kernel adds up those of a row, exchanges the sums, and reads the product once, when it normalizes it.
 """
@@ -24,8 +24,8 @@ from pyrocshmem import status, target, trace
 from stream_k.blas import BlasPlan
 from stream_k.config import BY_MESSAGE, Config, check_config
 from stream_k.dispatch import dispatched, name_of, ranks, refuse
-from stream_k.fused import longest_k
-from stream_k.fused_all_reduce import gemm_all_reduce
+from stream_k.fused import Request, longest_k
+from stream_k.fused_all_reduce import run as all_reduce
 from stream_k.gemm import GemmPlan, with_inner_size
 from stream_k.graphs import Graphs
 from stream_k.message_plan import SentProduct
@@ -56,11 +56,11 @@ def gemm_all_reduce_rms_norm(
     on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
     more. bias: [N], added once, to the sum.
     group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
-    "messages" nor "unfused" makes the all-reduce that way, and normalizes afterwards; its sum is then rounded before
-    the residual is added, too.
+    "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
 
-    On one rank it is `gemm_all_reduce` and PyTorch's own sum and norm. Has a gradient, with PyTorch's derivative of
-    the norm, and is traced by torch.compile, then without a config: ValueError.
+    The total is rounded once, from its sum in fp32, and its norm is that of the rounded total. On one rank it is `gemm`
+    with a residual, and PyTorch's own norm. Has a gradient, with PyTorch's derivative of the norm, and is traced by
+    torch.compile, then without a config: ValueError.
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
@@ -88,18 +88,16 @@ def gemm_all_reduce_rms_norm(
         K = longest_k(space, f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, partials {partial_dtype})", K)
         facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
         config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
-    exact = target.interpreted() and a.dtype == torch.bfloat16
-    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and not exact:
+    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         call = f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, {added}, tf32={allow_tf32}, {recorded=}, {config})"
         make = functools.partial(_Plan, a, b, residual, weight, eps, bias, allow_tf32, config, space)
         plan = space.planned_together(call, make)
         plan.called, space.plans[key] = call, plan
         return plan.run(a, b, residual, weight, eps, bias)
-    total = gemm_all_reduce(
-        a, b, group=heap, bias=bias, allow_tf32=allow_tf32, config=config, workspace=space
-    )
-    return normalized(total, residual, weight, eps)
+    residual = None if residual is None else residual.contiguous()
+    request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
+    return normalized(all_reduce(request, heap, space), None, weight, eps)
 
 
 def gemm_rms_norm_all_scatter(
@@ -236,7 +234,8 @@ class _ScatteredPlan:
 def _computed(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The operands as a GEMM gets them whose epilogue rounds: bf16 as fp32 in Triton's interpreter, as in `gemm`."""
+    """The operands as a GEMM gets them: bf16 as fp32 in Triton's interpreter, which multiplies it wrongly, as in
+    `gemm`."""
     if target.interpreted() and a.dtype == torch.bfloat16:
         a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
     return *with_inner_size(a, b), bias
@@ -260,6 +259,7 @@ class _Plan:
         workspace: Workspace,
     ) -> None:
         self.workspace, shape = workspace, (a.shape[0], b.shape[1])
+        self.widens = target.interpreted() and a.dtype == torch.bfloat16
         # Of a result, but for its memory.
         self.like = template(a, shape)
         out, finish = results(self.like, residual, weight, eps, bias)
@@ -267,7 +267,7 @@ class _Plan:
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
             config.algorithm,
-            *with_inner_size(a, b),
+            *self._operands(a, b),
             config,
             allow_tf32,
             config.wire_dtype(a.dtype),
@@ -287,10 +287,14 @@ class _Plan:
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
-        a, b = with_inner_size(a, b)
+        a, b = self._operands(a, b)
         out, finish = results(self.like, residual, weight, eps, bias)
         with self.workspace.begin(self.called):
             tensors = (a, b, out, *finish.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
         assert finish.total is not None
         return out, finish.total
+
+    def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the GEMM gets them: see `_computed`."""
+        return with_inner_size(a.float(), b.float()) if self.widens else with_inner_size(a, b)

@@ -21,6 +21,7 @@ from stream_k.operands import (
     claim,
     filled,
     how_to_write,
+    in_one,
     kind,
     left_kind,
     strides_by_pointer,
@@ -76,12 +77,26 @@ def run(
     allow_tf32: bool,
     config: Config | None,
     workspace: Workspace | None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Make the call, whatever becomes of its gradient."""
+    """Make the call, whatever becomes of its gradient. residual: [M, N], like the result, contiguous, checked; added to
+    the product before it is rounded, where there is no activation."""
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     recorded = trace.recorder() is not None
-    key = ("gemm", left_kind(a), kind(b), kind(bias), kind(out), activation, allow_tf32, config, recorded)
+    more = None if residual is None else kind(residual)
+    key = (
+        "gemm",
+        left_kind(a),
+        kind(b),
+        kind(bias),
+        kind(out),
+        more,
+        activation,
+        allow_tf32,
+        config,
+        recorded,
+    )
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)
@@ -97,11 +112,13 @@ def run(
         if target.interpreted() and a.dtype == torch.bfloat16:
             # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
             wide_bias = None if bias is None else bias.float()
+            wide_residual = None if residual is None else residual.float()
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
-            return out.copy_(run(*wide))
+            return out.copy_(run(*wide, wide_residual))
         chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
         with on_device(workspace.device):
-            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, bias, activation, out, workspace)
+            added = in_one(bias, residual)
+            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
         workspace.plans[key] = plan
     elif out is not None:
         claim(out, a, b, bias)
@@ -109,7 +126,7 @@ def run(
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     a, b = with_inner_size(a, b)
     with workspace.begin(None):  # type: ignore[union-attr]
-        plan.run(a, b, bias, out)
+        plan.run(a, b, bias if residual is None else in_one(bias, residual), out)
     return out
 
 
@@ -168,6 +185,7 @@ class Sent(NamedTuple):
 class GemmPlan:
     """The launch of a GEMM for operands of one kind, or two where the parts of its tiles are added apart. Its tiles are
     stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the dtype.
+    bias: [N], or a residual [M, N], which follows the activation, not with either of these two.
     squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored."""
 
     def __init__(
@@ -186,13 +204,15 @@ class GemmPlan:
         if config.split == "apart" and not (sent is None and squares is None):
             # Finishers add the parts, which costs more than a second kernel.
             config = replace(config, split="auto")
+        # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.
+        adds_residual = bias is not None and bias.ndim == 2
         self.product = product = make_product(
-            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32,
+            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32 or adds_residual,
             workspace=workspace if workspace.heap is not None else None,
         )  # fmt: skip
         # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.
         flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
-        how = how_to_write(out) if sent is None else POINTER
+        how = how_to_write(out) if sent is None and not adds_residual else POINTER
         if sent is None:
             strides = strides_by_pointer(out, how)
             sent = Sent(store_output, (), strides)
@@ -204,7 +224,7 @@ class GemmPlan:
         self.context = own.context
         self.fix_up = product.fix_up(own)
         self.rest = sent.arguments
-        options = (ACTIVATIONS.index(activation), int(bias is not None), how, *sent.options)
+        options = (ACTIVATIONS.index(activation), 0 if bias is None else bias.ndim, how, *sent.options)
         self.sum: SumOfParts | None = None
         if product.apart:
             self.sum = SumOfParts(product, self.fix_up[0].base, options, out)

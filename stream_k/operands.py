@@ -66,6 +66,14 @@ def check_product(
     return M, N, K
 
 
+def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
+    """What a sum gets before it is rounded, as an epilogue takes it: the bias [N], or the residual [M, N], or, of
+    both, a residual that has the bias in it, in fp32."""
+    if bias is None or residual is None:
+        return bias if residual is None else residual
+    return residual + bias.float()
+
+
 def check_output(
     out: torch.Tensor | None,
     shape: tuple[int, int],

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import chain, trace
-from stream_k.epilogue import finished, store_block
+from stream_k.epilogue import add_residual, finished, store_block
 from stream_k.launch import Launch
 from stream_k.mainloop import POINTER
 from stream_k.order import tile_coords
@@ -35,7 +35,8 @@ def sum_parts_kernel(
     partials, c, bias, M, N, num_parts, stride_m, stride_n, events,
     OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = activation(sum of the parts + bias).
+    """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = activation(sum of the parts + bias),
+    or the sum + a residual in the place of the bias.
 
     OPTIONS: of `stream_k.epilogue`; c, [M, N], is written by pointers.
     """
@@ -60,6 +61,7 @@ def sum_parts_kernel(
             for i in tl.static_range(_AT_ONCE):
                 total += loaded[i]
         value = finished(total, bias, column, N, BLOCK_N, OPTIONS)
+        value = add_residual(value, bias, row, M, column, N, ROWS, BLOCK_N, OPTIONS)
         store_block(c, row, column, value, M, N, stride_m, stride_n, _POINTER, ROWS, BLOCK_N)
     trace.mark(events, trace.END, -1)
 

@@ -215,9 +215,8 @@ class _Trial:
         slowest = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.device)
         slowest /= _GRAPH_CALLS if self.weights else 1
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found = [dict(zip(configs, map(statistics.median, slowest.tolist()), strict=True))]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        dist.broadcast(slowest, src=0)
+        return dict(zip(configs, map(statistics.median, slowest.tolist()), strict=True))
 
     def _everywhere(self, holds: bool) -> bool:
         flag = torch.tensor(int(holds), device=self.device)

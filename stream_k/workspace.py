@@ -8,6 +8,13 @@ that peers touch lies on the symmetric heap. Give an op a workspace of its own t
 
 Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call
 from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
+
+Threads beside one another need a workspace each. What is new on a heap (a workspace, the first call of a kind, what
+makes a workspace grow, a tensor) is voted on, and all ranks must vote in the same order, whatever the thread: so make
+the workspaces, and each call once, in one thread; later calls need no order. Or give each thread a heap of its own,
+where it may vote when it likes; form those in one thread.
+
+Keep a workspace as long as graphs that were captured of its calls.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import budgets, signal, status
-from pyrocshmem.errors import CallMismatch, WorkspaceBusy
+from pyrocshmem.errors import CallMismatch, ShmemError, WorkspaceBusy
 from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.labels import label
@@ -143,6 +150,10 @@ class Workspace(Streams):
         values = self.control[kept]
         self.control.zero_()
         self.control[kept] = values
+
+    def make_no_more(self) -> list[int]:
+        """This rank makes no more calls. Returns the peers that have begun one more."""
+        return self._ledger.close() if self._ledger is not None else []
 
     def let_go(self) -> None:
         """The heap is closed: hold none of its memory, as plans would until Python looks for circles."""
@@ -294,11 +305,15 @@ class Workspace(Streams):
         elif self.status[0]:
             raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
 
-    def mismatch(self) -> CallMismatch | None:
-        """The first call that ranks have begun otherwise than one another, None if there is none so far."""
+    def difference(self) -> ShmemError | None:
+        """The first call that ranks have begun otherwise than one another, or that one of them has closed its heap
+        instead; None if there is none so far."""
         found = self._ledger.compare() if self._ledger is not None else None
         if found is None:
             return None
+        if (peer := found.closed_by) is not None:
+            assert self.heap is not None
+            return self.heap.closed_by(peer)
         names = dict(enumerate(self._calls))
         each = ["none yet" if which is None else names.get(which, "?") for which in found.which]
         return CallMismatch(each, found.number)

@@ -1,4 +1,4 @@
-"""What every test shares: the target, the order, the skips, the passes, and the leak check.
+"""What every test shares: the target, the order, the skips and the passes.
 
 A pytest process has one target, since `TRITON_INTERPRET` is read when Triton is imported. So `tests/run.sh`
 starts one process for each pass (`--pass`):
@@ -15,35 +15,38 @@ Within a pass, modules run in the order of their constant `TIER`: 0 cheapest .. 
 run several tests at once. `--ranks-a-gpu N` runs the tests that want more ranks than there are GPUs, and no others,
 with up to N ranks on each (`tests/sharing.py`). `--tally FILE` writes the counts that `tests/run.sh` adds up.
 `-m fault --junitxml FILE` runs the tests of the table of faults; `tests/faults/report.py` reads the file.
-A heap file of ours that is left in `/dev/shm` at the end fails the session.
 """
 
 import contextlib
 import json
-import os
-import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
-from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
+from pyrocshmem import bootstrap, target  # before Triton: decides whether kernels are interpreted
 from tests.faults import guard_list
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE_DIR = ROOT / "tests" / "compile"
-SHM = Path("/dev/shm")
 DEFAULT_TIER = 2
 TIERS = range(5)
-LEAK_GRACE_S = 3.0
-BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
-LEAKED: pytest.StashKey[list[Path]] = pytest.StashKey()
 SHARED_TIMEOUT_S = 400
 
 # A rank on a shared core may be descheduled for longer than hypothesis' default of 200 ms an example.
 hypothesis.settings.register_profile("pyrocshmem", deadline=None)
 hypothesis.settings.load_profile("pyrocshmem")
+
+
+@pytest.fixture(autouse=True)
+def _as_if_there_had_been_no_process_group() -> Iterator[None]:
+    """What a test made and destroyed in this process: those that follow may compute alone again."""
+    yield
+    if not dist.is_initialized():
+        dist.distributed_c10d._backend = None
+        bootstrap._names_used.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +64,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[BEFORE] = _heap_files()
     config.args[:] = paths_of_pass(config.args, config.getoption("test_pass"))
     if not config.args:
         pytest.exit("nothing of what was asked for belongs to this pass", pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -187,54 +189,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
 
 
-def _heap_files() -> set[Path]:
-    return set(SHM.glob("pyrocshmem-*")) if SHM.is_dir() else set()
-
-
-def _mapped_elsewhere(path: Path) -> bool:
-    """Whether another process maps `path`: then it belongs to a running job and isn't a leak of ours."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        if maps.parent.name == str(os.getpid()):
-            continue
-        try:
-            if str(path) in maps.read_text(errors="replace"):
-                return True
-        except OSError:
-            continue  # the process ended, or is another user's
-    return False
-
-
-def leaked_files(before: set[Path], grace_s: float = LEAK_GRACE_S) -> list[Path]:
-    """Heap files newer than `before` that no other process maps and that stay for `grace_s` seconds."""
-    deadline = time.monotonic() + grace_s
-    while left := [p for p in sorted(_heap_files() - before) if not _mapped_elsewhere(p)]:
-        if time.monotonic() >= deadline:
-            return left
-        time.sleep(0.1)
-    return []
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, None, None]:
-    leaked = leaked_files(session.config.stash[BEFORE])
-    session.config.stash[LEAKED] = leaked
-    if leaked and exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    yield
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    leaked = config.stash.get(LEAKED, [])
-    if leaked:
-        terminalreporter.section("leaked heap files", red=True)
-        for path in leaked:
-            terminalreporter.line(str(path))
     if tally := config.getoption("tally"):
         outcomes = ("passed", "xfailed", "failed", "error", "skipped")
         count = {k: len(terminalreporter.getreports(k)) for k in outcomes}
         result = {
             "passed": count["passed"] + count["xfailed"],
-            "failed": count["failed"] + count["error"] + len(leaked),
+            "failed": count["failed"] + count["error"],
             "skipped": count["skipped"],
         }
         Path(tally).write_text(json.dumps(result))

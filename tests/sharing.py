@@ -41,11 +41,13 @@ def describe(ranks_a_gpu: int) -> str:
     return plain if ranks_a_gpu == 1 or target.interpreted() else f"{ranks_a_gpu} ranks a GPU of {plain}"
 
 
-def init_process_group(store: Any, rank: int, world_size: int, device: torch.device) -> None:
+def init_process_group(
+    store: Any, rank: int, world_size: int, device: torch.device, shared: bytes | None
+) -> None:
     """`rank_process.init_process_group` with gloo alone."""
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    _init_process_group(store, rank, world_size, torch.device("cpu"))
+    _init_process_group(store, rank, world_size, torch.device("cpu"), shared)
 
 
 def rank_main(job: rank_process.Job, pipe: Connection) -> None:

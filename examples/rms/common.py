@@ -5,7 +5,7 @@ them. Every rank checks its results, sharded and replicated, against float64, be
 gradients of x, weight and residual against float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import collectives
 from pyrocshmem import Heap, target
+from pyrocshmem.json_objects import all_gather_json
 from reference import rms_norm as reference
 from reference.accuracy import Accuracy, bound, compare
 from reference.ops import shard_range
@@ -147,10 +148,18 @@ def print_findings(of_ranks: list[Findings]) -> bool:
     return all(accuracy.ok for findings in of_ranks for _, accuracy in findings)
 
 
+def _rebuilt(facts: dict[str, Any]) -> Accuracy:
+    """From `asdict` and JSON, which has no tuples."""
+    return Accuracy(**facts | {"first_bad": facts["first_bad"] and tuple(facts["first_bad"])})
+
+
 def finish(findings: Findings) -> None:
     """On every process of the default process group: rank 0 prints, all exit with 1 when any rank was wrong."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, findings)
+    of_ranks: list[Findings] = [
+        [(what, _rebuilt(facts)) for what, facts in found]
+        for found in all_gather_json([(what, asdict(accuracy)) for what, accuracy in findings], "findings")
+    ]
+    dist.barrier()  # rank 0 may host the store at which they met
     ok = all(accuracy.ok for each in of_ranks for _, accuracy in each)
     if dist.get_rank() == 0:
         print_findings(of_ranks)

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from pyrocshmem.json_objects import all_gather_json
 
 # The first step sets the pipeline up, and in the second memory is measured, which takes time on a CPU.
 MEMORY_STEP, FIRST_TIMED_STEP = 1, 2
@@ -128,8 +129,7 @@ class Costs:
             "steps": self.steps.seconds(),
             "peak_bytes": float(self.peak_bytes),
         }
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+        found = all_gather_json(own, "costs of a pipeline")
         num_timed = self.num_steps - FIRST_TIMED_STEP
         if num_timed < 1:
             console.print(f"bubble and memory are measured in runs of more than {FIRST_TIMED_STEP} steps")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import FORMAT
+from benchmarks.schema import FORMAT
 from benchmarks.shapes import TIMED
 
 ENVIRONMENT: dict[str, Any] = {

@@ -104,7 +104,7 @@ def many_calls(rank: int, world_size: int) -> dict[str, object]:
 
 
 @pytest.mark.num_ranks(2)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_many_calls_with_random_delays() -> None:
     """On a CPU also the control: without its guard the protocol takes data of another call."""
     found = values(run_ranks(many_calls, 2, timeout=180.0))

@@ -105,9 +105,10 @@ def test_without_a_guard_late_ranks_are_noticed(
 
 def missing_rank(group: Any) -> None:
     with Heap(HEAP_BYTES, group) as heap:
-        workspace = Workspace(heap, wait_seconds=0.5)
+        workspace = Workspace(heap, wait_seconds=20.0)
         rows = Rows.random(heap, 3, 16, (F32, F32, None, F32), 0)
         rows.call(False, workspace=workspace)
+        workspace.control[int(signal.BUDGET_US.value)] = 500_000
         if heap.rank == 0:
             rows.call(False, workspace=workspace)
             heap.synchronize()

@@ -186,6 +186,19 @@ _ONCE = [
         arguments=(("weight", "float32"),),
         hot=True,
     ),
+    # Whose residual whatever sums adds: another kernel, the GEMM of the own rows, the GEMM of one rank.
+    *(
+        Case("gemm_all_reduce_rms_norm", changes=(("placement", placement),), hot=True)
+        for placement in ("own_stream", "copy_engine", "inside")
+    ),
+    Case("gemm_all_reduce_rms_norm", world_size=1, hot=True),
+    Case("gemm_all_reduce_rms_norm", shape=SMALL, world_size=1, hot=True),
+    Case(
+        "gemm_all_reduce_rms_norm",
+        shape=(64, 1024, 8192),
+        world_size=1,
+        changes=(("split", "apart"), ("block_m", 64), ("block_n", 64), ("block_k", 64), ("num_warps", 4)),
+    ),
     # Products whose tiles leave the squares of their rows: whole ones and split ones, of few rows, of odd sizes.
     *(
         Case("gemm_rms_norm_all_scatter", changes=(("split", split), ("num_programs", 0)), hot=True)

@@ -173,11 +173,14 @@ def _gemms(kernels: list[Assembly]) -> list[Assembly]:
 
 @pytest.mark.parametrize("case", [case for case in FED if "gemm" in case.op], ids=str)
 def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
-    """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it. What sums stores by
-    pointers, in parts that need less room."""
+    """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it. What sums, or adds a
+    residual, stores by pointers, in parts that need less room."""
     first, *second = (gemm.shared for gemm in _gemms(compiled(case, "sm_90")))
     squares = SQUARES_BYTES if case.op == "gemm_rms_norm_all_scatter" else 0
     gathered = case.op == "all_gather_gemm" and case.shape == LARGE
+    if case.op == "gemm_all_reduce_rms_norm" and case.world_size == 1:
+        assert FOUR_STAGES_BYTES < first < FULL_PIPELINE_BYTES
+        return
     assert first == (GATHERED_PIPELINE_BYTES if gathered else FULL_PIPELINE_BYTES) + squares
     assert all(FOUR_STAGES_BYTES < shared <= FULL_PIPELINE_BYTES for shared in second), second
 

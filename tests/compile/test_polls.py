@@ -17,9 +17,12 @@ pytestmark = pytest.mark.timeout(400)
 # What `signal.load_now` becomes.
 UNCACHED = "ld.volatile.global"
 WHOLE = ("all_reduce", "all_gather", "reduce_scatter", "all_scatter", "broadcast", "all_reduce_rms_norm")
+# Between ranks, unless the case names another placement.
+NORMS = [case for case in CASES if case.op == "gemm_all_reduce_rms_norm" and case.world_size > 1]
 BY_MESSAGES = [
-    case for case in CASES if case.op in (*WHOLE, "gemm_all_reduce_rms_norm") or case.shape in (SMALL, FEW)
+    case for case in CASES if case.op in WHOLE or (case.shape in (SMALL, FEW) and case.world_size > 1)
 ]
+BY_MESSAGES += [case for case in NORMS if case not in BY_MESSAGES and "placement" not in dict(case.changes)]
 
 
 @pytest.mark.parametrize(("case", "target"), [(case, "sm_90") for case in BY_MESSAGES], ids=str)

@@ -21,7 +21,7 @@ from pyrocshmem import target
 from tests.ranks import run_ranks, values
 
 TIER = 4
-pytestmark = [pytest.mark.timeout(240), pytest.mark.gpu_a_rank("stages send to each other by NCCL")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.gpu_a_rank("stages send to each other by NCCL")]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "training"

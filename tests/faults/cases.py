@@ -20,6 +20,13 @@ LIFECYCLE, SIGNALS, GPU_HEAP, BOOTSTRAP = (
 WORKSPACE, GEMM, SCHEDULES = (
     f"tests/stream_k/test_{name}.py" for name in ("workspace", "gemm", "gemm_schedules")
 )
+ALONE, VOTES, SECRET = (f"tests/pyrocshmem/test_{name}.py" for name in ("alone", "votes", "secret"))
+VOTE_MODEL, BUSY, KILLS = (
+    "tests/model/test_votes.py",
+    f"{FAULTS}test_busy_machine.py",
+    f"{FAULTS}test_kills.py",
+)
+CLOSED, IN_A_ROW = f"{FAULTS}test_closed_peers.py", "tests/stream_k/test_back_to_back.py"
 HARNESS, LITMUS = "tests/compile/test_harness.py", "tests/litmus/test_litmus.py"
 GPU_ALLOC = "tests/finegrained_alloc/test_gpu.py"
 
@@ -42,11 +49,12 @@ def tests_in(path: str, *names: str) -> tuple[str, ...]:
 CASES = (
     Fault(
         1,
-        "a peer is killed in the middle of an op",
+        "a peer is killed in the middle of an op, or while heaps form",
         "survivors raise PeerTimeout with its facts within the budget + 2 s; nothing stays in /dev/shm; they go on "
         "with a new heap; the next job works",
         tests_in(IN_TURN, "case_1_a_peer_is_killed_in_the_middle_of_an_op")
         + tests_in(HEAP, "case_1_a_killed_peer_is_named_in_time_and_leaves_nothing")
+        + tests_in(KILLS, "killed_at_random_instants_while_heaps_form")
         + tests_in(
             SIGNAL,
             "the_wait_ends_in_time_and_names_what_it_waited_for",
@@ -180,7 +188,7 @@ CASES = (
             "truncated_handle",
             "handle_of_a_killed_process",
             "handle_of_a_process_that_ended_well",
-            "another_file_under_the_same_name_is_not_mapped",
+            "another_file_under_the_same_descriptor_is_not_mapped",
             "a_file_that_others_may_use_is_not_mapped",
         )
         + tests_in(f"{FAULTS}test_security.py", "a_peer_s_size_is_checked_before_it_is_used")
@@ -235,6 +243,11 @@ CASES = (
         "harmless, or an error; no leak",
         tests_in(FORMING, "case_24_close_while_peers_wait")
         + tests_in(
+            CLOSED,
+            "a_call_that_a_peer_never_makes_ends_at_once",
+            "calls_that_a_peer_has_made_end_well_after_it_has_closed",
+        )
+        + tests_in(
             LIFECYCLE,
             "close_gives_the_memory_back_once_no_tensor_uses_it",
             "a_fork_can_not_use_the_heap_nor_harm_it",
@@ -268,5 +281,71 @@ CASES = (
         "a second job on the same machine at the same time",
         "independent; names don't collide",
         tests_in(FORMING, "case_28_two_jobs_at_the_same_time"),
+    ),
+    Fault(
+        29,
+        "no process group where there should be one (WORLD_SIZE > 1, or after destroy_process_group)",
+        "RuntimeError naming what to call; never a silent computation alone",
+        tests_in(
+            ALONE,
+            "a_rank_without_a_process_group_computes_nothing_alone",
+            "nothing_is_computed_alone_once_the_process_group_was_destroyed",
+        ),
+    ),
+    Fault(
+        30,
+        "a schedule that splits tiles, in back-to-back launches, under dependent launch, beside another kernel",
+        "ends; same bits",
+        tests_in(
+            IN_A_ROW,
+            "in_a_row",
+            "as_a_graph",
+            "beside_other_kernels",
+            "finishers_do_not_wait_in_a_chain",
+            "the_product_whose_timing_did_not_end",
+        ),
+    ),
+    Fault(
+        31,
+        "machine loaded twofold, ranks descheduled for seconds",
+        "ops pass; only true time-outs raise",
+        tests_in(BUSY, "case_31_a_rank_that_is_descheduled_for_seconds", "case_31_beside_two_busy_loops"),
+    ),
+    Fault(
+        32,
+        "a rank aborts, or a peer's time runs out, in the moment in which a vote completes",
+        "either all ranks have the vote's result and hear of the abort at the next call, or none has",
+        tests_in(VOTE_MODEL, "votes_hold", "votes_hold_when_ranks_die_and_time_runs_out")
+        + tests_in(
+            BOOTSTRAP,
+            "a_complete_vote_reports_no_abort",
+            "a_rank_that_comes_as_time_runs_out_has_come_for_all",
+            "the_first_reason_is_the_one_that_all_hear",
+        )
+        + tests_in(
+            VOTES,
+            "all_have_the_result_or_none_when_a_rank_aborts_at_once",
+            "all_have_the_result_or_none_when_the_last_comes_as_time_runs_out",
+            "recoveries_back_to_back",
+        ),
+    ),
+    Fault(
+        33,
+        "another process on the host reaches the store's port",
+        "with a shared secret it can't join, change a vote, or make a rank map memory; without one it can't make a "
+        "rank take another's memory for a peer's",
+        tests_in(
+            SECRET,
+            "what_a_stranger_writes_is_an_error_on_all_ranks",
+            "every_vote_abort_farewell_and_ledger_record_of_a_job_is_signed",
+            "a_stranger_at_the_store_of_a_job_can_end_it_but_not_speak_for_a_rank",
+            "what_was_recorded_of_an_earlier_job_with_the_same_secret_is_worth_nothing",
+        )
+        + tests_in(BOOTSTRAP, "a_record_that_does_not_parse_is_named")
+        + tests_in(
+            FORMING,
+            "case_33_a_forged_offer_is_an_error_on_all_ranks",
+            "case_33_an_offer_of_another_job_is_an_error_on_all_ranks",
+        ),
     ),
 )

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from tests.faults.cases import (
+    BOOTSTRAP,
     CASES,
+    CLOSED,
     GUARDS,
     HARNESS,
     HEAP,
@@ -14,8 +16,10 @@ from tests.faults.cases import (
     ORDER,
     PROTOCOL,
     RECOVERY,
+    SECRET,
     SIGNAL,
     SIGNALS,
+    VOTE_MODEL,
     tests_in,
 )
 
@@ -117,6 +121,25 @@ GUARD_LIST = (
         "ranks' heaps drift apart",
         tests_in(HEAP, "cases_5_and_6_different_calls_are_listed_on_all_ranks"),
         tests_in(GUARDS, "cases_5_and_6_without_the_vote_heaps_drift_apart"),
+    ),
+    Guard(
+        "a tombstone before a rank leaves a vote",
+        "one rank has the result of a vote of which another reports an abort or a time-out",
+        tests_in(BOOTSTRAP, "a_complete_vote_reports_no_abort")
+        + tests_in(BOOTSTRAP, "a_rank_that_comes_as_time_runs_out_has_come_for_all"),
+        tests_in(VOTE_MODEL, "control"),
+    ),
+    Guard(
+        "signed records",
+        "what a stranger writes into the store counts as a rank's word",
+        tests_in(SECRET, "what_a_stranger_writes_is_an_error_on_all_ranks"),
+        tests_in(SECRET, "control_without_a_secret_a_stranger_s_word_counts"),
+    ),
+    Guard(
+        "a farewell for waits alone",
+        "a peer that closes its heap ends calls that lack nothing of it",
+        tests_in(CLOSED, "calls_that_a_peer_has_made_end_well_after_it_has_closed"),
+        tests_in(CLOSED, "a_peer_that_closes_must_not_tell_those_that_wait_for_nothing_of_it"),
     ),
     Guard(
         "ledger of calls",

@@ -1,7 +1,6 @@
-"""What the tests of the heap's faults share: canaries, a job that must work afterwards, files that must be gone."""
+"""What the tests of the heap's faults share: canaries, a job that must work afterwards, files of heaps."""
 
 import contextlib
-import os
 import re
 import time
 from pathlib import Path
@@ -10,18 +9,16 @@ import torch
 
 from pyrocshmem import Heap, target
 from tests.ranks import run_ranks, values
+from tests.stopwatch import within
 
 MIB = 1 << 20
-FILE = re.compile(r"/dev/shm/pyrocshmem-\w+")
+# How the list of what a process maps names a file without a name.
+_FILE = re.compile(r"/dev/shm/#\d+ \(deleted\)")
 
 
 def mapped_files():
-    """Paths of the heaps that this process maps, its own and its peers', unlinked or not. Other jobs' are not ours."""
-    return set(FILE.findall(Path("/proc/self/maps").read_text()))
-
-
-def existing(paths):
-    return [path for path in paths if os.path.exists(path)]
+    """The nameless files that this process maps: the heaps, its own and its peers'. Other jobs' are not ours."""
+    return set(_FILE.findall(Path("/proc/self/maps").read_text()))
 
 
 @contextlib.contextmanager
@@ -57,6 +54,12 @@ def raised_by(call):
     except Exception as error:
         return error, time.monotonic() - start
     raise AssertionError("nothing was raised")
+
+
+def raised_within(limit_s, call):
+    """The exception of `call`, which may take so many seconds."""
+    with within(limit_s):
+        return raised_by(call)[0]
 
 
 def healthy(rank, world_size):

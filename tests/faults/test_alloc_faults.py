@@ -1,9 +1,10 @@
 """Faults 17 and 25 at the allocator: handles that must not open, a library that is not built, memory that is not there.
 
 After each of them the process goes on: a sound allocation is made, opened and freed, and the counts are as before.
-(tests/conftest.py looks for files left behind.)
 """
 
+import contextlib
+import os
 import shutil
 import signal
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import finegrained_alloc as fga
-from tests.finegrained_alloc import support
+from tests.finegrained_alloc import support, test_handles
 
 TIER = 1
 pytestmark = pytest.mark.cpu
@@ -54,20 +55,19 @@ def test_truncated_handle() -> None:
 @pytest.mark.parametrize("reaped", [True, False])
 @pytest.mark.alone
 def test_handle_of_a_killed_process(reaped: bool) -> None:
-    """Its file is still there, and is not mapped: it is removed, whether the process still is a zombie or not."""
-    with support.own(5000) as (owner, handle):
-        path = support.file_of(handle)
-        assert path.exists()
+    """Nothing is left of its file, whether the process still is a zombie or not."""
+    nbytes = support.odd_size()
+    with support.own(nbytes) as (owner, handle):
         owner.send_signal(signal.SIGKILL)
         if reaped:
             owner.wait(support.TIMEOUT_S)
         else:
             wait_for_zombie(owner.pid)
+        assert support.files_of_size(nbytes) == []
         start = time.perf_counter()
         with pytest.raises(fga.StaleHandle, match=f"owner, process {owner.pid}, is not running any more"):
             fga.open_handle(handle)
         assert time.perf_counter() - start < PROMPT_S
-        assert not path.exists()
 
 
 def wait_for_zombie(pid: int) -> None:
@@ -85,27 +85,61 @@ def test_handle_of_a_process_that_ended_well() -> None:
         fga.open_handle(handle)
 
 
-def test_another_file_under_the_same_name_is_not_mapped() -> None:
-    """Same name, same size, same mode, same user; but not the inode that was exported."""
-    with support.own(5000) as (_, handle):
-        path = support.file_of(handle)
-        kept = path.with_name(path.name + "-kept")
-        path.rename(kept)
-        try:
-            path.touch(mode=0o600)
-            path.write_bytes(bytes(8192))
-            with pytest.raises(ValueError, match="not the file that was exported"):
-                fga.open_handle(handle)
-            path.unlink()
-            path.symlink_to(kept)
-            with pytest.raises(RuntimeError, match=str(path)):
-                fga.open_handle(handle)
-            path.unlink()
-            kept.rename(path)
-            fga.open_handle(handle).close()  # the control: the right file opens
-        finally:
-            path.unlink(missing_ok=True)
-            kept.unlink(missing_ok=True)
+REPLACES = """
+memory = fga.alloc(5000, "host")
+handle = memory.export()
+say(handle=handle.hex())
+sys.stdin.readline()
+other = fga.alloc(5000, "host")
+place, kept = [int.from_bytes(h[104:112], "little") for h in (handle, other.export())]
+before = os.dup(place)
+os.dup2(kept, place)
+say(replaced=True)
+sys.stdin.readline()
+os.dup2(before, place)
+say(restored=True)
+sys.stdin.readline()
+"""
+
+
+def test_another_file_under_the_same_descriptor_is_not_mapped() -> None:
+    """Same descriptor, same size, same mode, same user; but not the inode that was exported."""
+    with support.child(REPLACES) as owner:
+        handle = bytes.fromhex(support.hear(owner)["handle"])
+        support.tell(owner)
+        assert support.hear(owner) == {"replaced": True}
+        with pytest.raises(fga.StaleHandle, match="is another file now: the owner has freed or sealed"):
+            fga.open_handle(handle)
+        support.tell(owner)
+        assert support.hear(owner) == {"restored": True}
+        fga.open_handle(handle).close()  # the control: the right file opens
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file with a name"])
+@pytest.mark.alone
+def test_a_handle_that_leads_to_something_else_opens_nothing(tmp_path: Path, kind: str) -> None:
+    """The handle is forged with the right inode. To open a pipe may wait, and other files are not heaps."""
+    nbytes = os.sysconf("SC_PAGESIZE")
+    path = tmp_path / "other"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.touch(mode=0o600)
+        os.truncate(path, nbytes)
+    with support.own(nbytes) as (_, handle), contextlib.ExitStack() as stack:
+        fd = os.open(path, os.O_RDWR)
+        stack.callback(os.close, fd)
+        about = os.fstat(fd)
+        own = fga.alloc(nbytes, "host")  # a handle with this process' identity, but for the token
+        stack.callback(own.free)
+        mine = test_handles.forged(own.export(), 48, handle[48:64])
+        fga.open_handle(mine).close()  # the control
+        for offset, number in enumerate((about.st_ino, about.st_dev, fd)):
+            mine = test_handles.forged(mine, support.PAYLOAD + 8 * offset, number.to_bytes(8, "little"))
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match=r"not the file that was exported .*, 1 names"):
+            fga.open_handle(mine)
+        assert time.perf_counter() - start < PROMPT_S
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o606, 0o700])
@@ -185,22 +219,30 @@ with fga.alloc(65536, "host") as memory: say(nbytes=memory.nbytes)
     failed, worked = support.run_child(code)
     assert failed["error"][0] == "MemoryError"
     assert "1048576 bytes" in failed["error"][1]
+    assert "limited to 65536 bytes (RLIMIT_FSIZE, `ulimit -f`)" in failed["error"][1]
     assert worked == {"nbytes": 65536}
 
 
 def test_no_address_space() -> None:
+    """The text names that limit and its value, and doesn't speak of /dev/shm, which has room; in a peer, too."""
     code = """
 import resource
 fga.load()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
-say(error=error_of(fga.alloc, 256 << 20, "host"))
+limit = used + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+say(error=error_of(fga.alloc, 256 << 20, "host"), limit=limit)
+say(error=error_of(fga.open_handle, bytes.fromhex(sys.argv[1])), limit=limit)
 with fga.alloc(5000, "host") as memory: say(nbytes=memory.nbytes, allocations=fga.live().allocations)
 """
-    failed, worked = support.run_child(code)
-    kind, text = failed["error"]
-    assert kind == "MemoryError"
-    assert "mmap" in text
+    with support.own(256 << 20) as (_, handle):
+        *failed, worked = support.run_child(code, handle.hex())
+    for facts in failed:
+        kind, text = facts["error"]
+        assert kind == "MemoryError"
+        assert f"mmap of {256 << 20} bytes: the address space of this process is limited" in text
+        assert f"to {facts['limit']} bytes (RLIMIT_AS, `ulimit -v`)" in text
+        assert "shm" not in text
     assert worked == {"nbytes": 5000, "allocations": 1}
 
 

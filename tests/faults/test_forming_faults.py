@@ -5,17 +5,21 @@ Each test asserts every rank's error, how long it took, and that the next job wo
 
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import finegrained_alloc
 from pyrocshmem import (
@@ -23,14 +27,17 @@ from pyrocshmem import (
     InitTimeout,
     PeerAborted,
     ShmemError,
+    ThreadGroup,
     close_all,
     target,
 )
+from pyrocshmem.bootstrap import Group
+from pyrocshmem.forming import SYSTEM_BYTES
+from pyrocshmem.ledger import Ledger
+from stream_k.__main__ import app
 from tests.faults.heap_support import (
-    FILE,
     MIB,
     assert_next_job_works,
-    existing,
     healthy,
     mapped_files,
     raised_by,
@@ -45,8 +52,6 @@ import finegrained_alloc, os, sys
 memory = finegrained_alloc.alloc(int(sys.argv[1]), "host")
 sys.stdout.buffer.write(memory.export())
 sys.stdout.flush()
-sys.stderr.write(open("/proc/self/maps").read())
-sys.stderr.flush()
 os.kill(os.getpid(), 9)
 """
 
@@ -55,7 +60,6 @@ def _handle_of_a_dead_process(nbytes):
     command = [sys.executable, "-c", DEAD_OWNER, str(nbytes)]
     run = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert run.returncode == -signal.SIGKILL
-    os.unlink(FILE.search(run.stderr.decode())[0])  # killed before anyone could take the name off its file
     return run.stdout
 
 
@@ -64,7 +68,7 @@ def _bad_handle(rank, world_size, kind):
 
     def export(memory):
         handle = real(memory)
-        files.extend(mapped_files())
+        files.extend(mapped_files())  # one, which has no name already
         if rank != 1:
             return handle
         if kind == "truncated":
@@ -84,7 +88,7 @@ def _bad_handle(rank, world_size, kind):
     for other in others:
         other.free()
     assert len(files) == 1
-    return type(error), str(error), seconds, existing(files), healthy(rank, world_size)
+    return type(error), str(error), seconds, healthy(rank, world_size)
 
 
 @pytest.mark.cpu
@@ -101,38 +105,180 @@ def _bad_handle(rank, world_size, kind):
 @pytest.mark.alone
 def test_case_17_bad_handles_are_errors_that_name_the_cause(kind, error, words):
     ends = values(run_ranks(_bad_handle, 2, kind))
-    for raised, text, seconds, left, total in ends:
+    for raised, text, seconds, total in ends:
         assert raised is error, text
         assert all(word in text for word in words), text
         assert seconds < (10 if kind == "dead process" else 2)
-        assert left == []
         assert total == 8.0
 
 
-def _mode_of_the_file(rank, world_size):
+def _heap_descriptors():
+    """Modes of the nameless files that this process has open."""
+    modes = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith("/dev/shm/#"):
+                modes.append(stat.S_IMODE(descriptor.stat().st_mode))
+    return modes
+
+
+def _open_while_it_forms(rank, world_size):
     seal, seen = finegrained_alloc.Allocation.seal, []
 
     def look(memory):
-        seen.extend(mapped_files())
-        for path in existing(seen):
-            # The peer may seal its own between the two looks.
-            with contextlib.suppress(FileNotFoundError):
-                modes.append(stat.S_IMODE(os.stat(path).st_mode))
+        seen.extend(_heap_descriptors())
         seal(memory)
 
-    modes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finegrained_alloc.Allocation, "seal", look)
         heap = Heap(3 * MIB)
     heap.barrier()
-    return modes, existing(seen)
+    return seen, _heap_descriptors()
 
 
 @pytest.mark.cpu
 def test_case_17_only_the_user_may_open_a_heap_and_only_while_it_forms():
-    for modes, left in values(run_ranks(_mode_of_the_file, 2)):
-        assert set(modes) == {0o600}  # the own file, and the peer's unless that has been sealed already
+    for seen, left in values(run_ranks(_open_while_it_forms, 2)):
+        assert seen == [0o600]
         assert left == []
+
+
+# ---- 33: what somebody else has put into the store
+
+
+class Store:
+    """Between the ranks, which are threads, and what they read of one another: rank 0 reads `forge(offers)` for the
+    offer of rank 1. offers: those of the heap that formed last."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.offers: list[bytes] = []
+        self.forge: Callable[[list[bytes]], bytes] | None = None
+        honest = Group.exchange
+
+        def exchange(group, payload, what, timeout=None):
+            replies = honest(group, payload, what, timeout)
+            if what.startswith("Heap(") and what.endswith(" on host"):
+                self.offers = list(replies)
+                if self.forge is not None and group.rank == 0:
+                    replies[1] = self.forge(self.offers)
+            return replies
+
+        patch.setattr(Group, "exchange", exchange)
+
+
+def _of_all(groups, call):
+    """What `call` gives each rank, in rank order."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(call, groups))
+
+
+def _form_and_vote(group):
+    error, seconds = raised_by(lambda: Heap(MIB, group).barrier())
+    return type(error), str(error), seconds
+
+
+UNREADABLE = "its record can't be read: it is damaged, or somebody else wrote to the store"
+FORGED = {
+    "another rank": (lambda old, new: new[2], "its handle led to memory that says it is rank 2's"),
+    "another heap": (lambda old, new: old[1], "its handle led to memory that isn't its heap"),
+    "no record": (lambda old, new: b"{not json", f"{UNREADABLE} (JSONDecodeError"),
+    "half a record": (lambda old, new: b"{}", f"{UNREADABLE} (KeyError"),
+    "endless": (lambda old, new: b"[" * 100_000, f"{UNREADABLE} (RecursionError"),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", FORGED)
+@pytest.mark.alone
+def test_case_33_a_forged_offer_is_an_error_on_all_ranks(monkeypatch, kind):
+    store, groups = Store(monkeypatch), ThreadGroup.create(3)
+    heaps = _of_all(groups, lambda group: Heap(MIB, group))
+    old = store.offers
+    forge, words = FORGED[kind]
+    store.forge = lambda new: forge(old, new)
+    for raised, text, seconds in _of_all(groups, _form_and_vote):
+        assert raised is ShmemError, text
+        assert f"rank 0 could not map the heap of rank 1: {words}" in text
+        assert seconds < 5
+    store.forge = None
+    heaps += _of_all(groups, lambda group: Heap(MIB, group))  # the control, and the next heap works
+    for heap in heaps:
+        heap.close()
+
+
+@pytest.mark.cpu
+@pytest.mark.alone
+def test_case_33_an_offer_of_another_job_is_an_error_on_all_ranks(monkeypatch):
+    """Groups there have the same names, their heap the same number, and its rank 1 the nonce that it says."""
+    store = Store(monkeypatch)
+    heaps = _of_all(ThreadGroup.create(3), lambda group: Heap(MIB, group))
+    theirs = store.offers
+    store.forge = lambda ours: theirs[1]
+    ends = _of_all(ThreadGroup.create(3), _form_and_vote)
+    assert [kind for kind, *_ in ends] == [ShmemError, ShmemError, PeerAborted]
+    for _, text, seconds in ends:
+        assert "did not meet in each other's memory" in text
+        assert seconds < 5
+    for heap in heaps:
+        heap.close()
+
+
+# ---- texts of what has no room
+
+
+@pytest.mark.cpu
+def test_memory_to_compare_calls_is_called_so(monkeypatch):
+    """And not a heap of 0 bytes."""
+
+    def refuse(*arguments):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(finegrained_alloc, "alloc", refuse)
+    for error, _ in _of_all(ThreadGroup.create(2), lambda group: raised_by(lambda: Ledger(group, 5.0))):
+        assert str(error).startswith("memory to compare calls on host: ranks 0, 1 of 2 could not take part")
+
+
+def _default_heap(rank, world_size):
+    error, _ = raised_by(Heap)
+    return type(error), str(error)
+
+
+@pytest.mark.cpu
+def test_a_default_size_that_does_not_fit(monkeypatch):
+    """What was asked for, what is free, and what to do."""
+    nbytes = shutil.disk_usage("/dev/shm").total + MIB
+    monkeypatch.setenv("PYROCSHMEM_HEAP_BYTES", str(nbytes))
+    for kind, text in values(run_ranks(_default_heap, 2)):
+        assert kind is InitTimeout
+        assert text.startswith(
+            f"Heap({nbytes} bytes) on host: ranks 0, 1 of 2 could not take part: MemoryError: "
+        )
+        for words in (
+            f"{nbytes + SYSTEM_BYTES} bytes in /dev/shm",
+            "bytes free there",
+            "--shm-size",
+            "HEAP_BYTES",
+        ):
+            assert words in text
+
+
+def _no_room(rank, world_size, job):
+    Heap(1 << 52)
+
+
+@pytest.mark.cpu
+def test_a_run_without_room_for_its_heap_ends_in_a_line(monkeypatch):
+    """And not with the tracebacks of all ranks and of what started them."""
+    monkeypatch.setattr("stream_k.job.run_rank", _no_room)
+    ended = CliRunner().invoke(app, ["-n", "2", "-c", "all_reduce", "--shape", "16,16,16"])
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit), "it is no uncaught error"
+    after = ended.output.rpartition("┘\n")[2].splitlines()  # the table says what is asked for
+    assert len(after) == 1, ended.output
+    assert after[0].startswith(
+        f"error: Heap({1 << 52} bytes) on host: ranks 0, 1 of 2 could not take part: MemoryError"
+    )
+    assert "--shm-size" in after[0]
 
 
 # ---- 23: forming
@@ -225,7 +371,7 @@ def _closes_early(rank, world_size):
 def test_case_24_close_while_peers_wait():
     kind, text, seconds, total = values(run_ranks(_closes_early, 2))[1]
     assert kind is PeerAborted
-    assert "rank 0 gave up: it closed the heap" in text
+    assert "rank 0 gave up: rank 0 has closed the heap" in text
     assert seconds < 1
     assert total == 5000
     assert_next_job_works()

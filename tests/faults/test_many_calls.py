@@ -78,7 +78,7 @@ def calls_with_delays(rank: int, world_size: int, starts: list[int]) -> int:
 
 
 @pytest.mark.num_ranks(2)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_cases_7_and_27_many_calls_with_random_delays_across_both_wraps() -> None:
     starts = [2**31 - COUNTED // 2, -(COUNTED // 2)]
     assert values(run_ranks(calls_with_delays, 2, starts, timeout=150.0)) == [0, 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = ROOT / "finegrained_alloc"
 SHM = Path("/dev/shm")
 TIMEOUT_S = 60
-HANDLE_NAME = 88  # offset of the payload in handle.h, which starts with the name of the file
+PID, PAYLOAD = 80, 88  # offsets in handle.h; the payload of a host handle: inode, file system, descriptor
 
 PREAMBLE = """
 import ctypes, json, os, sys, threading
@@ -93,8 +94,37 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
 
 
 def file_of(handle: bytes) -> Path:
-    """The file that a host handle stands for. Asked of the handle and not of /dev/shm: other jobs may be running."""
-    return SHM / handle[HANDLE_NAME : HANDLE_NAME + 64].rstrip(b"\0").decode()
+    """Where peers open the file that a host handle stands for."""
+    pid = int.from_bytes(handle[PID : PID + 8], "little")
+    return Path(f"/proc/{pid}/fd/{int.from_bytes(handle[PAYLOAD + 16 : PAYLOAD + 24], 'little')}")
+
+
+def files_of_size(nbytes: int) -> list[Path]:
+    """Files in /dev/shm, under whatever name, of a size that nobody else chooses: other jobs may be running."""
+    found = []
+    for path in SHM.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size == nbytes:
+                found.append(path)
+    return found
+
+
+def holders_of_size(nbytes: int) -> list[int]:
+    """Processes that map a whole file of /dev/shm of that size, named or not."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            for line in maps.read_text(errors="replace").splitlines():
+                start, end = (int(address, 16) for address in line.split()[0].split("-"))
+                if "/dev/shm/" in line and end - start == nbytes:
+                    found.append(int(maps.parent.name))
+                    break
+    return found
+
+
+def odd_size() -> int:
+    """Whole pages, a number that no other program in /dev/shm is likely to have chosen."""
+    return os.sysconf("SC_PAGESIZE") * random.randrange(301, 901)
 
 
 OWNER = """
@@ -108,8 +138,4 @@ sys.stdin.readline()
 def own(nbytes: int) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
     """A child that holds one host allocation, and its handle; it ends after one line on its standard input."""
     with child(OWNER, str(nbytes)) as owner:
-        handle = bytes.fromhex(hear(owner)["handle"])
-        try:
-            yield owner, handle
-        finally:
-            file_of(handle).unlink(missing_ok=True)  # a killed owner cannot
+        yield owner, bytes.fromhex(hear(owner)["handle"])

@@ -84,17 +84,51 @@ def test_the_file_is_private_whatever_the_umask() -> None:
             os.umask(old)
         path = support.file_of(memory.export())
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert len(path.name) == len("pyrocshmem-") + 32
         support.run_child("fga.open_handle(bytes.fromhex(sys.argv[1])).close()", memory.export().hex())
         memory.free()
         assert not path.exists()
 
 
-def test_names_do_not_repeat() -> None:
+def test_no_file_has_a_name_at_any_time() -> None:
+    nbytes = support.odd_size()
+    with fga.alloc(nbytes, "host") as memory:
+        about = support.file_of(memory.export()).stat()
+        assert (about.st_size, about.st_nlink) == (nbytes, 0)
+        assert support.files_of_size(nbytes) == []
+
+
+def test_a_descriptor_is_held_until_the_memory_is_sealed_or_freed() -> None:
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = held()
     memories = [fga.alloc(1, "host") for _ in range(50)]
-    assert len({support.file_of(memory.export()) for memory in memories}) == 50
+    inodes = {support.file_of(memory.export()).stat().st_ino for memory in memories}
+    assert (held(), len(inodes)) == (before + 50, 50)
+    for memory in memories[:20]:
+        memory.seal()
+    assert held() == before + 30
     for memory in memories:
         memory.free()
+    assert held() == before
+
+
+def test_no_descriptor_left() -> None:
+    code = """
+import resource
+fga.load()
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+memories = []
+try:
+    while True: memories.append(fga.alloc(1, "host"))
+except RuntimeError as error:
+    say(text=str(error), some=len(memories) > 5)
+memories.pop().seal()
+fga.alloc(1, "host").free()
+"""
+    (failed,) = support.run_child(code)
+    assert "Too many open files (at most 16, `ulimit -n`; an allocation holds one until" in failed["text"]
+    assert failed["some"]
 
 
 def test_space_is_reserved_at_once() -> None:
@@ -131,12 +165,11 @@ sys.stdin.readline()
     opened.close()
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "os._exit(0)"])
 def test_exit_without_freeing_leaves_no_file(end: str) -> None:
-    code = 'memories = [fga.alloc(5000, "host") for _ in range(3)]\n'
-    said = support.run_child(code + f"for memory in memories: say(handle=memory.export().hex())\n{end}")
-    assert len(said) == 3
-    assert not [facts for facts in said if support.file_of(bytes.fromhex(facts["handle"])).exists()]
+    nbytes = support.odd_size()
+    support.run_child(f'memories = [fga.alloc({nbytes}, "host") for _ in range(3)]\n{end}')
+    assert support.files_of_size(nbytes) == []
 
 
 @pytest.mark.alone
@@ -169,8 +202,10 @@ def test_a_forked_child_owns_nothing_of_its_parent() -> None:
 memory = fga.alloc(5000, "host")
 handle = memory.export()
 (ctypes.c_char * 5).from_address(memory.ptr).raw = b"hello"
+descriptors = len(os.listdir("/proc/self/fd"))
 child = os.fork()
 if child == 0:
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
     with fga.open_handle(handle) as view:
         again = ctypes.string_at(view.ptr, 5).decode()
         say(stats=[fga.live().allocations, fga.live().mappings], free=error_of(memory.free), seen=again,

@@ -18,7 +18,6 @@ from pyrocshmem.errors import WorkspaceBusy
 from reference import rms_norm as reference
 from reference.accuracy import EPS32, bound, compare, make_operand
 from reference.ops import shard_range
-from stream_k.config import BY_MESSAGE
 from stream_k.workspace import Workspace
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU, check_product, device, small_config
@@ -69,12 +68,6 @@ class Whole:
         self.inner = slice(*shard_range(case.K, heap.rank, heap.world_size))
         self.columns = slice(*shard_range(N, heap.rank, heap.world_size))
 
-    def by_messages(self) -> bool:
-        """Whether the sum meets the residual before it is rounded."""
-        placement = self.case.options().get("config", small_config(placement="messages")).placement
-        exact = ON_CPU and self.case.dtype == BF16
-        return placement in BY_MESSAGE and self.heap.world_size > 1 and not exact
-
     def all_reduce(self, eps: float = EPS, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # What the allocator gives next is then NaN where the op doesn't write it.
         poison = [torch.full_like(self.a.new_empty(self.case.M, self.case.columns), torch.nan) for _ in "ab"]
@@ -108,8 +101,6 @@ class Whole:
         size = sum((x.abs() for x in parts), self.a.double().abs() @ self.b.double().abs())
         plain = sum((x.float() for x in parts), self.a.float() @ self.b.float()).to(case.dtype)
         allowed = bound(exact, plain, size, max(case.K, 1), case.dtype)
-        if self.residual is not None and not self.by_messages():
-            allowed += torch.finfo(case.dtype).eps / 2 * (exact - self.residual.double()).abs()
         if case.wire is not None:
             world = self.heap.world_size
             for rank in range(world):

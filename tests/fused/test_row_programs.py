@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives import exchange, exchange_kernel
-from pyrocshmem import Heap  # before Triton
+from pyrocshmem import Heap, signal  # before Triton
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 from pyrocshmem.message_slots import HEAD_WORDS, NUM_SLOTS, SENTINEL
 
@@ -94,9 +94,10 @@ def out_of_order(rank: int, world_size: int) -> str:
     config = (("algorithm", "one_shot"),)
     try:
         with Heap(HEAP_BYTES) as heap:
-            workspace = Workspace(heap, wait_seconds=1.0)
+            workspace = Workspace(heap, wait_seconds=20.0)
             # What is compiled or loaded once is no part of the wait.
             bodies.Whole(Case(1, 24, 16, F16, F32, config=config), heap, 0).all_reduce(workspace=workspace)
+            workspace.control[int(signal.BUDGET_US.value)] = 1_000_000
             exchange.row_programs = lambda row_units, world_size, interpreted: (4, 2)
             bodies.Whole(Case(1, 40, 16, F16, F32, config=config), heap, 0).all_reduce(workspace=workspace)
     except (PeerTimeout, PeerAborted) as error:

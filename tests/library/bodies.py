@@ -19,6 +19,7 @@ from reference.problems import PROBLEMS, Problem
 from stream_k import fused_all_gather
 from stream_k.fused import Request
 from stream_k.workspace import Workspace
+from tests.stopwatch import until
 from tests.stream_k.products import ACTIVATIONS, device, random
 
 HEAP_BYTES = 32 << 20
@@ -262,13 +263,19 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
     honest = fused_all_gather.trace.copy
 
     def late(copy: Any, argument: torch.Tensor) -> None:
-        time.sleep(DELAY_S if rank == 1 else 0.0)
+        if rank == 1 and waits:
+            time.sleep(DELAY_S)
+        elif rank == 1:
+            until(lambda: int(gathered_at) == seed + 1)  # the peer has gone on
         honest(copy, argument)
 
     fused_all_gather.trace.copy = late
-    wrong = 0
+    wrong, waits = 0, True
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap)
+        gathered_at = heap.zeros(1, dtype=torch.int32)
+        at_1 = heap.peer_view(gathered_at, 1)
+        heap.barrier()
         for seed in range(3):
             whole = random(7, 3, torch.float32, seed)
             rows, none = whole.tensor_split(world_size)[rank], whole.new_empty(3, 0)
@@ -276,7 +283,10 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
             request = Request(rows, none, None, None, "none", False, False, None, **more)
             _, gathered = fused_all_gather.run(request, heap, workspace)
             wrong += not torch.equal(gathered, whole)
+            if rank == 0:
+                at_1.fill_(seed + 1)
             if not guarded:
+                waits = False
                 for plan in workspace.plans.values():
                     plan.senders = 0
         heap.synchronize()

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from pyrocshmem import target
+from tests import ranks
 from tests.litmus.bodies import Litmus, Outcome, litmus, pairs_in_turn
 from tests.ranks import run_ranks, values
 
@@ -24,7 +25,7 @@ ROUNDS, CONTROL_ROUNDS = (1_000, 20) if ON_CPU else (1_000_000, 200_000)
 TILES = 1 if ON_CPU else 8
 # Two H200s take 88 s; of more, disjoint pairs play at a time.
 TIMEOUT_S = 150.0 if ON_CPU else 250.0 * len(pairs_in_turn(NUM_RANKS, both_ways=True))
-pytestmark = [pytest.mark.num_ranks(2), pytest.mark.timeout(TIMEOUT_S + 20)]
+pytestmark = [pytest.mark.num_ranks(2), pytest.mark.timeout(ranks.slower * TIMEOUT_S + 20)]
 if not ON_CPU:
     # GPUs that other processes share take turns, and a round is two turns.
     pytestmark.append(pytest.mark.alone)

@@ -13,9 +13,9 @@ its budget out twice; a flag more than two calls ahead of who waits for it; a st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 EPOCHS, WINDOW, FURTHEST = 8, 4, 2
 GARBAGE = 255
@@ -221,6 +221,15 @@ class Checker:
         return State(pcs, memory, every)
 
 
+def way_to(state: Any, came_from: Mapping[Any, tuple[Any, str] | None]) -> tuple[str, ...]:
+    """What happened on the way from the first state, which came from None, to `state`."""
+    lines = []
+    while (step := came_from[state]) is not None:
+        state, text = step
+        lines.append(text)
+    return tuple(reversed(lines))
+
+
 def explore(
     model: Model, may_time_out: bool = False, crash: int | None = None
 ) -> tuple[Counterexample | None, int]:
@@ -237,11 +246,7 @@ def explore(
             if not ways and not checker.finished(state):
                 raise _Wrong("nobody can go on")
         except _Wrong as wrong:
-            lines = []
-            while (step := came_from[state]) is not None:
-                state, text = step
-                lines.append(text)
-            return Counterexample(str(wrong), tuple(reversed(lines))), len(came_from)
+            return Counterexample(str(wrong), way_to(state, came_from)), len(came_from)
         for text, after in ways:
             if after not in came_from:
                 came_from[after] = (state, text)

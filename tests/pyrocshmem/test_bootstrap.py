@@ -1,5 +1,8 @@
 """Groups: votes over every kind of group, and what each rank hears when another is missing, different, or gives up."""
 
+import os
+import re
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from pyrocshmem import (
     CallMismatch,
+    Heap,
     InitTimeout,
     PeerAborted,
     ShmemError,
@@ -173,6 +177,202 @@ def test_a_rank_that_left_is_not_waited_for(make):
     assert all(seconds < 1 for _, seconds in ends)
 
 
+class _Hooked:
+    """A board that calls `hook` when a look for all of several keys has been in vain, before that is told."""
+
+    def __init__(self, board, hook):
+        self._board, self._hook = board, hook
+
+    def __getattr__(self, name):
+        return getattr(self._board, name)
+
+    def get_all(self, keys):
+        found = self._board.get_all(keys)
+        if found is None and len(keys) > 1:
+            self._hook()
+        return found
+
+
+@KINDS
+def test_a_complete_vote_reports_no_abort(make):
+    """Rank 1 finds a message missing; before it looks for an abort, the peers post, have the result, and abort."""
+    groups = make(3)
+    ends = {}
+
+    def complete():
+        time.sleep(0.01)  # long enough for rank 1 to look for an abort
+        if not ends:
+            for rank, (end, _) in zip((0, 2), in_threads([groups[0], groups[2]], exchange), strict=True):
+                ends[rank] = end
+            groups[0].abort("planted")
+
+    def exchange(group):
+        return group.exchange(bytes([group.rank]), "a call", timeout=10)
+
+    groups[1]._board = _Hooked(groups[1]._board, complete)
+    ends[1] = in_threads([groups[1]], exchange)[0][0]
+    assert all(ends[rank] == [b"\0", b"\1", b"\2"] for rank in range(3)), ends
+    for group in groups:  # and of the abort all hear at their next call
+        with pytest.raises(PeerAborted, match="planted"):
+            group.exchange(b"", "the next call", timeout=10)
+
+
+@KINDS
+def test_a_rank_that_comes_as_time_runs_out_has_come_for_all(make):
+    """Rank 1's time is up; between its last look and its list of who is missing, rank 0 comes."""
+    groups = make(2)
+    thread, ends = [], {}
+
+    def exchange(group, timeout):
+        try:
+            ends[group.rank] = group.exchange(bytes([group.rank]), "a call", timeout=timeout)
+        except ShmemError as error:
+            ends[group.rank] = error
+
+    def comes():
+        if not thread:
+            time.sleep(0.1)
+            thread.append(threading.Thread(target=exchange, args=(groups[0], 10.0), daemon=True))
+            thread[0].start()
+            while groups[0]._board.get_all([groups[0]._key("0/0")]) is None:
+                time.sleep(0.001)
+
+    groups[1]._board = _Hooked(groups[1]._board, comes)
+    exchange(groups[1], 0.05)
+    thread[0].join(30)
+    assert ends == {0: [b"\0", b"\1"], 1: [b"\0", b"\1"]}
+
+
+@KINDS
+def test_the_first_reason_is_the_one_that_all_hear(make):
+    groups = make(3)
+    groups[0].abort("the cause")
+    for group in groups[1:]:  # the second one finds what the first one left in its place
+        with pytest.raises(PeerAborted) as raised:
+            group.exchange(b"", "a call", timeout=10)
+        assert (raised.value.peer, raised.value.message) == (0, "the cause")
+        group.abort("a consequence")
+    assert groups[2].abort_record() == (0, "the cause")
+
+
+@KINDS
+def test_a_message_that_somebody_else_wrote_is_noticed_by_its_rank(make):
+    """Without a secret the peers can't tell: they hear of it at their next call."""
+    groups = make(2)
+    groups[1]._board.set(groups[1]._key("0/1"), b"\6\0\0\0a callforged")
+    ends = in_threads(groups, lambda group: group.exchange(b"own", "a call", timeout=10))
+    assert type(ends[1][0]) is ShmemError
+    assert "rank 1's record 'test/0/1'" in str(ends[1][0]).replace("threads", "test")
+    with pytest.raises(
+        PeerAborted, match="was there before that rank came: somebody else wrote to the store"
+    ):
+        groups[0].exchange(b"", "next", timeout=10)
+
+
+def _damage_abort(groups):
+    groups[1]._board.set(groups[1]._key("abort"), b"{not json")
+    return "'[^']*/abort'"
+
+
+def _damage_farewell(groups):
+    groups[1]._board.set(groups[1]._key("left/1"), b"\xff\xfe")
+    return "rank 1's record '[^']*/left/1'"
+
+
+def _huge_length(groups):
+    groups[1]._board.set(groups[1]._key("0/1"), b"\xff\xff\xff\x7f" + b"A" * 1000)
+    return "rank 1's record '[^']*/0/1'"
+
+
+def _no_text(groups):
+    groups[1]._board.set(groups[1]._key("0/1"), b"\2\0\0\0\xff\xff")
+    return "rank 1's record '[^']*/0/1'"
+
+
+def _forged_tombstone(reason):
+    def damage(groups):
+        groups[1]._board.set(groups[1]._key("0/1"), b"\xff\xff\xff\xff" + reason)
+        return "rank 1's record '[^']*/0/1'"
+
+    return damage
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _damage_abort,
+        _damage_farewell,
+        _huge_length,
+        _no_text,
+        *map(
+            _forged_tombstone,
+            (
+                b"",
+                b"{}",
+                b"[[], null]",
+                b'[[7], null, ""]',
+                b'[[0, 1], null, ""]',
+                b'[["1"], null, ""]',
+                b"[[], 9, 2]",
+            ),
+        ),
+    ],
+)
+def test_a_record_that_does_not_parse_is_named(make, damage):
+    """Never the text of a parser, nor that the store has gone; and the other rank hears it, too."""
+    groups = make(2)
+    which = damage(groups)
+    for group in groups:
+        error, seconds = in_threads([group], lambda group: group.exchange(b"", "a call", timeout=10))[0]
+        assert type(error) is ShmemError
+        assert re.search(f"{which} .*: .* somebody else wrote to the store", str(error)), error
+        assert seconds < 5
+
+
+@pytest.mark.parametrize("record", [b"{", b"3", b"[1]", b'["self", "x"]', b"[[], {}]"])
+def test_a_damaged_record_of_a_process_leaves_the_time_out_as_it_is(record):
+    groups = ThreadGroup.create(2)
+    groups[0]._board.set(groups[0]._key("process/1"), record)
+    with pytest.raises(InitTimeout) as raised:
+        groups[0].channel("votes").exchange(b"", "a call whose name is no text: \udcff", timeout=0.01)
+    assert (raised.value.missing, raised.value.ended) == ([1], {})
+
+
+def test_payloads_that_do_not_parse_are_named(monkeypatch):
+    """Of the votes in which a heap forms, allocates and recovers."""
+    honest, damaged = Group.exchange, []
+
+    def exchange(group, payload, what, timeout=None):
+        replies = honest(group, payload, what, timeout)
+        return [replies[0], *damaged] if damaged and b"{" in payload else replies
+
+    def body(group):
+        damaged.clear()
+        heap = Heap(1 << 16, group)
+        group.barrier()
+        said = []
+        for garbage in (b"{not json", b"[3]", b"\xff", bytes(8) + b"[3]"):
+            damaged[:] = [garbage]
+            group.barrier()
+            for call in (lambda: Heap(1 << 16, group), lambda: heap.zeros(3), heap.recover):
+                with pytest.raises(ShmemError) as raised:
+                    call()
+                said.append((raised.type, str(raised.value)))
+                group.barrier()
+            damaged.clear()
+            heap.recover()
+        return said
+
+    monkeypatch.setattr(Group, "exchange", exchange)
+    for said, _ in in_threads(ThreadGroup.create(2), body):
+        assert len(said) == 12, said
+        for kind, text in said:
+            assert kind is ShmemError
+            assert "rank 1" in text
+            assert "can't be read: it is damaged, or somebody else wrote to the store" in text
+
+
 def test_old_keys_are_deleted():
     store = dist.HashStore()
     groups = [Group(StoreBoard(store), rank, 2, "test") for rank in range(2)]
@@ -256,9 +456,35 @@ def test_groups_of_torch():
     assert "[0, 2]" not in found[1]
 
 
+def _waits_for_the_dead(rank, world_size):
+    """Rank 1 dies before it has made any call; the others wait for it in a vote, and for a heap."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ["PYROCSHMEM_INIT_SECONDS"] = "1"
+    said = []
+    for wait in (
+        lambda: as_group(None).subgroup([0, 1]).exchange(b"", "a call", timeout=0.5),
+        lambda: Heap(1 << 16),
+    ):
+        with pytest.raises(InitTimeout) as raised:
+            wait()
+        said.append((raised.value.missing, str(raised.value)))
+    return said
+
+
+def test_a_time_out_says_that_the_process_of_a_missing_rank_has_ended():
+    ends = run_ranks(_waits_for_the_dead, 2)
+    assert ends[1].exitcode == -signal.SIGKILL
+    for missing, text in values(ends[:1])[0]:
+        assert missing == [1]
+        assert re.search(r"Rank 1's process \d+ has ended: look at its exit status and its log", text), text
+
+
 def _made_again(rank, world_size, guarded):
     shared = dist.distributed_c10d._get_default_store()
-    bootstrap.StoreBoard = lambda store: StoreBoard(shared)  # as if torch gave every group the same keys
+    bootstrap.store_board = lambda store, secret: StoreBoard(
+        shared
+    )  # as if torch gave every group the same keys
     replies = []
     for number in range(3):
         dist.destroy_process_group()
@@ -277,7 +503,9 @@ def _made_again(rank, world_size, guarded):
 def test_a_process_group_made_again_reads_no_old_keys():
     expected = [[bytes([number])] * 2 for number in range(3)]
     assert values(run_ranks(_made_again, 2, True)) == [expected, expected]
-    assert values(run_ranks(_made_again, 2, False))[0] != expected, "the check above can't fail"
+    for end in run_ranks(_made_again, 2, False):
+        assert isinstance(end.exception, ShmemError), "the check above can't fail"
+        assert "was there before that rank came" in str(end.exception)
 
 
 def test_a_subgroup_is_independent_of_what_its_group_went_through():

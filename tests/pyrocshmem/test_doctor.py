@@ -77,18 +77,20 @@ def test_a_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cpu
-def test_a_small_and_littered_dev_shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "pyrocshmem-0123").touch()
-    monkeypatch.setattr(doctor, "_SHM", tmp_path)
+def test_a_small_dev_shm_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: sizes)
     room = only(doctor.check_shared_memory(), "/dev/shm")
     assert (room.verdict, room.found) == (FAULT, "0.1 GiB, 0.1 GiB free")
     assert "--shm-size" in room.advice
-    left = only(doctor.check_shared_memory(), "files left")
-    assert (left.verdict, left.advice) == (NOTE, f"rm {tmp_path / 'pyrocshmem-0123'}")
-    monkeypatch.setattr(doctor, "_SHM", tmp_path / "nowhere")
-    assert [each.verdict for each in doctor.check_shared_memory()] == [FAULT]
+    for found, verdict in (
+        ((True, "host: memfd, since /dev/shm holds no nameless files"), NOTE),
+        ((False, "host: a file in /dev/shm: Function not implemented"), FAULT),
+    ):
+        monkeypatch.setattr(finegrained_alloc, "available", lambda backend, found=found: found)
+        (finding,) = doctor.check_shared_memory()
+        assert (finding.verdict, finding.found) == (verdict, found[1])
+        assert "mount a tmpfs there" in finding.advice
 
 
 @pytest.mark.cpu
@@ -155,8 +157,9 @@ def test_a_clock_that_runs_at_half_its_speed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         doctor, "time", SimpleNamespace(monotonic=lambda: 2 * honest(), sleep=doctor.time.sleep)
     )
-    found = only(doctor.check_clock(), "clock")
-    assert found.verdict == FAULT
+    # Where the processor is late by more than the clock's error, it says nothing: not a few times in a row.
+    looks = (only(doctor.check_clock(), "clock") for _ in range(10))
+    found = next(found for found in looks if found.verdict == FAULT)
     ratio = float(found.found.split()[4])
     assert 0.3 < ratio < 0.7, found
     assert "of their budget" in found.advice

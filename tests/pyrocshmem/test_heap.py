@@ -3,14 +3,13 @@
 The same on both targets; `R` ranks on a machine with that many GPUs.
 """
 
-import time
-
 import numpy
 import pytest
 import torch
 
 from pyrocshmem import Heap, heap_for
 from tests.ranks import run_ranks, values
+from tests.stopwatch import until
 
 TIER = 1
 MIB = 1 << 20
@@ -133,7 +132,8 @@ def test_alignment_order_and_reuse(heap):
     assert all((heap.base + offset) % 256 == 0 for offset in offsets)
     heap.free(tensors[2])
     heap.free(tensors[1])
-    assert heap.offset(heap.empty(512, dtype=torch.uint8)) == offsets[1]  # the two were merged
+    merged = heap.empty(512, dtype=torch.uint8)
+    assert heap.offset(merged) == offsets[1]
     for tensor in [tensors[0], *tensors[3:]]:
         heap.free(tensor)
     assert heap.usage().num_allocations == 1
@@ -183,19 +183,20 @@ def test_debug_fill(heap):
 def test_usage_counts(heap):
     assert heap.usage().total == heap.nbytes == 4 * MIB
     x = heap.empty(MIB, dtype=torch.uint8)
-    heap.empty(3)
+    y = heap.empty(3)
     usage = heap.usage()
     assert (usage.used, usage.num_allocations) == (MIB + 256, 2)
     assert usage.free == usage.largest == 3 * MIB - 256
     heap.free(x)
     assert heap.usage().largest == 3 * MIB - 256
     assert heap.usage().free == 4 * MIB - 256
+    heap.free(y)
 
 
-def test_system_area_starts_zeroed_but_for_the_nonce(heap):
+def test_system_area_starts_zeroed_but_for_what_says_whose_it_is(heap):
     assert heap.system.shape == (4096,)
     assert heap.system.dtype == torch.int32
-    assert not bool(heap.system[:-4].any())
+    assert not bool(heap.system[: -8 - heap.world_size].any())  # a word for each rank, rank, digest, nonce
     assert heap.heap_bases.tolist() == [heap.base] * 9
 
 
@@ -231,14 +232,15 @@ def test_peers_share_memory(num_ranks):
 
 
 class FillsAfterTheVote(Heap):
-    """The guard taken out: rank 1 fills its tensor a moment after the ranks have agreed on it."""
+    """The guard taken out: rank 1 fills its tensor, of zeros, when a peer that goes on has written to it."""
 
     def _fill(self, tensor, block, plan):
         pass
 
     def _allocate_plan(self, call, plan, nbytes):
         tensor = super()._allocate_plan(call, plan, nbytes)
-        time.sleep(0.02 * self.rank)
+        if self.rank == 1:
+            until(lambda: bool(tensor.all()))
         plan.fill(tensor)
         return tensor
 

@@ -16,6 +16,7 @@ from pyrocshmem import RanksFailed, as_group, launch, spawn, spawn_threads, targ
 import triton
 
 from tests.ranks import run_ranks, values
+from tests.stopwatch import within
 
 TIER = 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,10 +111,8 @@ def _leaves_a_child(rank, world_size):
 @pytest.mark.cpu
 def test_a_dead_rank_whose_child_lives():
     """The child has the rank's end of the pipe, which stays open."""
-    started = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1: died \(signal SIGKILL\)"):
+    with within(15), pytest.raises(RanksFailed, match=r"rank 1: died \(signal SIGKILL\)"):
         spawn(_leaves_a_child, 2)
-    assert time.monotonic() - started < 15
 
 
 def _raises_and_hangs(rank, world_size):
@@ -126,16 +125,17 @@ def _raises_and_hangs(rank, world_size):
 @pytest.mark.alone
 def test_the_others_are_killed_after_a_grace(monkeypatch):
     monkeypatch.setattr(launch, "_GRACE_S", 0.5)
-    start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"within 0\.5 s of the failure of rank 1") as raised:
+    with (
+        within(10),
+        pytest.raises(RanksFailed, match=r"within 0\.5 s of the failure of rank 1") as raised,
+    ):
         spawn(_raises_and_hangs, 2)
-    assert time.monotonic() - start < 10
     assert isinstance(raised.value.__cause__, ValueError)
 
 
 @pytest.mark.cpu
 def test_timeout():
-    ends = run_ranks(_fails, 2, "hangs", timeout=8)
+    ends = launch.run_ranks(_fails, 2, "hangs", timeout=8)
     assert ends[0].value == 0
     assert isinstance(ends[1].exception, TimeoutError)
 
@@ -155,10 +155,9 @@ def test_bad_arguments():
 @pytest.mark.alone
 def test_more_ranks_than_gpus():
     present = torch.cuda.device_count()
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=f"{present + 1} ranks asked, .* this machine has {present}"):
+    refused = pytest.raises(ValueError, match=f"{present + 1} ranks asked, .* this machine has {present}")
+    with within(1), refused:
         spawn(_pid, present + 1, backend="gpu")
-    assert time.monotonic() - start < 1
 
 
 def _target_of_rank(rank, world_size):
@@ -262,7 +261,15 @@ with pyrocshmem.Heap(1 << 20) as heap:
         heap.peer_view(x, peer)[rank] = rank + 1
     heap.barrier()
     print(f"rank {rank}: {x.tolist()}")
+torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+try:
+    pyrocshmem.Heap(1 << 20)
+except RuntimeError as error:
+    assert "WORLD_SIZE is 2, but this process has no process group" in str(error)
+    pyrocshmem.from_torchrun()  # once more, over the same store
+with pyrocshmem.Heap(1 << 20) as heap:
+    assert heap.world_size == 2
 """
 
 

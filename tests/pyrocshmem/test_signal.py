@@ -4,6 +4,8 @@ On the CPU target a program's writes are in order by themselves, so the control 
 the data. That its barrier is there on GPUs is read in the assembly (tests/compile); tests/litmus has many rounds.
 """
 
+import time
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pyrocshmem import Heap, PeerAborted, status, target
 from stream_k.workspace import Workspace
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
+from tests.stopwatch import until
 
 TIER = 1
 FEW = 60
@@ -138,27 +141,31 @@ def test_a_chain_longer_than_what_is_resident_ends() -> None:
 
 
 def meet_body(
-    rank: int, world: int, enter: bool, together: bool, late_s: float, calls: int
+    rank: int, world: int, enter: bool, together: bool, late_s: float | None, calls: int
 ) -> list[list[int]]:
-    """What this rank found in each rank's stamp, call by call; rank 1 comes late to each."""
-    import time
-
+    """What this rank found in each rank's stamp, call by call; rank 1 comes late to each. late_s: None until rank 0
+    has gone on."""
     with Heap(1 << 20) as heap:
         workspace = Workspace(heap, wait_seconds=WAIT_S)
-        stamps = heap.zeros(1, dtype=torch.int32)
+        stamps, gone_on = heap.zeros(1, dtype=torch.int32), heap.zeros(1, dtype=torch.int32)
+        at_1 = heap.peer_view(gone_on, 1)
         out = torch.full((world,), -1, dtype=torch.int32, device=heap.device)
         arguments = (stamps, out, workspace.context)
         switches = {"ENTER": enter, "TOGETHER": together, "WORLD": world}
         if not target.interpreted():
             kernels.meet_kernel.warmup(*arguments, grid=(1,), **switches)
         found = []
-        for _ in range(calls):
+        for call in range(1, 1 + calls):
             heap.barrier()
-            if rank == 1:
+            if rank == 1 and late_s is None:
+                until(lambda: int(gone_on) == call)  # noqa: B023 (runs at once)
+            elif rank == 1:
                 time.sleep(late_s)
             kernels.run(kernels.meet_kernel, 1, *arguments, **switches)
             heap.synchronize()
             found.append(out.tolist())
+            if rank == 0:
+                at_1.fill_(call)
         heap.barrier()
         return found
 
@@ -173,8 +180,8 @@ def test_nobody_goes_on_before_the_last_has_come(world: int, how: str) -> None:
 @pytest.mark.num_ranks(2)
 @pytest.mark.alone
 def test_without_meeting_a_rank_goes_on_too_early() -> None:
-    ends = values(run_ranks(meet_body, 2, False, False, 0.3, 2))
-    assert any(found[1] != call for call, found in enumerate(ends[0], 1))
+    ends = values(run_ranks(meet_body, 2, False, False, None, 2))
+    assert all(found[1] != call for call, found in enumerate(ends[0], 1))
 
 
 @pytest.mark.gpu

@@ -108,7 +108,12 @@ def test_the_first_to_end_takes_the_interpreter_from_others(monkeypatch: pytest.
 def test_ordinary_functions_are_back_when_all_have_ended() -> None:
     def now() -> tuple[Any, ...]:
         module = turns.interpreter
-        own = module._patch_lang, module._get_np_dtype, module.interpreter_builder.options
+        own = (
+            module._patch_lang,
+            module._get_np_dtype,
+            module._convert_float,
+            module.interpreter_builder.options,
+        )
         own += tuple(vars(semantic.TritonSemantic).values())
         return tl.multiple_of, tl.reduce, tl.arange, *own
 
@@ -125,6 +130,30 @@ def test_the_interpreter_replaces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns.interpreter, "_patch_lang", lambda fn: replaced.append(fn) or honest(fn))
     assert spawn_threads(sums, 1, 60.0) == [(True, True)]
     assert replaced == [turns._languages]
+
+
+@triton.jit
+def convert_kernel(narrow, wide, widened, narrowed, events, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(widened + i, tl.load(narrow + i).to(tl.float32))
+    tl.store(narrowed + i, tl.load(wide + i).to(tl.bfloat16))
+
+
+def test_bf16_is_converted_as_pytorch_does() -> None:
+    """Every bf16 number, subnormal ones and NaNs among them, and fp32 ones of any bits and halfway between two of
+    bf16."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    halfway = (every.view(torch.int16).to(torch.int32) << 16 | 0x8000).view(torch.float32)
+    any_bits = (
+        torch.randint(-(1 << 31), 1 << 31, (1 << 16,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
+    for wide in (halfway, any_bits, any_bits * 2.0**-126):
+        widened, narrowed = torch.empty_like(wide), torch.empty_like(every)
+        Launch(convert_kernel, 4, {"SIZE": 1 << 14}, 4, 1)((every, wide, widened, narrowed))
+        for found, expected in ((widened, every.float()), (narrowed, wide.bfloat16())):
+            bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+            same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+            assert same.all(), (expected[~same][:5], found[~same][:5])
 
 
 def test_nobody_is_warned_of_infinities() -> None:

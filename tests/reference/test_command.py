@@ -131,7 +131,7 @@ def test_help_of_the_script_names_every_option() -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=100,
     )
     assert done.stdout.startswith("Usage: ./run.sh [OPTIONS]")
     assert "Example:\n  ./run.sh -n 4 -c all_reduce" in done.stdout

@@ -99,10 +99,16 @@ def test_torch_for_gpus_of_this_machine_is_used(tree: Path, tmp_path: Path) -> N
     assert "using this machine's torch and Triton; installing nothing" in done.stderr
     assert "include-system-site-packages = true" in (tree / ".venv/pyvenv.cfg").read_text()
 
-    start = time.monotonic()
-    done = support.bash(tree, script, **environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - start < 2, "an activation that finds everything must be quick"
+    def seconds_of_another() -> float:
+        start = time.monotonic()
+        done = support.bash(tree, script, **environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        return time.monotonic() - start
+
+    # Once of several times where others have the processor.
+    assert any(seconds_of_another() < 2 for _ in range(5)), (
+        "an activation that finds everything must be quick"
+    )
 
     with (tree / "constraints.txt").open("a") as file:
         file.write("# changed\n")

@@ -42,10 +42,10 @@ def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     formed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(sharing, "_init_process_group", lambda *arguments: formed.append(arguments))
-    sharing.init_process_group("store", 3, 4, sharing.device(3))
+    sharing.init_process_group("store", 3, 4, sharing.device(3), b"secret")
     assert chosen == [torch.device("cuda", 1)]
     # What forms groups for a CPU asks for no NCCL.
-    assert formed == [("store", 3, 4, torch.device("cpu"))]
+    assert formed == [("store", 3, 4, torch.device("cpu"), b"secret")]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -12,6 +12,7 @@ def check_schedule(schedule: Schedule) -> None:
     check_coverage(schedule, segments)
     check_order(segments)
     check_shares(schedule, segments)
+    check_waits(segments)
     # One at a time in id order, as the interpreter does; then all resident, the scheduler favouring high ids.
     simulate(segments, list(programs), resident=1)
     simulate(segments, list(reversed(programs)), resident=len(programs))
@@ -46,6 +47,20 @@ def check_order(segments: list[list[Segment]]) -> None:
         contributing = [index for index, segment in enumerate(done) if not segment.finishing]
         assert contributing in ([], [0])
         assert all(not segment.contributors for segment in done if not segment.finishing)
+
+
+def check_waits(segments: list[list[Segment]]) -> None:
+    """Programs that begin together hardly wait: when a finisher has done its own iterations, the other partials of the
+    tile are there, or one iteration away, since shares differ by one. Where programs finish before they contribute,
+    each waits for the one before: a chain."""
+    ended: dict[tuple[int, int], int] = {}  # iterations after which (program, tile) is done, if nobody waits
+    for program, done in enumerate(segments):
+        iterations = 0
+        for segment in done:
+            iterations += segment.k_end - segment.k_begin
+            ended[program, segment.tile] = iterations
+            for peer in segment.contributors:
+                assert ended[peer, segment.tile] <= iterations + 1, f"program {program} waits for {peer}"
 
 
 def check_shares(schedule: Schedule, segments: list[list[Segment]]) -> None:

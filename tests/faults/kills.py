@@ -1,0 +1,120 @@
+"""Kills processes while they form heaps, at random instants: `python -m tests.faults.kills RANKS PARENTS NBYTES`.
+
+A pair of ranks does nothing but form heaps of NBYTES bytes, system area included, and is killed, one after the other;
+then another pair, until RANKS are dead. After that PARENTS processes that have started ranks are killed. Prints as JSON
+{killed, heaps, files, holders}: how many processes were killed and heaps formed, files of that size in /dev/shm, and
+processes that still map one.
+
+Ranks are forked from this process, which has imported torch, and have a store but no process group: hundreds of them
+take seconds. It is a program of its own since a test's process has threads.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import Heap, launch
+from pyrocshmem.boards import StoreBoard
+from pyrocshmem.bootstrap import Group
+from pyrocshmem.forming import SYSTEM_BYTES
+from tests.finegrained_alloc import support
+from tests.ranks import load_server
+
+_LONGEST_S = 0.015  # some times what a heap takes to form
+_PATIENCE_S = 20.0
+
+
+def main(num_ranks: int, num_parents: int, nbytes: int) -> None:
+    torch.set_num_threads(1)
+    killed = heaps = 0
+    store, port = launch._listen()
+    while killed < num_ranks:
+        heaps += _kill_pair(port, killed, nbytes)
+        killed += 2
+    del store
+    if num_parents:
+        load_server()
+    for _ in range(num_parents):
+        _kill_parent(nbytes)
+        killed += 1
+    holders = support.holders_of_size(nbytes)
+    deadline = time.monotonic() + _PATIENCE_S
+    while holders and time.monotonic() < deadline:  # a rank sees its parent's end, and ends
+        time.sleep(0.01)
+        holders = support.holders_of_size(nbytes)
+    files = [str(path) for path in support.files_of_size(nbytes)]
+    print(json.dumps({"killed": killed, "heaps": heaps, "files": files, "holders": holders}))
+
+
+def _kill_pair(port: int, number: int, nbytes: int) -> int:
+    """How many heaps each rank has formed, about."""
+    reading, writing = os.pipe()
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            _as_child(_form_for_ever, port, number, rank, nbytes, writing)
+    os.close(writing)
+    formed = len(os.read(reading, 1))  # from now on
+    random.shuffle(ranks)
+    for pid in ranks:
+        time.sleep(random.uniform(0, _LONGEST_S))
+        os.kill(pid, signal.SIGKILL)
+    for pid in ranks:
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL, "it ended by itself"
+    while more := os.read(reading, 1 << 16):
+        formed += len(more)
+    os.close(reading)
+    return formed // 2
+
+
+def _as_child(body: Any, *arguments: Any) -> None:
+    """Doesn't return: nothing that this process has registered for its end may run in its child."""
+    try:
+        body(*arguments)
+    finally:
+        os._exit(1)
+
+
+def _form_for_ever(port: int, number: int, rank: int, nbytes: int, writing: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    group = Group(StoreBoard(dist.PrefixStore(str(number), store)), rank, 2, "kills")
+    while True:
+        with Heap(nbytes - SYSTEM_BYTES, group):
+            os.write(writing, b".")
+
+
+def _kill_parent(nbytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        parent = os.fork()
+        if parent == 0:
+            # It has the server of the process that it was forked from, and mustn't wait for it as for a child.
+            forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+            _as_child(launch.run_ranks, _form_as_rank, 2, nbytes, folder)
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(os.listdir(folder)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 5 * _LONGEST_S))
+        os.kill(parent, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(parent, 0)[1]) == signal.SIGKILL
+
+
+def _form_as_rank(rank: int, world_size: int, nbytes: int, folder: str) -> None:
+    while True:
+        with Heap(nbytes - SYSTEM_BYTES):
+            Path(folder, str(rank)).touch()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
