@@ -19,14 +19,14 @@ with up to N ranks on each (`tests/sharing.py`). `--tally FILE` writes the count
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch.distributed as dist
 
-from pyrocshmem import bootstrap, target  # before Triton: decides whether kernels are interpreted
+from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
 from tests.faults import guard_list
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,9 +42,11 @@ hypothesis.settings.load_profile("pyrocshmem")
 
 @pytest.fixture(autouse=True)
 def _as_if_there_had_been_no_process_group() -> Iterator[None]:
-    """What a test made and destroyed in this process: those that follow may compute alone again."""
+    """What a test made and destroyed in this process: those that follow may compute alone again. (Nothing to do where
+    no test has imported torch.)"""
     yield
-    if not dist.is_initialized():
+    dist, bootstrap = sys.modules.get("torch.distributed"), sys.modules.get("pyrocshmem.bootstrap")
+    if dist and bootstrap and not dist.is_initialized():
         dist.distributed_c10d._backend = None
         bootstrap._names_used.clear()
 
