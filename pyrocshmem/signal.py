@@ -135,10 +135,26 @@ def _acquire(flags, mask, safe, scope: tl.constexpr):
 
 @triton.jit
 def raise_flag(flag, epoch, mask=None, scope: tl.constexpr = _SYSTEM):
-    """Set `flag` (an address or a block of addresses, local or remote) to `epoch` with release. Only after `settle`,
-    which brings in the other threads' writes: `publish` does both."""
-    write_back(scope)
-    tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)
+    """Set `flag` (an address or a block of up to 32 addresses, local or remote) to `epoch` with release. Only after
+    `settle`, which brings in the other threads' writes: `publish` does both.
+
+    Inline assembly on NVIDIA, because Triton 3.8 and later don't pipeline the TMA stores of a loop that has a release
+    atomic: each store then waits until it is visible. A plain store does, as a word has one writer; of the abort word,
+    which has several, any one's value will do.
+    """
+    if _INTERPRETED or target_info.is_hip():
+        write_back(scope)
+        tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)
+    else:
+        LANES: tl.constexpr = flag.numel
+        tl.static_assert(LANES <= 32, "flags of more than one warp's lanes")
+        told = tl.full((), 1, tl.int32) if mask is None else mask.to(tl.int32)
+        # Every warp holds all of the block; the first one's lanes store, each its own.
+        tl.inline_asm_elementwise(
+            "{\n.reg .pred p;\n.reg .u32 lane;\nmov.u32 lane, %tid.x;\nsetp.ne.u32 p, $3, 0;\n"
+            f"setp.lt.and.u32 p, lane, {LANES}, p;\n@p st.release.{scope}.global.u32 [$1], $2;\nmov.u32 $0, 0;\n}}",
+            "=r,l,r,r", [flag.to(tl.int64), epoch, told], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -28,7 +28,8 @@ class Launch:
     Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
     run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
     chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`; false where the
-    target has no such launches.
+    target has no such launches. max_registers: of a thread, NVIDIA, for what is to run beside the kernel; 0: any. It
+    gets more only where it would spill with as few.
     """
 
     def __init__(
@@ -39,12 +40,15 @@ class Launch:
         num_warps: int,
         num_stages: int,
         chained: bool = False,
+        max_registers: int = 0,
     ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
         self.constants = constants
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-        self.chained = chained and target.backend() == "cuda" and not target.interpreted()
+        on_nvidia = target.backend() == "cuda" and not target.interpreted()
+        self.chained = chained and on_nvidia
+        self.max_registers = max_registers if on_nvidia else 0
         if self.chained:
             self.options["launch_pdl"] = True
         self._values = tuple(constants.values())
@@ -59,11 +63,15 @@ class Launch:
         self._recorded = recorder is not None
         if target.interpreted():
             return None
-        events = recorder.sample if recorder is not None else None
+        arguments = (*args, recorder.sample if recorder is not None else None)
         try:
             with _compiler:
-                compiled = self.kernel.warmup(*args, events, grid=self.grid, **self.constants, **self.options)
-                self._run = compiled[self.grid]
+                compiled, self._run = self._loaded(arguments)
+                if 0 < self.max_registers < compiled.n_regs:
+                    # Not at once: under a limit the assembler takes more registers than without, and spills.
+                    fewer, run = self._loaded(arguments, maxnreg=self.max_registers)
+                    if fewer.n_spills <= compiled.n_spills:
+                        compiled, self._run = fewer, run
         except OutOfResources as error:
             unit = "" if error.name == "threads" else "bytes of "
             raise ValueError(
@@ -71,6 +79,11 @@ class Launch:
                 f"{error.limit}; smaller blocks and a smaller Config.num_stages need less"
             ) from None
         return compiled
+
+    def _loaded(self, arguments: tuple[Any, ...], **options: int) -> tuple[Any, Any]:
+        """(Triton's compiled kernel, what launches it)."""
+        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
+        return compiled, compiled[self.grid]
 
     def __call__(self, args: tuple[Any, ...]) -> None:
         events = trace.recorder().events(self) if self._recorded else None  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ Rules return what they found wrong as a list of sentences, empty when all is wel
     assert not unsettled_releases(assembly)
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -29,6 +30,16 @@ _AMD = {
     "drain": re.compile(r"^SETTLE$"),
     "barrier": re.compile(r"\bs_barrier\b"),
 }
+_TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared"
+_STORE_READ = r"\bcp\.async\.bulk\.wait_group\.read\b"
+# Of Triton's intermediate code: where the elements of what `signal.raise_flag` stores lie, none for a number.
+_RAISED = re.compile(
+    r'elementwise_inline_asm "[^"]*\bst\.release\b[^"]*"[^\n]* : [^\n]*-> (?:tensor<\d+xi32, )?#?(\w+)'
+)
+_ONE_LANE_EACH = re.compile(
+    r"^#(\w+) = #ttg\.blocked<\{sizePerThread = \[\d+\], threadsPerWarp = \[32\], warpsPerCTA = \[\d+\], order = \[0\]",
+    re.MULTILINE,
+)
 # As `signal.settle` writes them. What Triton adds by itself doesn't count: not every version adds it.
 _NVIDIA_SETTLE = re.compile(r"^cp\.async\.bulk\.wait_group 0;\nbar\.sync 0;$", re.MULTILINE)
 _AMD_SETTLE = re.compile(r"^;+#ASMSTART\ns_waitcnt vmcnt\(0\)\n;+#ASMEND$", re.MULTILINE)
@@ -76,6 +87,7 @@ class Assembly:
     warps: int = 4
     programs: int = 1
     cubin: bytes = b""
+    middle: str = ""
 
     @classmethod
     def of(cls, target: str, constants: dict[str, Any], compiled: Any, programs: int) -> "Assembly":
@@ -89,10 +101,10 @@ class Assembly:
             registers, spills = usage["vgpr_count"], usage["vgpr_spill_count"]
         else:
             text, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-            registers, spills = _resources(cubin)
+            registers, spills = resources(cubin)
         shown = {name: getattr(value, "__name__", str(value)) for name, value in constants.items()}
         used = compiled.metadata.shared, registers, spills, compiled.metadata.num_warps, programs
-        return cls(target, compiled.name, shown, text, *used, cubin)
+        return cls(target, compiled.name, shown, text, *used, cubin, compiled.asm["ttgir"])
 
     def machine_code(self) -> str:
         """What NVIDIA's assembler made of the text."""
@@ -117,7 +129,8 @@ class Assembly:
         return len(re.findall(pattern, self.normal()))
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+@functools.lru_cache(maxsize=4)
+def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack and local memory) of the one kernel in `cubin`."""
     listing = _cuobjdump(cubin, "-res-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
@@ -141,6 +154,28 @@ def unsettled_releases(assembly: Assembly) -> list[str]:
         # Nobody to meet: AMD's compiler leaves the barrier out.
         kinds = {**kinds, "barrier": kinds["drain"]}
     return control_flow.unsettled(control_flow.blocks_of(assembly.normal(), kinds))
+
+
+def misplaced_releases(assembly: Assembly) -> list[str]:
+    """NVIDIA: blocks of flags of which an element may lie in no lane of the first warp: `signal.raise_flag` would not
+    raise it."""
+    if not assembly.nvidia:
+        return []
+    fit = {"i32", *_ONE_LANE_EACH.findall(assembly.middle)}
+    layouts = _RAISED.findall(assembly.middle)
+    wrong = [f"flags in layout {layout}" for layout in layouts if layout not in fit]
+    if len(layouts) != assembly.middle.count("st.release."):
+        wrong.append("a release whose layout can't be read")
+    return wrong
+
+
+def slow_stores(assembly: Assembly) -> list[str]:
+    """NVIDIA: TMA stores of whole tiles that wait until they are visible, where it would do that shared memory has been
+    read: what becomes of those that Triton doesn't pipeline. (Split tiles have as many stores, and those may.)"""
+    stores, reads = assembly.count(_TMA_STORE), assembly.count(_STORE_READ)
+    if assembly.constants.get("SPLIT") == "True":
+        stores //= 2
+    return [f"{stores} TMA stores, {reads} waits for reads of shared memory alone"] if reads < stores else []
 
 
 def hasty_releases(assembly: Assembly) -> list[str]:

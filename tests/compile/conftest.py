@@ -20,7 +20,13 @@ from tests.compile.target_names import TARGETS
 Compile = Callable[[Case, str], list[Assembly]]
 Rest = tuple[Future[set[str]], dict[str, Future[list[Assembly]]]]
 # Fixtures of what is compiled in processes of its own.
-APART = {"compiled_without_settle", "compiled_without_marks", "compiled_recorded", "rest"}
+APART = {
+    "compiled_without_settle",
+    "compiled_by_atomics",
+    "compiled_without_marks",
+    "compiled_recorded",
+    "rest",
+}
 # Whose kernels take the longest, as they go to the assembler, another process.
 SLOWEST = "sm_90"
 
@@ -83,6 +89,14 @@ def compiled_without_settle(
 ) -> Iterator[Compile]:
     """With `signal.settle` doing nothing: what the checks must find."""
     yield from _apart(request, tmp_path_factory.mktemp("settle"), "settle")
+
+
+@pytest.fixture(scope="session")
+def compiled_by_atomics(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compile]:
+    """With flags raised by release atomics."""
+    yield from _apart(request, tmp_path_factory.mktemp("atomics"), "stores")
 
 
 @pytest.fixture(scope="session")

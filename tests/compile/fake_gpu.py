@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from pyrocshmem import target as own_target
 from stream_k import config, tuned
 from stream_k.nn import pointwise
-from tests.compile import target_names
+from tests.compile import assembly, target_names
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class _Utilities:
     def load_binary(
         self, name: str, kernel: bytes, shared: int, device: int
     ) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024
+        used = assembly.resources(kernel) if self._target.nvidia else (0, 0)
+        return 1, 1, *used, 1024
 
     def unload_module(self, module: int) -> None:
         pass

@@ -12,3 +12,10 @@ def settle_nothing():
 @triton.jit
 def mark_nothing(events, stage: tl.constexpr, tile, when=1):
     """In the place of `pyrocshmem.trace.mark`: kernels as if they had no marks."""
+
+
+@triton.jit
+def raise_by_atomic(flag, epoch, mask=None, scope: tl.constexpr = "sys"):
+    """In the place of `pyrocshmem.signal.raise_flag`: by an atomic, beside which Triton from 3.8 on
+    pipelines no store."""
+    tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope=scope)

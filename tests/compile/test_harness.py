@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import triton
 
+from pyrocshmem import target
 from tests.compile import assembly as rules
 from tests.compile import control_flow
 from tests.compile.assembly import Assembly
@@ -39,9 +41,29 @@ def test_each_target_gets_its_own_code(compiled_without_settle: Compile) -> None
     assert len({kernel.text for kernel in kernels.values()}) == len(TARGETS)
 
 
+# Fits without pipelined stores, too: two sub-tiles.
+TELLING = Case("gemm_all_scatter", changes=(("placement", "own_stream"),), hot=True)
+assert TELLING in CASES
+
+
+@pytest.mark.skipif(
+    target.version_of(triton.__version__) < (3, 8), reason="Triton before 3.8 pipelines beside atomics"
+)
+@pytest.mark.parametrize(("case", "target"), [(TELLING, "sm_90")], ids=str)
+def test_stores_that_an_atomic_slows_are_found(
+    case: Case, target: str, compiled: Compile, compiled_by_atomics: Compile
+) -> None:
+    gemm, planted = compiled(case, target)[0], compiled_by_atomics(case, target)[0]
+    assert planted.shared == gemm.shared, "shared memory alone would show it"
+    assert not rules.slow_stores(gemm)
+    assert rules.slow_stores(planted)
+    assert not rules.unsettled_releases(planted)
+
+
 STORE = "st.global.b32 [%rd1], %r1;"
 SETTLE = "cp.async.bulk.wait_group 0;\nbar.sync 0;"
-RELEASE = "atom.global.sys.release.exch.b32 %r2, [%rd2], %r3;"
+RELEASE = "@p st.release.sys.global.u32 [%rd2], %r3;"
+TICKET = "atom.global.gpu.acq_rel.add.u32 %r2, [%rd2], %r3;"
 TO_2, IN_1, IN_2, BACK_TO_1 = "bra.uni $L__BB0_2;", "$L__BB0_1:", "$L__BB0_2:", "bra.uni $L__BB0_1;"
 
 
@@ -54,6 +76,8 @@ def _ptx(*lines: str) -> Assembly:
     [
         ((STORE, SETTLE, RELEASE, "ret;"), False),
         ((STORE, RELEASE, "ret;"), True),
+        ((STORE, SETTLE, TICKET, "ret;"), False),
+        ((STORE, TICKET, "ret;"), True),
         ((SETTLE, STORE, RELEASE, "ret;"), True),
         ((STORE, "bar.sync 0;", RELEASE, "ret;"), True),
         ((STORE, "cp.async.bulk.wait_group.read 0;\nbar.sync 0;", RELEASE, "ret;"), True),
@@ -69,6 +93,39 @@ def _ptx(*lines: str) -> Assembly:
 )
 def test_release_rule(lines: tuple[str, ...], is_wrong: bool) -> None:
     assert bool(rules.unsettled_releases(_ptx(*lines))) == is_wrong
+
+
+def test_scope_of_a_release_is_read() -> None:
+    kernel = _ptx(RELEASE, TICKET, RELEASE.replace(".sys", ".gpu"), RELEASE.replace(".sys", ".cta"))
+    assert rules.release_scopes(kernel) == {"sys": 1, "gpu": 2, "other": 1}
+
+
+BLOCKED = "#blocked = #ttg.blocked<{{sizePerThread = [{}], threadsPerWarp = [{}], warpsPerCTA = [{}], order = [{}]}}>"
+ONE_EACH, ROWS = BLOCKED.format(1, 32, 8, 0), BLOCKED.format("1, 1", "2, 16", "8, 1", "1, 0")
+
+
+@pytest.mark.parametrize(
+    ("layout", "of", "is_wrong"),
+    [
+        (ONE_EACH, "tensor<8xi32, #blocked>", False),
+        (ONE_EACH, "i32", False),
+        (ROWS, "tensor<8xi32, #ttg.slice<{dim = 1, parent = #blocked}>>", True),
+        (ROWS, "tensor<8xi32, #blocked>", True),
+        (ONE_EACH, "tensor<8xi32, #blocked1>", True),
+        (ONE_EACH, "tuple<i32>", True),
+    ],
+)
+def test_flags_outside_the_first_warp_are_found(layout: str, of: str, is_wrong: bool) -> None:
+    store = f'%1 = tt.elementwise_inline_asm "@p st.release.sys.global.u32 [$1], $2;" {{}} %2 : {of} -> {of} loc(#loc1)'
+    kernel = Assembly("sm_90", "hand_written", {}, "", 0, 0, 0, middle=f"{layout}\n{store}\n")
+    assert bool(rules.misplaced_releases(kernel)) == is_wrong
+
+
+def test_waits_for_visible_stores_are_found() -> None:
+    store = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];"
+    read, visible = "cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group 0;"
+    assert not rules.slow_stores(_ptx(read, store, read, store, visible))
+    assert rules.slow_stores(_ptx(read, store, visible, store, visible))
 
 
 def test_gcn_needs_every_wave_to_drain() -> None:

@@ -80,6 +80,9 @@ def test_kernel(case: Case, target: str, compiled: Compile) -> None:
 
 def _faults(case: Case, kernel: Assembly) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + rules.hasty_releases(kernel) + _wrong_scopes(case, kernel)
+    wrong += rules.misplaced_releases(kernel)
+    if kernel.kernel in GEMMS and case.hot:
+        wrong += rules.slow_stores(kernel)
     if kernel.kernel not in MESSAGES:
         wrong += rules.unacquired_polls(kernel)
     if kernel.kernel in GEMMS and case.dtype != "float32":

@@ -50,6 +50,7 @@ def test_the_rest(rest: Rest, target: str) -> None:
     for kernel in kernels:
         assert not rules.unsettled_releases(kernel), kernel.kernel
         assert not rules.hasty_releases(kernel), kernel.kernel
+        assert not rules.misplaced_releases(kernel), kernel.kernel
         assert not rules.unacquired_polls(kernel), kernel.kernel
         scopes = rules.release_scopes(kernel)
         assert scopes["other"] == 0

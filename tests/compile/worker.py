@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def prepare(without: str, cache: str) -> None:
-    """Once a process. without: "settle" or "marks", which then do nothing in all that is compiled; "": neither.
+    """Once a process. without: "settle" or "marks", which then do nothing in all that is compiled, or "stores", for
+    flags that are raised by atomics; "": none of these.
 
     cache: Triton's cache folder, the test session's own: what an older run compiled must not count.
     """
@@ -24,6 +25,8 @@ def prepare(without: str, cache: str) -> None:
 
         if without == "settle":
             signal.settle = planted.settle_nothing
+        elif without == "stores":
+            signal.raise_flag = planted.raise_by_atomic
         else:
             trace.mark = planted.mark_nothing
 
