@@ -17,6 +17,7 @@ from tests.compile.cases import (
     FULL_PIPELINE_BYTES,
     GATHERED_PIPELINE_BYTES,
     LARGE,
+    ONE_OF_EACH,
     Case,
 )
 from tests.compile.conftest import Compile
@@ -70,7 +71,14 @@ def _gpu_scope_releases(kernel: Assembly) -> set[str]:
     return allowed
 
 
-@pytest.mark.parametrize(("case", "target"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        pytest.param(*kernel, marks=pytest.mark.every_triton if kernel in ONE_OF_EACH else ())
+        for kernel in COMPILED
+    ],
+    ids=str,
+)
 def test_kernel(case: Case, target: str, compiled: Compile) -> None:
     """Compiling checks that shared memory suffices. The rest is read in the assembly."""
     kernels = compiled(case, target)
@@ -202,7 +210,14 @@ def _fits(programs: list[Assembly]) -> bool:
     return registers <= REGISTERS and shared <= SHARED_BYTES and sum(threads) <= THREADS
 
 
-@pytest.mark.parametrize("case", BESIDE, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.every_triton if case.dtype == "bfloat16" else ())
+        for case in BESIDE
+    ],
+    ids=str,
+)
 def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
     """A helper that found no room would start when the GEMM ends, and overlap with nothing."""
     kernels = compiled(case, "sm_90")

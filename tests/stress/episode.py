@@ -203,7 +203,7 @@ class _Player:
             if each.cancelled is not None and number == each.cancelled[0]:
                 # Once more: what other kinds have grown since, this one plans anew, with a vote, whose limit is longer.
                 self._call(0, kind, data)
-                self.heap.synchronize()
+                self.heap.barrier()  # the short limit is for the missing rank, not for one that is late to come here
                 self._cancelled(kind, data)
                 break
             self._delay(each.delays_ms[number][self.heap.rank])
