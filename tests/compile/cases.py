@@ -248,18 +248,16 @@ CASES = [
 ]
 
 
+# Of every op the first configuration of bfloat16, for compilers that differ little from one that gets all.
+ONE_OF_EACH = list({case.op: case for case in reversed(CASES) if case.dtype == "bfloat16"}.values())
+
+
 def _compiled_on(target: str, case: Case) -> bool:
     """AMD's targets have one compiler and differ in their matrix instructions, as bfloat16 and float16 do. gfx942 gets
-    of float16 the product alone, gfx950 what is hot in bfloat16, and the tf32 that it lacks."""
+    of float16 the product alone, gfx950 a configuration of each op, and the tf32 that it lacks."""
     if target == "gfx942":
         return case.dtype != "float16" or case.op == "gemm"
-    return target != "gfx950" or case == TF32 or (case.hot and case.dtype == "bfloat16")
+    return target != "gfx950" or case == TF32 or case in ONE_OF_EACH
 
 
 COMPILED = [(case, target) for case in CASES for target in TARGETS if _compiled_on(target, case)]
-
-# Of every op the first configuration of bfloat16, for versions of Triton that not all is compiled with.
-ONE_OF_EACH = [
-    (case, "sm_90")
-    for case in {case.op: case for case in reversed(CASES) if case.dtype == "bfloat16"}.values()
-]
