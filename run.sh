@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs a fused op on this machine, setting the environment up first: ./run.sh -n 4 -c all_reduce
-# The options are those of `python -m stream_k`; stream_k/usage.txt is the help of both.
+# The options are those of `python -m pyrocshmem run`; stream_k/run/usage.txt is the help of both.
 set -euo pipefail
 unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-usage=$root/stream_k/usage.txt
+usage=$root/stream_k/run/usage.txt
 
 known=$(grep -oE -- '--?[a-z][a-z-]*' "$usage" | tr '\n' ' ')
 
@@ -27,4 +27,4 @@ done
 
 # shellcheck source=activate.sh
 source "$root/activate.sh"
-exec python -m stream_k "$@"
+exec python -m pyrocshmem run "$@"

@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 from setuptools.errors import ExecError
 
-PACKAGE = Path(__file__).resolve().parent / "finegrained_alloc"
+PACKAGE = Path(__file__).resolve().parent / "pyrocshmem" / "finegrained_alloc"
 
 
 class BuildWithLibrary(build_py):
@@ -20,7 +20,7 @@ class BuildWithLibrary(build_py):
 
     def run(self) -> None:
         super().run()
-        place = PACKAGE if self.editable_mode else Path(self.build_lib) / "finegrained_alloc"
+        place = PACKAGE if self.editable_mode else Path(self.build_lib) / "pyrocshmem" / "finegrained_alloc"
         command = ["sh", str(PACKAGE / "build.sh"), str(place.resolve() / "libfinegrained_alloc.so")]
         if subprocess.run(command, check=False).returncode:
             raise ExecError(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks OP`: time an op beside its peers; `all` of them; `report` and `summary` of records."""
+"""`python -m pyrocshmem bench OP`: time an op beside its peers; `all` of them; `report` and `summary` of records."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from benchmarks.escape import visible
-from benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
-from benchmarks.shapes import LAYERS, MODELS, OPS, SETS
-from reference.__main__ import check_file, refuse
+from pyrocshmem.benchmarks.escape import visible
+from pyrocshmem.benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
+from pyrocshmem.benchmarks.shapes import LAYERS, MODELS, OPS, SETS
+from pyrocshmem.reference.__main__ import check_file, refuse
 
 # Commands that time more than one.
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
@@ -91,8 +91,8 @@ def _run(
         raise ValueError(f"dtype is {dtype!r}, allowed are bfloat16, float16, float32")
     if iters is not None and iters < 1:
         raise ValueError(f"iters is {iters}, allowed 1 or more")
-    from benchmarks import run, tables
     from pyrocshmem import signal, target
+    from pyrocshmem.benchmarks import run, tables
 
     ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
     most = target.num_devices() or int(signal.MAX_WORLD.value)
@@ -104,7 +104,7 @@ def _run(
     if csv_file is not None:
         check_file(csv_file)
     if plot is not None:
-        from benchmarks import plots
+        from pyrocshmem.benchmarks import plots
 
         plot.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def report(
     ] = None,
 ) -> None:
     """Write docs/results.md, its plots, and the table of README.md."""
-    from benchmarks import documents, notes, plots
+    from pyrocshmem.benchmarks import documents, notes, plots
 
     found = _read(files)
     try:
@@ -165,7 +165,7 @@ def summary(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Geometric means and worst cases of each op and set of shapes."""
-    from benchmarks import stats, tables
+    from pyrocshmem.benchmarks import stats, tables
 
     found = stats.summary(_read(files))
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))

@@ -14,13 +14,12 @@ from dataclasses import replace
 
 import torch
 
-import stream_k
-from benchmarks.shapes import TIMED, Case
-from pyrocshmem import target
-from stream_k.config import Config
-from stream_k.gemm import GemmPlan
-from stream_k.product import schedule_of
-from stream_k.workspace import local_workspace
+from pyrocshmem import stream_k, target
+from pyrocshmem.benchmarks.shapes import TIMED, Case
+from pyrocshmem.calls.workspace import local_workspace
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
+from pyrocshmem.stream_k.local_gemm.product import schedule_of
 
 # Fewer products are compiled as they come.
 _MANY = 40

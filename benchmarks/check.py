@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.operands import Truth
-from benchmarks.provider import Run
-from reference.accuracy import bound, compare
+from pyrocshmem.benchmarks.operands import Truth
+from pyrocshmem.benchmarks.provider import Run
+from pyrocshmem.reference.accuracy import bound, compare
 
 _LIBRARY_ROUNDINGS = 16
 

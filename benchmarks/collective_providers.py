@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import collectives
-from benchmarks.operands import ROOT, Operands
-from benchmarks.provider import Run, Unavailable, group_name, need_gpus, public
-from reference import ops as reference_ops
+from pyrocshmem import collectives
+from pyrocshmem.benchmarks.operands import ROOT, Operands
+from pyrocshmem.benchmarks.provider import Run, Unavailable, group_name, need_gpus, public
+from pyrocshmem.reference import ops as reference_ops
 
 SUMS = ("all_reduce", "reduce_scatter")
 # Up to here it is open which algorithm is faster; beyond, a one-shot only sends more.

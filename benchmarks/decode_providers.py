@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import collectives
-import stream_k
-from benchmarks.collective_providers import Sum, check_bytes, flashinfer_workspace, torch_sum
-from benchmarks.operands import EPS, Operands
-from benchmarks.provider import Run, Unavailable, public
-from benchmarks.shapes import DECODE_ROWS, NORMS
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.benchmarks.collective_providers import Sum, check_bytes, flashinfer_workspace, torch_sum
+from pyrocshmem.benchmarks.operands import EPS, Operands
+from pyrocshmem.benchmarks.provider import Run, Unavailable, public
+from pyrocshmem.benchmarks.shapes import DECODE_ROWS, NORMS
 
 
 def ours_with_norm(x: Operands, **options: Any) -> Run:

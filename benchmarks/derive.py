@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import check, clocks
-from benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case
+from pyrocshmem.benchmarks import check, clocks
+from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

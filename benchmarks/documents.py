@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from benchmarks import stats
-from benchmarks.escape import markdown
-from benchmarks.notes import Notes
-from benchmarks.records import File
-from benchmarks.shapes import LINK_BYTES_PER_S, baseline
-from benchmarks.tables import document, number, table, versions
+from pyrocshmem.benchmarks import stats
+from pyrocshmem.benchmarks.escape import markdown
+from pyrocshmem.benchmarks.notes import Notes
+from pyrocshmem.benchmarks.records import File
+from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, baseline
+from pyrocshmem.benchmarks.tables import document, number, table, versions
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _VARIANTS = ("ours", "ours_16bit")
 
 _HEAD = f"""# Results
 
-Made by `python -m benchmarks report` from the records named and benchmarks/results/notes.md; don't edit. All cases are
-shown, losing ones in bold.
+Made by `python -m pyrocshmem bench report` from the records named and benchmarks/results/notes.md; don't edit. All
+cases are shown, losing ones in bold.
 
 M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
 microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One case of an op on all GPUs of this machine, or on 2 CPU ranks: benchmarks/launch.sh OP M N K [--dtype=... --iters=...]
-# M N K of one rank's product; further options are those of `python -m benchmarks OP`.
+# M N K of one rank's product; further options are those of `python -m pyrocshmem bench OP`.
 set -euo pipefail
 unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,4 +21,4 @@ done
 
 # shellcheck source=activate.sh
 source "$root/activate.sh"
-exec python -m benchmarks "$1" --shapes "$2,$3,$4" "${@:5}"
+exec python -m pyrocshmem bench "$1" --shapes "$2,$3,$4" "${@:5}"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.shapes import LayerSize
-from stream_k import nn as parallel
-from stream_k.nn.attention import KVCache, attend, attend_cached, rotation
-from stream_k.nn.pointwise import rotate
+from pyrocshmem.benchmarks.shapes import LayerSize
+from pyrocshmem.stream_k import nn as parallel
+from pyrocshmem.stream_k.nn.attention import KVCache, attend, attend_cached, rotation
+from pyrocshmem.stream_k.nn.pointwise import rotate
 
 THETA, EPS = 5e5, 1e-5
 

@@ -1,6 +1,6 @@
 """A transformer layer (attention, MLP, norms) on all ranks: forward, forward + backward, and a step of decoding.
 
-    python -m benchmarks layers --shapes llama3-8b -n 4
+    python -m pyrocshmem bench layers --shapes llama3-8b -n 4
 
 `ours`: `stream_k.nn`; `ours_16bit`: partial sums travel in the 16-bit dtype, as `torch_tp`'s do; `ours_compiled`: under
 `torch.compile`. `torch_tp`: the ordinary layer under PyTorch's tensor parallelism: `ColwiseParallel`,
@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.derive import merged
-from benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
-from benchmarks.measure import LIMIT_S, Table, part_of
-from benchmarks.meter import Meter
-from benchmarks.provider import Run, Unavailable
-from benchmarks.shapes import LAYER_SIZES, Case
+from pyrocshmem.benchmarks.derive import merged
+from pyrocshmem.benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
+from pyrocshmem.benchmarks.measure import LIMIT_S, Table, part_of
+from pyrocshmem.benchmarks.meter import Meter
+from pyrocshmem.benchmarks.provider import Run, Unavailable
+from pyrocshmem.benchmarks.shapes import LAYER_SIZES, Case
+from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.json_objects import all_gather_json
-from reference.timing import host_seconds
-from stream_k.nn import KVCache
-from stream_k.workspace import Workspace, workspace_for
+from pyrocshmem.reference.timing import host_seconds
+from pyrocshmem.stream_k.nn import KVCache
 
 # Sums in another order, and the partial sums of some libraries rounded, may err more than one product does.
 _ERRORS = 2.0

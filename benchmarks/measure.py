@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import check, memory, providers
-from benchmarks.derive import merged
-from benchmarks.meter import Meter, Samples
-from benchmarks.operands import Operands
-from benchmarks.provider import Run, Unavailable
-from benchmarks.shapes import Case, graph_calls
+from pyrocshmem.benchmarks import check, memory, providers
+from pyrocshmem.benchmarks.derive import merged
+from pyrocshmem.benchmarks.meter import Meter, Samples
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Run, Unavailable
+from pyrocshmem.benchmarks.shapes import Case, graph_calls
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import HeapOutOfMemory
 from pyrocshmem.json_objects import all_gather_json
-from reference.timing import host_seconds, repeated
-from stream_k.workspace import Workspace
+from pyrocshmem.reference.timing import host_seconds, repeated
 
 # A run that outlives this hangs; ranks wait for one another as long, since each may compile what others have done.
 LIMIT_S = 3600.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.operands import Operands
-from benchmarks.provider import Run
-from benchmarks.shapes import Case
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Run
+from pyrocshmem.benchmarks.shapes import Case
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import HeapOutOfMemory
-from stream_k.config import Config, num_multiprocessors
-from stream_k.workspace import Workspace
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.target import num_multiprocessors
 
 
 def used_by(run: Run, operands: Operands, spare: Workspace) -> int | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from benchmarks import providers
-from benchmarks.clocks import Clocks
-from benchmarks.provider import Run
+from pyrocshmem.benchmarks import providers
+from pyrocshmem.benchmarks.clocks import Clocks
+from pyrocshmem.benchmarks.provider import Run
 
 WARM_UP_SECONDS = 0.5
 _WARM_UP_CALLS = 3

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-import collectives
-import stream_k
-from benchmarks.operands import EPS, Operands
-from benchmarks.provider import Run, public
-from reference import ops as reference_ops
-from reference import rms_norm as reference_norms
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.benchmarks.operands import EPS, Operands
+from pyrocshmem.benchmarks.provider import Run, public
+from pyrocshmem.reference import ops as reference_ops
+from pyrocshmem.reference import rms_norm as reference_norms
 
 # Of the value that is normalized, and before the weight: what PyTorch's norm may round.
 _ROUNDINGS = 2

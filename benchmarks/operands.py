@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import COLUMN_NORMS, GRAPH_CALLS, NORMS, OPS, Case
-from reference.accuracy import make_operand
-from reference.ops import shard_range
-from reference.timing import cold_copies
+from pyrocshmem.benchmarks.shapes import COLUMN_NORMS, GRAPH_CALLS, NORMS, OPS, Case
+from pyrocshmem.reference.accuracy import make_operand
+from pyrocshmem.reference.timing import cold_copies
+from pyrocshmem.shards import shard_range
 
 # Rows of a result that are held to float64, spread evenly over it; all of them up to this many.
 CHECKED_ROWS = 192

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.collective_providers import meeting
-from benchmarks.operands import Operands
-from benchmarks.provider import Run, Unavailable, group_name, need_gpus, public
+from pyrocshmem.benchmarks.collective_providers import meeting
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Run, Unavailable, group_name, need_gpus, public
 
 
 def torch_symm_mem(x: Operands) -> Run:

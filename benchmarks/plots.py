@@ -17,12 +17,12 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks import escape, layers, stats
-from benchmarks.provider import IS_DEFAULT
-from benchmarks.providers import ALL_PROVIDERS
-from benchmarks.records import File, median
-from benchmarks.shapes import CORPORA, LINK_BYTES_PER_S, TIMED, tensor_bytes
-from benchmarks.stats import Group
+from pyrocshmem.benchmarks import escape, layers, stats
+from pyrocshmem.benchmarks.provider import IS_DEFAULT
+from pyrocshmem.benchmarks.providers import ALL_PROVIDERS
+from pyrocshmem.benchmarks.records import File, median
+from pyrocshmem.benchmarks.shapes import CORPORA, LINK_BYTES_PER_S, TIMED, tensor_bytes
+from pyrocshmem.benchmarks.stats import Group
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

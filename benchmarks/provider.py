@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.operands import Operands
+from pyrocshmem.benchmarks.operands import Operands
 
 # Why a variant of ours is not timed.
 IS_DEFAULT = "it is the default"

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stream_k
-from benchmarks import collective_providers, decode_providers, norm_providers, peer_providers
-from benchmarks.collective_providers import check_bytes
-from benchmarks.operands import Operands
-from benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, need_gpus, public
-from benchmarks.shapes import COLUMN_NORMS, NORMS, OPS
-from reference import ops as reference_ops
-from stream_k.config import PLACEMENTS
+from pyrocshmem import stream_k
+from pyrocshmem.benchmarks import collective_providers, decode_providers, norm_providers, peer_providers
+from pyrocshmem.benchmarks.collective_providers import check_bytes
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, need_gpus, public
+from pyrocshmem.benchmarks.shapes import COLUMN_NORMS, NORMS, OPS
+from pyrocshmem.reference import ops as reference_ops
+from pyrocshmem.stream_k.choice.config import PLACEMENTS
 
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
 

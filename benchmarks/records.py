@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.escape import visible
-from benchmarks.schema import FORMAT, check_case, check_environment
+from pyrocshmem.benchmarks.escape import visible
+from pyrocshmem.benchmarks.schema import FORMAT, check_case, check_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,7 +64,7 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None
     return {
         "format": FORMAT,
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m pyrocshmem bench", *sys.argv[1:]]),
         "commit": commit or output_of("git", "rev-parse", "HEAD"),
         # Where the commit is told, what git sees is the tree of another.
         "uncommitted": []

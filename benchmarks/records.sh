@@ -2,7 +2,7 @@
 # The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
 #   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode batches collectives layers corpus corpus-64; default: all
 # Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
-# for a quick look. COMMIT=... where git can't tell it. Then: python -m benchmarks report FOLDER/*.jsonl
+# for a quick look. COMMIT=... where git can't tell it. Then: python -m pyrocshmem bench report FOLDER/*.jsonl
 set -uo pipefail
 unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -45,7 +45,7 @@ failed=()
 for name in "${sets[@]}"; do
   read -ra command <<<"${commands[$name]}"
   printf '\n===== %s =====\n' "$name"
-  timeout --kill-after=20 "$limit_s" python -m benchmarks "${command[@]}" --iters "${ITERS:-30}" \
+  timeout --kill-after=20 "$limit_s" python -m pyrocshmem bench "${command[@]}" --iters "${ITERS:-30}" \
     ${COMMIT:+--commit "$COMMIT"} --json "$folder/$name.jsonl" || failed+=("$name")
 done
 [ "${#failed[@]}" = 0 ] || { echo "something was wrong in: ${failed[*]}"; exit 1; }

@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import ahead, layers, providers, records
-from benchmarks.derive import broken
-from benchmarks.measure import LIMIT_S, measure_cases
-from benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
 from pyrocshmem import RanksFailed, spawn, target
+from pyrocshmem.benchmarks import ahead, layers, providers, records
+from pyrocshmem.benchmarks.derive import broken
+from pyrocshmem.benchmarks.measure import LIMIT_S, measure_cases
+from pyrocshmem.benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
 from pyrocshmem.heap import Heap
 
 # Cases that may break the ranks (a wait that ran out, a crash) before a run gives up; the others are measured by new

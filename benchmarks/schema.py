@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from benchmarks.shapes import CORPORA, NAME, NAMES, TIMED, baseline
+from pyrocshmem.benchmarks.shapes import CORPORA, NAME, NAMES, TIMED, baseline
 
 FORMAT = 2
 

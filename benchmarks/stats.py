@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.records import File, median
-from benchmarks.shapes import MEMORY_BOUND_ROWS, TIMED
+from pyrocshmem.benchmarks.records import File, median
+from pyrocshmem.benchmarks.shapes import MEMORY_BOUND_ROWS, TIMED
 
 # Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
 NOT_PEERS = ("ours_gemm", "unfused_stacked")

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks import stats
-from benchmarks.escape import code, markdown
-from benchmarks.notes import NO_NOTES, Notes
-from benchmarks.records import File, median
-from benchmarks.shapes import COLUMN_NORMS, MEMORY_BYTES_PER_S, NORMS, TIMED, baseline, tensor_bytes
-from benchmarks.stats import Group
+from pyrocshmem.benchmarks import stats
+from pyrocshmem.benchmarks.escape import code, markdown
+from pyrocshmem.benchmarks.notes import NO_NOTES, Notes
+from pyrocshmem.benchmarks.records import File, median
+from pyrocshmem.benchmarks.shapes import (
+    COLUMN_NORMS,
+    MEMORY_BYTES_PER_S,
+    NORMS,
+    TIMED,
+    baseline,
+    tensor_bytes,
+)
+from pyrocshmem.benchmarks.stats import Group
 
 EFFICIENCY = "efficiency"
 WORKSPACE = "workspace MiB of ours, ours_16bit (allowed with 2-byte partial sums; fp32 ones are twice that)"

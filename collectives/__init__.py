@@ -6,11 +6,24 @@
 All ranks of the group make the same calls in the same order.
 """
 
+if __name__ != "pyrocshmem.collectives":
+    raise ImportError(
+        "this is pyrocshmem.collectives: import it by that name, since modules of two names would be two modules"
+    )
+
+
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-from collectives import library  # noqa: F401  registers the operators
-from collectives.all_reduce_rms_norm import all_reduce_rms_norm
-from collectives.by_message import all_gather, all_reduce, all_scatter, barrier, broadcast, reduce_scatter
-from collectives.rms_norm import rms_norm
+from pyrocshmem.collectives import library  # noqa: F401  registers the operators
+from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm
+from pyrocshmem.collectives.rms_norm import rms_norm
+from pyrocshmem.collectives.whole_tensors import (
+    all_gather,
+    all_reduce,
+    all_scatter,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
 
 __all__ = [
     "all_gather",

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collectives.by_message import all_reduce, check, check_algorithm, check_kind
-from collectives.exchange import Exchange, Finish
-from collectives.tensors import DTYPES, agree, check_eps, new_like
 from pyrocshmem import status, trace
-from stream_k.cost_model import cheaper_algorithm
-from stream_k.dispatch import dispatched, name_of
-from stream_k.operands import check_plain, kind
-from stream_k.operators import ops
-from stream_k.workspace import Workspace, find_workspace
+from pyrocshmem.calls.operators import dispatched, name_of, ops
+from pyrocshmem.calls.planned import agree
+from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
+from pyrocshmem.calls.workspace import Workspace, find_workspace
+from pyrocshmem.collectives.exchange import Exchange, Finish, cheaper_algorithm
+from pyrocshmem.collectives.whole_tensors import all_reduce, check, check_algorithm, check_kind
+from pyrocshmem.elements import DTYPES
 
 
 def all_reduce_rms_norm(

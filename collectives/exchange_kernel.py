@@ -35,11 +35,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from collectives import words as units
-from pyrocshmem import chain, message, note, signal, trace
+from pyrocshmem import dependent_launch, message, note, signal, trace
+from pyrocshmem.collectives import words as units
+from pyrocshmem.collectives.epilogue import activate
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
-from stream_k.epilogue import activate
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def exchange_kernel(
     LAST_QUADS: tl.constexpr = 1 if SUMS and GATHERS else QUADS
     control, abort, record, heap_bases = context
     if not TILES:
-        chain.wait_for_previous()
+        dependent_launch.wait_for_previous()
     # All loads that the first push needs are under way before any of them is waited for.
     rank = tl.load(control + signal.RANK)
     home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
@@ -257,12 +257,12 @@ def exchange_kernel(
         message.poll(slot + (own_a + at) * 4, at * UNIT < in_own, deadline, context)
         # Not before: programs of the next GEMM would start on multiprocessors that this GEMM's programs don't use,
         # worse ones than those they leave.
-        chain.allow_next()
+        dependent_launch.allow_next()
     taken = slot + (of_a + units_of) * 4
     words, late = message.poll(taken, heard, deadline, context, part_units * 4, QUADS)
     if not TILES:
         # Not before here either: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
-        chain.allow_next()
+        dependent_launch.allow_next()
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
@@ -318,7 +318,7 @@ def exchange_kernel(
     message.restore(taken, heard, part_units * 4, LAST_QUADS)
     if TILES:
         # The GEMM has then read the number of the call; and what follows on the stream counts on both kernels.
-        chain.wait_for_previous()
+        dependent_launch.wait_for_previous()
     if last:
         message.advance(messages, number)
     trace.mark(events, trace.END, -1)

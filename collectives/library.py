@@ -1,9 +1,10 @@
 """The collectives on whole tensors in `torch.library`: schemas, shapes for tracing, gradients, order.
 
-    torch.ops.collectives.all_reduce(x, "auto", stream_k.dispatch.name_of(group))
+    torch.ops.collectives.all_reduce(x, "auto", pyrocshmem.calls.operators.name_of(group))
 
-A public function (`collectives.by_message`) calls these operators (`stream_k.operators`) where a gradient is needed or
-anything watches it, and launches its kernel right away otherwise. With g the gradient of the result, that of x is
+A public function (`collectives.whole_tensors`) calls these operators (`pyrocshmem.calls.operators`) where a gradient
+is needed or anything watches it, and launches its kernel right away otherwise. With g the gradient of the result,
+that of x is
 
     all_reduce       g
     all_gather       this rank's rows of g
@@ -13,7 +14,7 @@ anything watches it, and launches its kernel right away otherwise. With g the gr
 
 and `all_reduce_rms_norm` has that of the total that it normalizes, for x and the residual (`gradients` there).
 
-A result that every rank has whole has one gradient, the same on all ranks (`stream_k.autograd`), so only
+A result that every rank has whole has one gradient, the same on all ranks (`stream_k.ops.gradients`), so only
 reduce_scatter's backward communicates; it can be differentiated once. Graphs keep each call, and their order, as with
 the fused ops.
 """
@@ -24,10 +25,9 @@ from typing import Any
 
 import torch
 
-from collectives import by_message
-from collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
-from stream_k.dispatch import find, ranks
-from stream_k.operators import define, once, ops
+from pyrocshmem.calls.operators import define, find, once, ops, ranks
+from pyrocshmem.collectives import whole_tensors
+from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 
 _SCHEMAS = {
     "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",
@@ -41,7 +41,7 @@ _SCHEMAS = {
 def _run(name: str) -> Any:
     """The public function, by the schema's arguments. Below the dispatcher nothing needs a gradient."""
     option = {"all_reduce": "algorithm", "broadcast": "root"}.get(name)
-    function = getattr(by_message, name)
+    function = getattr(whole_tensors, name)
 
     def run(x: torch.Tensor, *more: Any) -> torch.Tensor:
         *options, label = more

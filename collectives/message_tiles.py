@@ -8,10 +8,10 @@ is announced, and parts of a row are taken while other tiles are still being mul
 import triton
 import triton.language as tl
 
-from collectives import words as units
 from pyrocshmem import message, signal
+from pyrocshmem.collectives import words as units
+from pyrocshmem.collectives.epilogue import activate, add_bias
 from pyrocshmem.device import remote
-from stream_k.epilogue import activate, add_bias
 
 
 @triton.jit

@@ -35,13 +35,13 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
+from pyrocshmem.collectives.epilogue import RESIDUAL, finished, rounded
+from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others, remote
-from stream_k.epilogue import RESIDUAL, finished, rounded
-from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
 
-# Places in OPTIONS after the three of stream_k.epilogue.
+# Places in OPTIONS after the three of collectives.epilogue.
 _ONE_SHOT = tl.constexpr(3)
 _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer sums at a time

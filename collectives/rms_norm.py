@@ -17,14 +17,21 @@ from typing import Any
 
 import torch
 
-from collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
-from collectives.tensors import DTYPES, as_rows, check_eps
-from reference.ops import shard_range
-from stream_k.dispatch import dispatched, find, name_of, ranks, refuse
-from stream_k.operands import check_held, check_plain, check_writable, share_memory, tell_autograd
-from stream_k.operators import define, once, ops
-from stream_k.schedule import as_integer
-from stream_k.workspace import Workspace, find_workspace
+from pyrocshmem.calls.operators import define, dispatched, find, name_of, once, ops, ranks, refuse
+from pyrocshmem.calls.tensors import (
+    as_rows,
+    check_eps,
+    check_held,
+    check_plain,
+    check_writable,
+    share_memory,
+    tell_autograd,
+)
+from pyrocshmem.calls.workspace import Workspace, find_workspace
+from pyrocshmem.checks import as_integer
+from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
+from pyrocshmem.elements import DTYPES
+from pyrocshmem.shards import shard_range
 
 
 def rms_norm(
@@ -91,7 +98,7 @@ def rms_norm(
 
 
 def _workspace(name: str) -> Workspace:
-    """What an operator's group stands for: see `stream_k.dispatch.name_of`."""
+    """What an operator's group stands for: see `pyrocshmem.calls.operators.name_of`."""
     return find_workspace(*find(name))[1]
 
 

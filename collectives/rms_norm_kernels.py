@@ -23,10 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from collectives import row_sums
-from pyrocshmem import chain, message, note, signal, status, trace
+from pyrocshmem import dependent_launch, message, note, signal, status, trace
+from pyrocshmem.collectives import row_sums
+from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.device import others
-from stream_k.epilogue import rounded
 
 _OP = tl.constexpr(int(status.Op.RMS_NORM))
 
@@ -73,7 +73,7 @@ def rms_norm_kernel(
     lanes = tl.arange(0, signal.MAX_WORLD)
     number = message.number(messages)
     notes = note.first(messages, slot_quads, number)
-    chain.allow_next()
+    dependent_launch.allow_next()
     deadline = message.deadline_ns(context)
     epoch = number
     places = (out + column,)
@@ -163,7 +163,7 @@ def rms_norm_backward_kernel(
     blocks = tl.cdiv(M, ROWS)
     number = message.number(messages)
     notes = note.first(messages, slot_quads, number)
-    chain.allow_next()
+    dependent_launch.allow_next()
     deadline = message.deadline_ns(context)
     absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):

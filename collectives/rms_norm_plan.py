@@ -9,21 +9,20 @@ updated: x + residual, or x. scales: fp32 [M], the factor of each row.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 
-from collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
-from collectives.row_sums import Blocks
-from collectives.tensors import NUM_WARPS, agree, as_rows, new_like, run, template
 from pyrocshmem import trace
-from reference.ops import shard_range
-from stream_k.gemm import GemmPlan
-from stream_k.graphs import Graphs
-from stream_k.launch import Launch
-from stream_k.operands import kind
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.planned import NUM_WARPS, agree, run
+from pyrocshmem.calls.tensors import as_rows, kind, new_like, shape_of
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
+from pyrocshmem.collectives.row_sums import Blocks
+from pyrocshmem.shards import shard_range
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -42,9 +41,9 @@ class Norm(NamedTuple):
 
     def templates(self, x: torch.Tensor, residual: torch.Tensor | None) -> Tensors:
         """For `new_results`: of the result, of x + residual, and of the scales."""
-        updated = template(x, x.shape, None if residual is None else residual.dtype)
+        updated = shape_of(x, x.shape, None if residual is None else residual.dtype)
         rows = (math.prod(x.shape[:-1]),)
-        return template(x, self.shape(x), self.out_dtype), updated, template(x, rows, torch.float32)
+        return shape_of(x, self.shape(x), self.out_dtype), updated, shape_of(x, rows, torch.float32)
 
 
 def new_results(
@@ -57,6 +56,17 @@ def new_results(
         x if residual is None else new_like(updated),
         new_like(scales),
     )
+
+
+class SquaresProducer(Protocol):
+    """A GEMM that makes x and leaves the sums of squares of its tiles' rows: `stream_k.local_gemm.plan.GemmPlan`."""
+
+    squares: torch.Tensor | None
+
+    @property
+    def replayable(self) -> bool: ...
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
 
 
 class NormPlan:
@@ -77,7 +87,7 @@ class NormPlan:
         norm: Norm,
         out: torch.Tensor | None = None,
         direct: bool = False,
-        gemm: GemmPlan | None = None,
+        gemm: SquaresProducer | None = None,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
@@ -91,7 +101,7 @@ class NormPlan:
             )
         self.graphs: Graphs | None = None  # not of a single launch
         if gemm is not None or self.buffer is not None:
-            self.graphs = Graphs(workspace, None if gemm is None else gemm.product)
+            self.graphs = Graphs(workspace, gemm is None or gemm.replayable)
         blocks = Blocks.of(M, N, heap.device)
         place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)

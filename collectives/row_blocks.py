@@ -1,6 +1,6 @@
 """What runs beside a GEMM whose tiles or operands copy engines move: blocks of rows, or of columns.
 
-Shape letters: M N of the whole result; R ranks. The M rows are cut into R blocks (`stream_k.order`), block q
+Shape letters: M N of the whole result; R ranks. The M rows are cut into R blocks (`collectives.order`), block q
 belongs to rank q. A step is some tile rows of a block, which are copied at a time.
 
 Copies are commands of a stream. What they wait for and what they announce is done by `step_kernel`, one small program
@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
+from pyrocshmem.collectives.epilogue import add_residual, finished, store_block, store_output
+from pyrocshmem.collectives.order import block_start, block_tiles
 from pyrocshmem.device import remote
-from stream_k.epilogue import add_residual, finished, store_block, store_output
-from stream_k.order import block_start, block_tiles
 
 _LANES = tl.constexpr(256)
 # How many bits of an element's partials, of all peers, are loaded ahead, while another part of the tile is added: as

@@ -21,8 +21,8 @@ import triton.language as tl
 
 from pyrocshmem import note, signal, target
 from pyrocshmem.device import remote
+from pyrocshmem.target import num_multiprocessors
 from pyrocshmem.trace import now_ns
-from stream_k.config import num_multiprocessors
 
 # Elements that a program holds at a time, 16 for each thread of 8 warps; and the most rows in a block.
 _TILE = 4096

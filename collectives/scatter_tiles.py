@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
+from pyrocshmem.collectives.epilogue import finished, row_squares, store_block
+from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others
-from stream_k.epilogue import finished, row_squares, store_block
-from stream_k.order import finished_tile, num_finished_tiles, tile_coords
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
 
-# Places in OPTIONS after the three of stream_k.epilogue.
+# Places in OPTIONS after the three of collectives.epilogue.
 _SQUARES = tl.constexpr(4)
 _ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
 _BESIDE = tl.constexpr(6)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import message
-from stream_k.epilogue import rounded
+from pyrocshmem.collectives.epilogue import rounded
 
 
 @triton.jit

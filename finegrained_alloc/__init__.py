@@ -16,8 +16,8 @@ frees. Nothing is left behind when a rank is killed, whenever that is. The work 
 dependencies, built by ``finegrained_alloc/build.sh``; it is loaded at the first call, not at import.
 """
 
-from finegrained_alloc.library import BACKENDS, NotBuilt, StaleHandle, Unavailable, available, load
-from finegrained_alloc.memory import (
+from .library import BACKENDS, NotBuilt, StaleHandle, Unavailable, available, load
+from .memory import (
     Allocation,
     Mapping,
     Stats,
@@ -31,7 +31,7 @@ from finegrained_alloc.memory import (
     live,
     open_handle,
 )
-from finegrained_alloc.torch_pool import pool
+from .torch_pool import pool
 
 __all__ = [
     "BACKENDS",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
-from finegrained_alloc.library import BACKENDS, CStats, backend_number, c_number, check, load
+from .library import BACKENDS, CStats, backend_number, c_number, check, load
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finegrained_alloc.library import BACKENDS, LIBRARY_PATH, check, load
+from .library import BACKENDS, LIBRARY_PATH, check, load
 
 if TYPE_CHECKING:
     import torch

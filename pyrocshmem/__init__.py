@@ -15,7 +15,6 @@ Import this package before Triton: `pyrocshmem.target` decides whether kernels a
 """
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-from pyrocshmem.bootstrap import Group, ThreadGroup, as_group
 from pyrocshmem.endings import close_all
 from pyrocshmem.errors import (
     CallMismatch,
@@ -26,8 +25,9 @@ from pyrocshmem.errors import (
     ShmemError,
     WorkspaceBusy,
 )
+from pyrocshmem.groups import Group, ThreadGroup, as_group
 from pyrocshmem.heap import Heap, Usage, heap_for
-from pyrocshmem.launch import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
+from pyrocshmem.launching import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
 
 __all__ = [
     "CallMismatch",

@@ -1,7 +1,14 @@
-"""What this machine offers, and what is wrong with it.
+"""The project's commands: `pyrocshmem`, or `python -m pyrocshmem`.
 
-    python -m pyrocshmem            devices, links, the heap backend and why, versions
-    python -m pyrocshmem doctor     checks peers, links, IPC, /dev/shm, limits and clocks; ranks exchange data for 5 s
+    pyrocshmem run          a fused op or a collective on this machine, checked and timed: what ./run.sh does
+    pyrocshmem reference    the same with torch.distributed alone
+    pyrocshmem bench        every op beside its peers
+    pyrocshmem tune         measures configurations, for `stream_k.choose` to look up
+
+What this machine offers, and what is wrong with it:
+
+    pyrocshmem info         devices, links, the heap backend and why, versions
+    pyrocshmem doctor       checks peers, links, IPC, /dev/shm, limits and clocks; ranks exchange data for 5 s
 
 Exits 0 on a machine with no GPU: ranks then run on the CPU. The doctor exits 1 when ranks could not work here.
 """
@@ -9,7 +16,8 @@ Exits 0 on a machine with no GPU: ranks then run on the CPU. The doctor exits 1 
 import os
 import platform
 import shutil
-from importlib import metadata
+import sys
+from importlib import import_module, metadata
 from typing import Annotated
 
 import torch
@@ -18,8 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import finegrained_alloc
-from pyrocshmem import target
+from pyrocshmem import finegrained_alloc, target
 from pyrocshmem.doctor import FAULT, NOTE, OK, default_ranks, examine, gib
 from pyrocshmem.machine import links
 
@@ -100,10 +107,16 @@ def _console(plain: bool) -> Console:
 
 
 @app.callback(invoke_without_command=True)
-def main(context: typer.Context, plain: Plain = False) -> None:
+def default(context: typer.Context, plain: Plain = False) -> None:
+    """Stream-K GEMMs fused with multi-GPU communication: `run`, `reference`, `bench`, `tune`, or, about this
+    machine:"""
+    if context.invoked_subcommand is None:
+        info(plain)
+
+
+@app.command()
+def info(plain: Plain = False) -> None:
     """Print what this machine offers."""
-    if context.invoked_subcommand is not None:
-        return
     console = _console(plain)
     console.print(f"[bold]Ranks run on:[/] {target.describe()}")
     for table in (devices_table(), peers_table(), heap_table(), versions_table()):
@@ -138,5 +151,23 @@ def doctor(
     raise typer.Exit(1 if faults else 0)
 
 
+# Commands of packages above this one, loaded when they are asked for: (module, its typer app).
+_COMMANDS = {
+    "run": "pyrocshmem.stream_k.run.__main__",
+    "reference": "pyrocshmem.reference.__main__",
+    "bench": "pyrocshmem.benchmarks.__main__",
+    "tune": "pyrocshmem.benchmarks.tune",
+}
+
+
+def main() -> None:
+    """The console script `pyrocshmem`."""
+    module = _COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if module is None:
+        app(prog_name="pyrocshmem")
+    else:
+        import_module(module).app(sys.argv[2:], prog_name=f"pyrocshmem {sys.argv[1]}")
+
+
 if __name__ == "__main__":
-    app()
+    main()

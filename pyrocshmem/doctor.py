@@ -18,9 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-import finegrained_alloc
 from pyrocshmem import device as shmem
-from pyrocshmem import launch, signal, status, target
+from pyrocshmem import finegrained_alloc, launching, signal, status, target
 from pyrocshmem.forming import CPU_HEAP_BYTES
 from pyrocshmem.heap import Heap
 from pyrocshmem.machine import container_limits, first_line, links
@@ -275,7 +274,7 @@ def check_ranks(num_ranks: int, seconds: float) -> Iterator[Finding]:
             "self-test", NOTE, "not run: kernels are compiled here, not run", "unset TRITON_INTERPRET"
         )
         return
-    ends = launch.run_ranks(exchange_for, num_ranks, seconds, timeout=60 + 2 * seconds)
+    ends = launching.run_ranks(exchange_for, num_ranks, seconds, timeout=60 + 2 * seconds)
     failed = [end.describe().strip().splitlines() for end in ends if not end.ok]
     if failed:
         text = f"{failed[0][0]} {failed[0][-1] if len(failed[0]) > 1 else ''}".strip()

@@ -3,9 +3,9 @@
 import atexit
 import sys
 
-from pyrocshmem.bootstrap import Group
 from pyrocshmem.errors import describe
 from pyrocshmem.forming import live_memories
+from pyrocshmem.groups import Group
 from pyrocshmem.lifecycle import live_heaps
 
 

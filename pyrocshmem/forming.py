@@ -23,12 +23,11 @@ from dataclasses import dataclass
 
 import torch
 
-import finegrained_alloc
-from pyrocshmem import status, target
-from pyrocshmem.boards import store_may_be_gone
-from pyrocshmem.bootstrap import Group
+from pyrocshmem import finegrained_alloc, status, target
 from pyrocshmem.errors import InitTimeout, ShmemError
-from pyrocshmem.modes import normal_tensors
+from pyrocshmem.groups import Group
+from pyrocshmem.stores import store_may_be_gone
+from pyrocshmem.torch_contexts import normal_tensors
 
 SYSTEM_WORDS = 4096  # int32 words at the start of every heap: flags and the like, see `pyrocshmem.signal`
 SYSTEM_BYTES = 4 * SYSTEM_WORDS

@@ -32,7 +32,7 @@ import torch
 
 from pyrocshmem.allocator import FreeList
 from pyrocshmem.blocks import Block, block_under
-from pyrocshmem.bootstrap import as_group
+from pyrocshmem.calls.labels import label
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
@@ -42,10 +42,10 @@ from pyrocshmem.forming import (
     synchronize,
     tensor_on,
 )
-from pyrocshmem.labels import label
+from pyrocshmem.groups import as_group
+from pyrocshmem.heap_tensors import Plan, TensorFactories
 from pyrocshmem.lifecycle import ALIGNMENT, Lifecycle
-from pyrocshmem.records import parsed, unreadable_payload
-from pyrocshmem.tensors import Plan, TensorFactories
+from pyrocshmem.signed_records import parsed, unreadable_payload
 
 __all__ = [
     "SYSTEM_BYTES",

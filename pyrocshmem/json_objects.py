@@ -9,8 +9,8 @@ to one of their sockets, runs code on all of them.
 import json
 from typing import Any
 
-from pyrocshmem.bootstrap import as_group
 from pyrocshmem.errors import ShmemError
+from pyrocshmem.groups import as_group
 
 
 def all_gather_json(value: Any, what: str, group: Any = None, timeout: float | None = None) -> list[Any]:

@@ -28,9 +28,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from pyrocshmem import status, target
-from pyrocshmem.boards import store_may_be_gone
-from pyrocshmem.bootstrap import as_group
-from pyrocshmem.budgets import init_seconds
+from pyrocshmem.calls.ledger import Caller, Ledger
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeout, ShmemError, describe
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
@@ -44,8 +42,10 @@ from pyrocshmem.forming import (
     synchronize,
     tensor_on,
 )
-from pyrocshmem.ledger import Caller, Ledger
-from pyrocshmem.modes import normal_tensors
+from pyrocshmem.groups import as_group
+from pyrocshmem.stores import store_may_be_gone
+from pyrocshmem.timeouts import init_seconds
+from pyrocshmem.torch_contexts import normal_tensors
 
 ALIGNMENT = 256
 PADDED_RANKS = 8

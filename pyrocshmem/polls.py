@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import target, turns
+from pyrocshmem import interpreter, target
 
 _INTERPRETED = tl.constexpr(target.interpreted())
 _PAUSE_NS = 40
@@ -15,7 +15,7 @@ _PAUSE = tl.constexpr(f"nanosleep.u32 {_PAUSE_NS};\nmov.u32 $0, 0;")
 def _host_yield():
     # Ranks share the processor's cores on the CPU target, threads its interpreter too: a rank that spins keeps
     # the one it waits for from running.
-    turns.pass_on(0.0002)
+    interpreter.pass_on(0.0002)
 
 
 # Triton's dependency scan refuses plain functions; this one runs in the interpreter only.

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import bootstrap, endings, secret, target
-from pyrocshmem.boards import store_board
-from pyrocshmem.bootstrap import Group
-from pyrocshmem.budgets import init_seconds
+from pyrocshmem import endings, groups, secret, target
 from pyrocshmem.errors import describe
+from pyrocshmem.groups import Group
+from pyrocshmem.stores import store_board
+from pyrocshmem.timeouts import init_seconds
 
 _PR_SET_PDEATHSIG = 1
 
@@ -69,7 +69,7 @@ def init_process_group(
         world_size=world_size,
         device_id=None if on_cpu else device,
     )
-    bootstrap.as_group(None)  # now, so that peers know of this process whatever becomes of it
+    groups.as_group(None)  # now, so that peers know of this process whatever becomes of it
 
 
 def _die_with_parent(forked_by: int | None) -> None:
@@ -114,9 +114,9 @@ def rank_main(job: Job, pipe: Connection) -> None:
 def _tell_peers(message: str) -> None:
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be what failed
         if dist.is_initialized():
-            bootstrap.as_group(None).abort(message)  # for peers that wait where this rank hasn't been yet
+            groups.as_group(None).abort(message)  # for peers that wait where this rank hasn't been yet
     endings.abort_all(message)
-    bootstrap.abort_all(message)
+    groups.abort_all(message)
 
 
 def _join(job: Job) -> None:

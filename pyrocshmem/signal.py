@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from pyrocshmem import chain, status, target
+from pyrocshmem import dependent_launch, status, target
 from pyrocshmem.device import remote
 from pyrocshmem.polls import load_now, pause, peek
 from pyrocshmem.trace import now_us
@@ -288,7 +288,7 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
     """The epoch of this call. ENTERS: program 0 tells every peer that this rank has entered the call, hence finished
     the one before, and every program counts itself for `wait_begun`."""
     control, abort, record, heap_bases = context
-    chain.allow_next()
+    dependent_launch.allow_next()
     epoch = tl.load(control + EPOCH) + 1
     if ENTERS:
         if tl.program_id(0) == 0:

@@ -11,14 +11,14 @@ Import it (importing `pyrocshmem` does) before Triton: `TRITON_INTERPRET` is rea
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 
 BACKENDS = ("auto", "gpu", "cpu")
 
-# Folders of what is run by `python -m`, and of the examples.
-_COMMANDS = {"pyrocshmem", "stream_k", "collectives", "benchmarks", "reference"}
+# Folders of the examples.
 _EXAMPLES = {("examples", "rms"), ("examples", "training")}
 
 
@@ -92,11 +92,11 @@ def _is_command() -> bool:
     """Whether this process runs a command or an example of this project, not a program that imports it."""
     if sys.argv[0] == "-m":  # so long as the command's package is imported, before its own code
         after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
-        return sys.orig_argv[after].partition(".")[0] in _COMMANDS
+        return sys.orig_argv[after].partition(".")[0] == "pyrocshmem"
     script = Path(sys.argv[0]).resolve()
     folder, above = script.parent, script.parent.parent
-    if script.name == "__main__.py" and folder.name in _COMMANDS:
-        return above == Path(__file__).resolve().parent.parent  # others have benchmarks, too
+    if script.name == "__main__.py":
+        return Path(__file__).resolve().parent.parent in script.parents
     return (above.name, folder.name) in _EXAMPLES
 
 
@@ -150,3 +150,15 @@ def describe() -> str:
         return f"CPU, kernels compiled but not run (TRITON_INTERPRET=0), because {_reason}"
     name = torch.cuda.get_device_name(0)
     return f"{_num_gpus()} x {name} ({backend()}), because {_reason}"
+
+
+# Multiprocessors that the CPU target pretends to have: enough for several waves, few enough to follow by eye.
+CPU_PROGRAMS = 6
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of `device`; CPU_PROGRAMS on the CPU target."""
+    if device.type == "cpu":
+        return CPU_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

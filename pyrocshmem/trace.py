@@ -113,7 +113,7 @@ class Recorder(Protocol):
     sample: torch.Tensor
 
     def events(self, launch: Any) -> torch.Tensor:
-        """A buffer for one launch, a `stream_k.launch.Launch`."""
+        """A buffer for one launch, a `pyrocshmem.calls.kernel_launch.Launch`."""
 
     def copy(self, copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
         """`copy(argument)`, timed."""

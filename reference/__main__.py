@@ -1,4 +1,4 @@
-"""`python -m reference -n 2 -c all_gather`: run a reference op on this machine, check it, time it.
+"""`python -m pyrocshmem reference -n 2 -c all_gather`: run a reference op on this machine, check it, time it.
 
 Prints where it runs and why, the problem, each rank's share, the error beside its bound, and the time. Exits
 with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for options that make no sense here.
@@ -75,9 +75,9 @@ def _run(
     import torch
 
     from pyrocshmem import target
-    from pyrocshmem.launch import spawn
-    from reference import report
-    from reference.job import Job, check_job, check_name, describe_bound, run_rank
+    from pyrocshmem.launching import spawn
+    from pyrocshmem.reference import report
+    from pyrocshmem.reference.job import Job, check_job, check_name, describe_bound, run_rank
 
     on_gpu = target.backend() != "host"
     if num_ranks < 1:
@@ -119,8 +119,8 @@ def _problem(
     collective: str, shape: str | None, num_ranks: int, on_gpu: bool
 ) -> tuple[tuple[int, ...], str, str]:
     """(its sizes, M N K or M N, as asked for or the default ones; its steps; what each rank has), in words."""
-    from reference.norm_problems import NORMS
-    from reference.problems import find_problem
+    from pyrocshmem.reference.norm_problems import NORMS
+    from pyrocshmem.reference.problems import find_problem
 
     if collective in NORMS:
         norm = NORMS[collective]
@@ -171,4 +171,4 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
 
 if __name__ == "__main__":
-    app(prog_name="python -m reference")
+    app(prog_name="python -m pyrocshmem reference")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.ops import shard_range
+from pyrocshmem.shards import shard_range
 
 EPS32 = 2.0**-23
 

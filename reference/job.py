@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from pyrocshmem import target
-from reference.accuracy import Accuracy, check, make_operand
-from reference.norm_problems import NORMS, Setting
-from reference.problems import PROBLEMS, find_problem
-from reference.timing import time_in_turn
+from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
+from pyrocshmem.reference.norm_problems import NORMS, Setting
+from pyrocshmem.reference.problems import PROBLEMS, find_problem
+from pyrocshmem.reference.timing import time_in_turn
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from reference import rms_norm as reference
-from reference.accuracy import Accuracy, make_operand
-from reference.ops import shard_range
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.reference.accuracy import Accuracy, make_operand
+from pyrocshmem.shards import shard_range
 
 EPS = 1e-6
 

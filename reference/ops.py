@@ -24,18 +24,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from pyrocshmem.shards import shard_range
+
 Group: TypeAlias = dist.ProcessGroup | None
-
-
-def shard_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[begin, end) of `size` items that `rank` holds: equal shares, the first `size % world_size` one longer.
-
-    Example: 131 items on 3 ranks are (0, 44), (44, 88), (88, 131).
-    """
-    # torch.compile has no divmod of sizes that it traces.
-    base, extra = size // world_size, size % world_size
-    begin = rank * base + min(rank, extra)
-    return begin, begin + base + (rank < extra)
 
 
 def all_reduce(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reference import ops
+from pyrocshmem.reference import ops
 
 Shape = tuple[int, int, int]
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from reference.accuracy import Accuracy
+from pyrocshmem.reference.accuracy import Accuracy
+from pyrocshmem.text import format_seconds
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,6 @@ class Timing:
 def slowest(samples_of_ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The samples of a call on all ranks, joined: call i took as long as it did on its slowest rank."""
     return tuple(max(call) for call in zip(*samples_of_ranks, strict=True))
-
-
-def format_seconds(seconds: float) -> str:
-    """A time with the unit in which it reads well: "12.3 us", "4.56 ms" or "1.23 s"."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def print_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from reference import accuracy
-from reference.accuracy import EPS32, Accuracy
-from reference.ops import Group, all_reduce, gather_columns, gemm_all_reduce, shard_range
+from pyrocshmem.reference import accuracy
+from pyrocshmem.reference.accuracy import EPS32, Accuracy
+from pyrocshmem.reference.ops import Group, all_reduce, gather_columns, gemm_all_reduce
+from pyrocshmem.shards import shard_range
 
 
 def rms_norm(

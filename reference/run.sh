@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs torch.matmul and a torch.distributed collective on this machine: sets the environment up, then `python -m reference`.
+# Runs torch.matmul and a torch.distributed collective on this machine: sets the environment up, then `python -m pyrocshmem reference`.
 set -euo pipefail
 unset CDPATH
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -52,4 +52,4 @@ done
 
 # shellcheck source=/dev/null
 source "$here/../activate.sh"
-exec python -m reference "$@"
+exec python -m pyrocshmem reference "$@"

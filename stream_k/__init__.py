@@ -1,6 +1,6 @@
 """Stream-K GEMMs in Triton, alone and joined to collectives.
 
-    import stream_k
+    from pyrocshmem import stream_k
     c = stream_k.gemm(a, b, bias=bias, activation="gelu")
     c = stream_k.gemm_all_reduce(a_share, b_share, group=group)     # sum over ranks, on every rank
     c = stream_k.gemm_reduce_scatter(a_share, b_share, group=group) # sum over ranks, a block of rows a rank
@@ -11,24 +11,25 @@
 Every call returns an ordinary tensor, which is the caller's.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+if __name__ != "pyrocshmem.stream_k":
+    raise ImportError(
+        "this is pyrocshmem.stream_k: import it by that name, since modules of two names would be two modules"
+    )
+
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-from stream_k import library  # noqa: F401  registers the operators
-from stream_k.config import Config
-from stream_k.gemm import gemm
-from stream_k.schedule import Schedule, make_schedule
-from stream_k.tuned import choose
-from stream_k.workspace import Workspace, workspace_for
-
-if TYPE_CHECKING:
-    from stream_k import timeline
-    from stream_k.fused_all_gather import all_gather_gemm
-    from stream_k.fused_all_reduce import gemm_all_reduce
-    from stream_k.fused_all_scatter import gemm_all_scatter
-    from stream_k.fused_reduce_scatter import gemm_reduce_scatter
-    from stream_k.fused_rms_norm import gemm_all_reduce_rms_norm, gemm_rms_norm_all_scatter
+from pyrocshmem.calls import timeline
+from pyrocshmem.calls.workspace import Workspace, workspace_for
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
+from pyrocshmem.stream_k.ops import library  # noqa: F401  registers the operators
+from pyrocshmem.stream_k.ops.all_gather_gemm import all_gather_gemm
+from pyrocshmem.stream_k.ops.gemm import gemm
+from pyrocshmem.stream_k.ops.gemm_all_reduce import gemm_all_reduce
+from pyrocshmem.stream_k.ops.gemm_all_scatter import gemm_all_scatter
+from pyrocshmem.stream_k.ops.gemm_reduce_scatter import gemm_reduce_scatter
+from pyrocshmem.stream_k.ops.gemm_rms_norm import gemm_all_reduce_rms_norm, gemm_rms_norm_all_scatter
 
 __all__ = [
     "Config",
@@ -47,27 +48,3 @@ __all__ = [
     "timeline",
     "workspace_for",
 ]
-
-# The fused ops and timelines stand on `collectives`, which stands on this package's kernel: loaded when first asked
-# for.
-_FUSED = {
-    "all_gather_gemm": "stream_k.fused_all_gather",
-    "gemm_all_reduce": "stream_k.fused_all_reduce",
-    "gemm_all_reduce_rms_norm": "stream_k.fused_rms_norm",
-    "gemm_all_scatter": "stream_k.fused_all_scatter",
-    "gemm_reduce_scatter": "stream_k.fused_reduce_scatter",
-    "gemm_rms_norm_all_scatter": "stream_k.fused_rms_norm",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "timeline":
-        return importlib.import_module("stream_k.timeline")
-    if name not in _FUSED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_FUSED[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

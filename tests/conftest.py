@@ -45,7 +45,7 @@ def _as_if_there_had_been_no_process_group() -> Iterator[None]:
     """What a test made and destroyed in this process: those that follow may compute alone again. (Nothing to do where
     no test has imported torch.)"""
     yield
-    dist, bootstrap = sys.modules.get("torch.distributed"), sys.modules.get("pyrocshmem.bootstrap")
+    dist, bootstrap = sys.modules.get("torch.distributed"), sys.modules.get("pyrocshmem.groups")
     if dist and bootstrap and not dist.is_initialized():
         dist.distributed_c10d._backend = None
         bootstrap._names_used.clear()

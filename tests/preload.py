@@ -4,7 +4,7 @@
 
 import sys
 
-import stream_k  # noqa: F401 (before Triton)
+from pyrocshmem import stream_k  # noqa: F401 (before Triton)
 
 from triton.runtime.interpreter import InterpretedFunction  # isort: skip
 
@@ -12,8 +12,8 @@ import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
 import triton.experimental.gluon  # noqa: F401 (by the first launch of a kernel)
 
-import benchmarks.run  # noqa: F401
 import tests.fused.bodies  # noqa: F401
+from pyrocshmem.benchmarks import run  # noqa: F401
 
 PACKAGES = ("collectives", "pyrocshmem", "stream_k", "triton")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-from pyrocshmem import RankResult, launch, target
+from pyrocshmem import RankResult, launching, target
 
 # How much longer than on an idle machine that has a GPU for each rank: others may use this one, and only what hangs
 # must be ended. `sharing` changes it.
@@ -28,9 +28,9 @@ def load_server() -> None:
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[RankResult]:
-    """Every rank's end, in rank order; see `pyrocshmem.launch.run_ranks`."""
+    """Every rank's end, in rank order; see `pyrocshmem.launching.run_ranks`."""
     load_server()
-    return launch.run_ranks(fn, num_ranks, *args, timeout=slower * timeout)
+    return launching.run_ranks(fn, num_ranks, *args, timeout=slower * timeout)
 
 
 def values(ends: Sequence[RankResult]) -> list[Any]:

@@ -6,7 +6,8 @@
 A world of one runs the kernels against its own heap. Where a rank alone would run the plain GEMM, or copy, the plans
 are made all the same, but for sums of row blocks, which take two. Several ranks, one process each, go round the GPUs,
 and take a GPU's time in turns where there are more of them. They run the kernels of tests/litmus, too, guards and all.
-No call is replayed as a graph, whose kernels a sanitizer runs one at a time, in its own order (`stream_k.graphs`).
+No call is replayed as a graph, whose kernels a sanitizer runs one at a time, in its own order
+(`pyrocshmem.calls.graphs`).
 Each result is checked, so that a run which launched nothing can't pass. Prints a line a call; exits with 1 when a
 result is wrong.
 """
@@ -32,17 +33,17 @@ import torch
 import torch.distributed as dist
 import typer
 
-import collectives
-import stream_k
-from collectives.exchange import _KINDS, exchange
-from collectives.tensors import run
-from pyrocshmem import status
+from pyrocshmem import collectives, status, stream_k
+from pyrocshmem.calls.planned import run
+from pyrocshmem.calls.timeline import meet_kernel
+from pyrocshmem.calls.workspace import Workspace, workspace_for
+from pyrocshmem.collectives.exchange import _KINDS, exchange
 from pyrocshmem.doctor import ring_kernel
-from stream_k import fused, fused_rms_norm, product
-from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
-from stream_k.nn import pointwise
-from stream_k.timeline import meet_kernel
-from stream_k.workspace import Workspace, workspace_for
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from pyrocshmem.stream_k.local_gemm import product
+from pyrocshmem.stream_k.nn import pointwise
+from pyrocshmem.stream_k.ops import gemm_rms_norm
+from pyrocshmem.stream_k.ops import op as fused
 from tests import sharing
 from tests.fused.norm_bodies import EPS
 from tests.litmus.bodies import Litmus, litmus
@@ -150,7 +151,7 @@ def _norm_products(heap: Heap) -> Iterator[tuple[str, bool]]:
         for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
             config = stream_k.choose("gemm_all_reduce", M, N, K, a.dtype, 1, heap.device)
             config = dataclasses.replace(config, placement=placement, algorithm=algorithm)
-            plan = fused_rms_norm._Plan(*operands, False, config, workspace_for(heap))
+            plan = gemm_rms_norm._Plan(*operands, False, config, workspace_for(heap))
             y, total = plan.run(*operands)
             heap.synchronize()
             ok = close(total, exact) and close(y, norm(exact, (N,), weight.double(), EPS))

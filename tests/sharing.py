@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from pyrocshmem import launch, rank_process, target
+from pyrocshmem import launching, rank_process, target
 from tests import ranks
 
 # A wait lasts several turns of milliseconds each, under a sanitizer of many.
@@ -27,7 +27,7 @@ SLOWER = 3.0
 
 _device_of_its_own = target.device
 _init_process_group = rank_process.init_process_group
-_check_num_ranks = launch._check_num_ranks
+_check_num_ranks = launching._check_num_ranks
 
 
 def device(local_rank: int = 0) -> torch.device:
@@ -71,7 +71,7 @@ def shared(ranks_a_gpu: int) -> Iterator[None]:
 
     budget = {"PYROCSHMEM_WAIT_SECONDS": os.environ.get("PYROCSHMEM_WAIT_SECONDS", WAIT_SECONDS)}
     with (
-        mock.patch.multiple(launch, rank_main=rank_main, _check_num_ranks=check_num_ranks),
+        mock.patch.multiple(launching, rank_main=rank_main, _check_num_ranks=check_num_ranks),
         mock.patch.object(ranks, "slower", SLOWER),
         mock.patch.dict(os.environ, budget),
     ):

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from reference.problems import PROBLEMS
+from pyrocshmem.reference.problems import PROBLEMS
 
 RANKS = 4
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")  # colour-blind safe: Okabe and Ito

@@ -16,12 +16,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-import collectives
-from pyrocshmem import Heap, target
+from pyrocshmem import Heap, collectives, target
 from pyrocshmem.json_objects import all_gather_json
-from reference import rms_norm as reference
-from reference.accuracy import Accuracy, bound, compare
-from reference.ops import shard_range
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.reference.accuracy import Accuracy, bound, compare
+from pyrocshmem.shards import shard_range
 
 EPS = 1e-6
 SEED = 7

@@ -26,8 +26,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from pyrocshmem import target
-from pyrocshmem.launch import from_torchrun
-from reference.__main__ import refuse
+from pyrocshmem.launching import from_torchrun
+from pyrocshmem.reference.__main__ import refuse
 
 # Of the losses of the split and of the whole model, in nats, at every step: both sum in fp32, in different orders.
 TOLERANCE = 1e-4

@@ -22,7 +22,7 @@ from pipeline_parallel import Pipeline, PipelineSettings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stream_k import nn as parallel
+from pyrocshmem.stream_k import nn as parallel
 
 ROPE_THETA = 10000.0
 

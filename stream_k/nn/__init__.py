@@ -17,14 +17,19 @@ their gradients, one kernel each; `state`: checkpoints of the unsharded model; `
 
 from typing import TYPE_CHECKING, Any
 
-from stream_k.nn.attention import KVCache, ParallelAttention, rotation
-from stream_k.nn.functional import sum_gradient
-from stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
-from stream_k.nn.mlp import ParallelMLP
-from stream_k.nn.state import full_linears, full_state_dict, load_full_state_dict, sharded_state_dict
+from pyrocshmem.stream_k.nn.attention import KVCache, ParallelAttention, rotation
+from pyrocshmem.stream_k.nn.functional import sum_gradient
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from pyrocshmem.stream_k.nn.mlp import ParallelMLP
+from pyrocshmem.stream_k.nn.state import (
+    full_linears,
+    full_state_dict,
+    load_full_state_dict,
+    sharded_state_dict,
+)
 
 if TYPE_CHECKING:
-    from stream_k.nn.parallel_style import ColwiseParallel, RowwiseParallel
+    from pyrocshmem.stream_k.nn.parallel_style import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColumnParallelLinear",
@@ -47,7 +52,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # DTensor takes longer to import than all else here: only who asks for the styles pays for it.
     if name in ("ColwiseParallel", "RowwiseParallel"):
-        from stream_k.nn import parallel_style
+        from pyrocshmem.stream_k.nn import parallel_style
 
         return getattr(parallel_style, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

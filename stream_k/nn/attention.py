@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from stream_k.nn.functional import autocast
-from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from stream_k.nn.parameters import ranks_of
-from stream_k.nn.pointwise import rotated_heads
-from stream_k.schedule import as_integer
+from pyrocshmem.checks import as_integer
+from pyrocshmem.stream_k.nn.functional import autocast
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyrocshmem.stream_k.nn.parameters import ranks_of
+from pyrocshmem.stream_k.nn.pointwise import rotated_heads
 
 
 @dataclass(frozen=True)

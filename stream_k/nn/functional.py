@@ -20,10 +20,9 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 
-import stream_k
-from stream_k import autograd
-from stream_k.dispatch import name_of
-from stream_k.operators import is_watched, ops
+from pyrocshmem import stream_k
+from pyrocshmem.calls.operators import is_watched, name_of, ops
+from pyrocshmem.stream_k.ops import gradients
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
@@ -159,7 +158,7 @@ class _ColumnProduct(torch.autograd.Function):
             return stream_k.gemm(grad.t(), x)
 
         if wants_x and wants_weight:
-            grad_x, grad_weight = autograd.overlapped(ctx.group, for_x, for_weight, grad)
+            grad_x, grad_weight = gradients.overlapped(ctx.group, for_x, for_weight, grad)
         else:
             grad_x = for_x() if wants_x else None
             grad_weight = for_weight() if wants_weight else None

@@ -17,11 +17,18 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-import stream_k
-from reference.ops import shard_range
-from stream_k.nn.functional import autocast, column_product, from_rows, row_product, sum_gradient, to_rows
-from stream_k.nn.parameters import OnGroup, ParallelLinear, Shard
-from stream_k.schedule import as_integer
+from pyrocshmem import stream_k
+from pyrocshmem.checks import as_integer
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.nn.functional import (
+    autocast,
+    column_product,
+    from_rows,
+    row_product,
+    sum_gradient,
+    to_rows,
+)
+from pyrocshmem.stream_k.nn.parameters import OnGroup, ParallelLinear, Shard
 
 
 class ColumnParallelLinear(ParallelLinear):

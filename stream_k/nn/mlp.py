@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stream_k.nn.functional import is_plain
-from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from stream_k.nn.pointwise import swiglu
+from pyrocshmem.stream_k.nn.functional import is_plain
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyrocshmem.stream_k.nn.pointwise import swiglu
 
 
 class ParallelMLP(nn.Module):

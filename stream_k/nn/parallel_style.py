@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from reference.ops import shard_range
-from stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from stream_k.nn.parameters import ParallelLinear, check_ordinary
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyrocshmem.stream_k.nn.parameters import ParallelLinear, check_ordinary
 
 
 class _FusedStyle(ParallelStyle):

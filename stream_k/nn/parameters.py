@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from pyrocshmem import target
-from pyrocshmem.bootstrap import as_group
+from pyrocshmem.checks import as_integer
 from pyrocshmem.errors import CallMismatch
+from pyrocshmem.groups import as_group
 from pyrocshmem.heap import Heap
-from stream_k.schedule import as_integer
 
 # A copy to there does nothing, without a word.
 NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
-from collectives.tensors import DTYPES, as_rows
-from pyrocshmem import chain, target, trace
-from pyrocshmem.modes import on_device
-from stream_k.config import num_multiprocessors
-from stream_k.epilogue import rounded
-from stream_k.launch import Launch
-from stream_k.operands import kind, tell_autograd
-from stream_k.operators import is_watched, once
+from pyrocshmem import dependent_launch, target, trace
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.operators import is_watched, once
+from pyrocshmem.calls.tensors import as_rows, kind, tell_autograd
+from pyrocshmem.collectives.epilogue import rounded
+from pyrocshmem.elements import DTYPES
+from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.torch_contexts import on_device
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
 _BLOCK, _THREADS = 1024, 128
@@ -57,8 +57,8 @@ def swiglu_kernel(product, out, M, F, stride, out_stride, events, BLOCK: tl.cons
 
     Example: a row (0, 2, 5, 3) is (silu(0) 5, silu(2) 3).
     """
-    chain.wait_for_previous()
-    chain.allow_next()
+    dependent_launch.wait_for_previous()
+    dependent_launch.allow_next()
     for block in range(tl.program_id(0), M * tl.cdiv(F, BLOCK), tl.num_programs(0)):
         trace.mark(events, trace.STORE, block)
         i, j, gate, up = _gate_and_up(product, block, F, stride, BLOCK)
@@ -73,8 +73,8 @@ def swiglu_backward_kernel(product, g, grad, M, F, stride, g_stride, events, BLO
 
     Example: silu(0) = 0 and its slope there is 1/2, so of gate 0, up 5 and g 4 the gradients are 10 and 0.
     """
-    chain.wait_for_previous()
-    chain.allow_next()
+    dependent_launch.wait_for_previous()
+    dependent_launch.allow_next()
     for block in range(tl.program_id(0), M * tl.cdiv(F, BLOCK), tl.num_programs(0)):
         trace.mark(events, trace.STORE, block)
         i, j, gate, up = _gate_and_up(product, block, F, stride, BLOCK)
@@ -128,8 +128,8 @@ def rotate_kernel(
 
     Example: with D = 4 and angles of 90 degrees the head (1, 2, 3, 4) becomes (-3, -4, 1, 2).
     """
-    chain.wait_for_previous()
-    chain.allow_next()
+    dependent_launch.wait_for_previous()
+    dependent_launch.allow_next()
     q_blocks, k_blocks = tl.cdiv(tokens * H, ROWS), tl.cdiv(tokens * G, ROWS)
     blocks, out_heads = q_blocks + k_blocks, H + G
     if TURN < 0:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from stream_k.nn.parameters import NO_MEMORY, ParallelLinear, Shard
+from pyrocshmem.stream_k.nn.parameters import NO_MEMORY, ParallelLinear, Shard
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:

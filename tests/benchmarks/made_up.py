@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.schema import FORMAT
-from benchmarks.shapes import TIMED
+from pyrocshmem.benchmarks.schema import FORMAT
+from pyrocshmem.benchmarks.shapes import TIMED
 
 ENVIRONMENT: dict[str, Any] = {
     "format": FORMAT,
-    "command": "python -m benchmarks all",
+    "command": "python -m pyrocshmem bench all",
     "commit": "0123456789abcdef",
     "uncommitted": [],
     "started": "2026-01-02T03:04:05Z",

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import notes, records, run, stats, tables
-from benchmarks.clocks import Clocks
-from benchmarks.derive import merged
-from benchmarks.provider import Run
+from pyrocshmem.benchmarks import notes, records, run, stats, tables
+from pyrocshmem.benchmarks.clocks import Clocks
+from pyrocshmem.benchmarks.derive import merged
+from pyrocshmem.benchmarks.provider import Run
 from tests.benchmarks import made_up
 from tests.benchmarks.made_up import FUSED
 
@@ -234,8 +234,8 @@ def test_a_reason_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_notes_that_are_committed_can_be_read() -> None:
-    from benchmarks.__main__ import RESULTS
-    from benchmarks.shapes import TIMED
+    from pyrocshmem.benchmarks.__main__ import RESULTS
+    from pyrocshmem.benchmarks.shapes import TIMED
 
     found = notes.read(RESULTS / "notes.md")
     assert set(found.words) <= set(TIMED)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import benchmarks.__main__ as commands
-from benchmarks import escape, records, run, stats, tables
-from benchmarks.shapes import Case, cases_of
 from pyrocshmem import RankResult, RanksFailed
+from pyrocshmem.benchmarks import __main__ as commands
+from pyrocshmem.benchmarks import escape, records, run, stats, tables
+from pyrocshmem.benchmarks.shapes import Case, cases_of
 from tests import commands as processes
 from tests.benchmarks import made_up
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import check, plots, providers, records, tables
-from benchmarks.collective_providers import meeting
-from benchmarks.operands import Operands
-from benchmarks.provider import Unavailable
-from benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
 from pyrocshmem import Heap, target
-from reference.timing import COLD_BYTES, cold_copies
+from pyrocshmem.benchmarks import check, plots, providers, records, tables
+from pyrocshmem.benchmarks.collective_providers import meeting
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Unavailable
+from pyrocshmem.benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
+from pyrocshmem.reference.timing import COLD_BYTES, cold_copies
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 

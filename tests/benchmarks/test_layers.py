@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import layers, plots, records, run, tables
-from benchmarks.__main__ import app
-from benchmarks.layers import Problem, Step
-from benchmarks.shapes import LAYERS, cases_of
 from pyrocshmem import Heap, target
+from pyrocshmem.benchmarks import layers, plots, records, run, tables
+from pyrocshmem.benchmarks.__main__ import app
+from pyrocshmem.benchmarks.layers import Problem, Step
+from pyrocshmem.benchmarks.shapes import LAYERS, cases_of
 from tests import commands
 from tests.ranks import run_ranks, values
 

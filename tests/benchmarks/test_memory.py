@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import memory, providers
-from benchmarks.operands import Operands
-from benchmarks.provider import Unavailable
-from benchmarks.shapes import Case
 from pyrocshmem import Heap, target
-from stream_k.config import PLACEMENTS_OF, Config
-from stream_k.workspace import Workspace
+from pyrocshmem.benchmarks import memory, providers
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Unavailable
+from pyrocshmem.benchmarks.shapes import Case
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF, Config
 from tests.ranks import run_ranks, values
 
 TIER = 2

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import documents, run, stats, tables
-from benchmarks import records as records_module
-from benchmarks.__main__ import app
-from benchmarks.notes import NO_NOTES
-from benchmarks.provider import IS_DEFAULT
-from benchmarks.shapes import OPS, SIZES, cases_of, corpus
+from pyrocshmem.benchmarks import documents, run, stats, tables
+from pyrocshmem.benchmarks import records as records_module
+from pyrocshmem.benchmarks.__main__ import app
+from pyrocshmem.benchmarks.notes import NO_NOTES
+from pyrocshmem.benchmarks.provider import IS_DEFAULT
+from pyrocshmem.benchmarks.shapes import OPS, SIZES, cases_of, corpus
 from tests.benchmarks import made_up
 from tests.benchmarks.made_up import FUSED
 
@@ -64,11 +64,14 @@ def test_records_that_can_t_be_read(command: str, tmp_path: Path) -> None:
 
 def test_all_runs_of_a_file_are_named(tmp_path: Path) -> None:
     path = made_up.write(tmp_path / "a.jsonl", FUSED)
-    again = json.dumps(made_up.ENVIRONMENT | {"command": "python -m benchmarks gemm"})
+    again = json.dumps(made_up.ENVIRONMENT | {"command": "python -m pyrocshmem bench gemm"})
     path.write_text(f"{path.read_text()}{again}\n")
     file = records_module.read(path)
     assert file is not None
-    assert "`python -m benchmarks all`, `python -m benchmarks gemm` on 4 x GPU X" in tables.file_text(file)
+    assert (
+        "`python -m pyrocshmem bench all`, `python -m pyrocshmem bench gemm` on 4 x GPU X"
+        in tables.file_text(file)
+    )
     assert len(file.cases) == len(FUSED)
 
 
@@ -86,7 +89,7 @@ def test_wrong_results_do_not_count() -> None:
 
 def test_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks import plots
+    from pyrocshmem.benchmarks import plots
 
     cases = [
         *FUSED,
@@ -130,7 +133,7 @@ def test_report(tmp_path: Path) -> None:
 def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None:
     """Where whole tiles are the default, they have its reading."""
     pytest.importorskip("matplotlib")
-    from benchmarks import plots
+    from pyrocshmem.benchmarks import plots
 
     split = made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12)
     whole = made_up.case("gemm", "stream-k-corpus", 301, 200, 100, ours=10, blas=9)

@@ -1,4 +1,5 @@
-"""benchmarks/records.sh: its commands are ones that `python -m benchmarks` takes, and one that fails stops no other."""
+"""benchmarks/records.sh: its commands are ones that `python -m pyrocshmem bench` takes, and one that fails stops no
+other."""
 
 import shlex
 import subprocess
@@ -6,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import run
-from benchmarks.__main__ import _SEVERAL
-from benchmarks.shapes import OPS
+from pyrocshmem.benchmarks import run
+from pyrocshmem.benchmarks.__main__ import _SEVERAL
+from pyrocshmem.benchmarks.shapes import OPS
 from tests.scripts import support
 
 TIER = 0
@@ -35,9 +36,9 @@ def test_commands(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "something was wrong in: decode"
     asked = [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
     measured = set()
-    for name, (_, module, op, *options) in zip(SETS, asked, strict=True):
+    for name, (_, module, command, op, *options) in zip(SETS, asked, strict=True):
         given = dict(zip(options[::2], options[1::2], strict=True))
-        assert module == "benchmarks"
+        assert (module, command) == ("pyrocshmem", "bench")
         assert (given["--iters"], given["--commit"]) == ("3", "0123")
         assert given["--json"] == f"there/{name}.jsonl"
         assert "--providers" not in given

@@ -12,13 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import ahead, memory, providers, records, run, tables
-from benchmarks.__main__ import app
-from benchmarks.measure import measure_cases
-from benchmarks.operands import Operands
-from benchmarks.providers import Run
-from benchmarks.shapes import OPS, Case
 from pyrocshmem import Heap, RanksFailed, target
+from pyrocshmem.benchmarks import ahead, memory, providers, records, run, tables
+from pyrocshmem.benchmarks.__main__ import app
+from pyrocshmem.benchmarks.measure import measure_cases
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.providers import Run
+from pyrocshmem.benchmarks.shapes import OPS, Case
 from tests import commands
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values

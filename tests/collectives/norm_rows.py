@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import collectives
-from pyrocshmem import Heap, spawn_threads, target
-from reference import rms_norm as reference
-from reference.ops import shard_range
+from pyrocshmem import Heap, collectives, spawn_threads, target
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.shards import shard_range
 from tests.ranks import run_ranks, values
 
 TIMEOUT_S = 100.0

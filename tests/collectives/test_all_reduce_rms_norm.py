@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-import collectives
-from collectives.all_reduce_rms_norm import results
-from pyrocshmem import CallMismatch, Heap, message
-from reference import rms_norm as reference
-from reference.accuracy import bound, compare, make_operand
-from stream_k.workspace import workspace_for
+from pyrocshmem import CallMismatch, Heap, collectives, message
+from pyrocshmem.calls.workspace import workspace_for
+from pyrocshmem.collectives.all_reduce_rms_norm import results
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.reference.accuracy import bound, compare, make_operand
 from tests.fused.cases import digest
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device

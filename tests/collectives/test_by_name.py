@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.job import Job, run_rank
-from collectives.problems import STANDALONE, Setting
 from pyrocshmem import Heap
-from stream_k.__main__ import app
+from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.stream_k.run.collective_job import Job, run_rank
+from pyrocshmem.stream_k.run.collective_problems import STANDALONE, Setting
 from tests import commands
 from tests.ranks import run_ranks, values
 

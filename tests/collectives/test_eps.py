@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
-from pyrocshmem.bootstrap import ThreadGroup
+from pyrocshmem import Heap, collectives, stream_k
+from pyrocshmem.groups import ThreadGroup
 
 TIER = 1
 pytestmark = pytest.mark.cpu

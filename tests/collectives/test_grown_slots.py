@@ -7,10 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-import collectives
-from pyrocshmem import Heap, message_slots, signal, target
+from pyrocshmem import Heap, collectives, message_slots, signal, target
+from pyrocshmem.calls import workspace as workspaces
 from pyrocshmem.errors import PeerAborted, PeerTimeout
-from stream_k import workspace as workspaces
 from tests.ranks import run_ranks, values
 
 TIER = 2

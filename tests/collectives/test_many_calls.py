@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
-from collectives.problems import STANDALONE, Calls, Setting
-from pyrocshmem import Heap, message, target  # before Triton
-from reference.accuracy import make_operand
+from pyrocshmem import Heap, collectives, message, target  # before Triton
+from pyrocshmem.reference.accuracy import make_operand
+from pyrocshmem.stream_k.run.collective_problems import STANDALONE, Calls, Setting
 
 import triton  # isort: skip
 import triton.language as tl

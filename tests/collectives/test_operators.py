@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch._library.effects import EffectType
 
-import collectives
-import stream_k
-from collectives import by_message
-from pyrocshmem import Heap, target
-from stream_k.dispatch import name_of
+from pyrocshmem import Heap, collectives, stream_k, target
+from pyrocshmem.calls.operators import name_of
+from pyrocshmem.collectives import whole_tensors
 from tests.library.bodies import Ops, eagerly
 from tests.ranks import run_ranks, values
 
@@ -229,7 +227,7 @@ def barrier_refused(heap: Heap) -> list[str]:
 
 def calls_made(heap: Heap) -> int:
     """Of three calls in a graph, two of them alike and one whose result nobody reads."""
-    made, honest = [], by_message._exchanged
+    made, honest = [], whole_tensors._exchanged
 
     def counting(*args: Any) -> torch.Tensor:
         made.append(args)
@@ -240,11 +238,11 @@ def calls_made(heap: Heap) -> int:
         return call("all_reduce", x, heap) * call("all_reduce", x, heap)
 
     torch._dynamo.reset()
-    by_message._exchanged = counting
+    whole_tensors._exchanged = counting
     # With the partitioner of the backends that ship, which merges what is equal.
     x = random((2, 3), 1, FLOAT).requires_grad_()
     torch.compile(three, fullgraph=True, backend="aot_eager_decomp_partition")(x)
-    by_message._exchanged = honest
+    whole_tensors._exchanged = honest
     return len(made)
 
 

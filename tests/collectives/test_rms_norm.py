@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-import collectives
-from pyrocshmem import CallMismatch, Heap
-from reference import accuracy
-from stream_k.dispatch import name_of
+from pyrocshmem import CallMismatch, Heap, collectives
+from pyrocshmem.calls.operators import name_of
+from pyrocshmem.reference import accuracy
 from tests.collectives.norm_rows import CASES, EPS, F16, F32, HEAP_BYTES, MIXES, Rows, run
 from tests.library.bodies import eagerly
 

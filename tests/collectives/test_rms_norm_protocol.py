@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
-from collectives import row_sums
 from pyrocshmem import (  # before Triton
     Heap,
     RanksFailed,
+    collectives,
+    interpreter,
     message,
     note,
     signal,
     spawn_threads,
     target,
-    turns,
 )
+from pyrocshmem.collectives import row_sums
 
 import triton  # isort: skip
 import triton.language as tl
 
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace
 from tests.collectives.norm_rows import BF16, EPS, F32, HEAP_BYTES, TIMEOUT_S, Rows, on_process, run
 from tests.ranks import run_ranks, values
 
@@ -43,7 +43,7 @@ def hesitant(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         found = honest(block, notes, number, M, deadline, context, rows, *more)
         if getattr(_this, "hesitates", False) and (int(block) + 1) * int(rows) >= int(M):
-            turns.pass_on(HESITATION_S)
+            interpreter.pass_on(HESITATION_S)
         return found
 
     if target.interpreted():

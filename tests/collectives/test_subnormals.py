@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, collectives, stream_k
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device
 

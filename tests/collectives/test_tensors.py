@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import collectives
-from collectives import exchange
-from pyrocshmem import CallMismatch, Heap, target  # before Triton
+from pyrocshmem import CallMismatch, Heap, collectives, target  # before Triton
+from pyrocshmem.calls.workspace import workspace_for
+from pyrocshmem.collectives import exchange
 from pyrocshmem.message_slots import HEAD_WORDS, NUM_SLOTS, SENTINEL
-from stream_k.workspace import workspace_for
 from tests.ranks import run_ranks, values
 
 TIER = 2

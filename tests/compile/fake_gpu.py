@@ -7,7 +7,6 @@ Each target has a device number of its own, because a jit function keeps what it
 number for all, the code of the first target would be handed to the others. `tests/compile/test_harness.py` checks that.
 """
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
-from stream_k import config, tuned
-from stream_k.nn import pointwise
+from pyrocshmem.stream_k.choice import table
+from pyrocshmem.stream_k.nn import pointwise
+from pyrocshmem.stream_k.ops import gemm as ops_gemm
 from tests.compile import assembly, target_names
 
 
@@ -98,9 +98,9 @@ def pretend(name: str) -> Iterator[Target]:
     backend = "cuda" if target.nvidia else "hip"
     with (
         mock.patch.object(own_target, "backend", return_value=backend),
-        mock.patch.object(config, "CPU_PROGRAMS", target.num_multiprocessors),
+        mock.patch.object(own_target, "CPU_PROGRAMS", target.num_multiprocessors),
         # Operands lie on the CPU here, whatever the target. By name: the package's `gemm` is the function.
-        mock.patch.object(importlib.import_module("stream_k.gemm"), "check_device"),
+        mock.patch.object(ops_gemm, "check_device"),
     ):
         _forget()
         try:
@@ -111,6 +111,6 @@ def pretend(name: str) -> Iterator[Target]:
 
 def _forget() -> None:
     """What is remembered was chosen, and launches are compiled, for one kind of GPU."""
-    for remembered in (config.num_multiprocessors, tuned.choose):
+    for remembered in (own_target.num_multiprocessors, table.choose):
         remembered.cache_clear()
     pointwise._launches.clear()

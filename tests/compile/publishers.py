@@ -61,7 +61,7 @@ def planned(cases: list[Any], target_name: str) -> set[str]:
     (`worker.prepare`)."""
     from unittest import mock
 
-    from stream_k import launch
+    from pyrocshmem.calls import kernel_launch
     from tests.compile import fake_gpu, worker
 
     names: set[str] = set()
@@ -72,7 +72,7 @@ def planned(cases: list[Any], target_name: str) -> set[str]:
 
     with (
         fake_gpu.pretend(target_name),
-        mock.patch.multiple(launch.Launch, compile=note, __call__=lambda self, args: None),
+        mock.patch.multiple(kernel_launch.Launch, compile=note, __call__=lambda self, args: None),
     ):
         for case in cases:
             worker._call(case)
@@ -86,7 +86,7 @@ def compile_rest(case: None, target_name: str) -> list[Any]:
     import torch
 
     from pyrocshmem import doctor
-    from stream_k import timeline
+    from pyrocshmem.calls import timeline
     from tests.compile import fake_gpu, worker
     from tests.compile.assembly import Assembly
     from tests.pyrocshmem.kernels import count_kernel
@@ -110,7 +110,7 @@ def compile_rest(case: None, target_name: str) -> list[Any]:
 def _normalize(case: None) -> None:
     import torch
 
-    import collectives
+    from pyrocshmem import collectives
     from tests.compile.planning_heap import PlanningHeap
 
     x, weight = torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)

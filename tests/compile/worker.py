@@ -58,7 +58,7 @@ def compile_case(case: "Case", target_name: str) -> "list[Assembly]":
     """Make the call of `case` on `target_name`, and return what its kernels became, in stream order."""
     import torch
 
-    from stream_k import launch as launch_module
+    from pyrocshmem.calls import kernel_launch as launch_module
     from tests.compile import fake_gpu
     from tests.compile.assembly import Assembly
 
@@ -85,10 +85,9 @@ def _call(case: "Case") -> None:
     """The op of `case` through its public function."""
     import torch
 
-    import collectives
-    import stream_k
-    from reference.ops import shard_range
-    from stream_k.workspace import Workspace
+    from pyrocshmem import collectives, stream_k
+    from pyrocshmem.calls.workspace import Workspace
+    from pyrocshmem.shards import shard_range
     from tests.compile.planning_heap import PlanningHeap, operand
 
     M, N, K = case.shape
@@ -135,7 +134,7 @@ def _pointwise(product: Any, kv_heads: int = 0, head_dim: int = 0) -> None:
     """Forward and backward: of two halves, or of heads, two sequences of them."""
     import torch
 
-    from stream_k.nn import pointwise
+    from pyrocshmem.stream_k.nn import pointwise
 
     with torch.enable_grad():
         product.requires_grad_()
@@ -152,8 +151,8 @@ def _norm(x: Any, heap: Any, arguments: dict[str, Any]) -> None:
     """RMSNorm of x, the columns of one rank, and its derivative; with a residual, unless the result is replicated."""
     import torch
 
-    from collectives import rms_norm_plan as plan
-    from stream_k.workspace import workspace_for
+    from pyrocshmem.calls.workspace import workspace_for
+    from pyrocshmem.collectives import rms_norm_plan as plan
 
     hidden, replicated = heap.world_size * x.shape[1], arguments.get("replicated", False)
     weight, residual = torch.empty(x.shape[1], dtype=x.dtype), None if replicated else torch.empty_like(x)
@@ -169,8 +168,8 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
 
     import torch
 
-    import stream_k
-    from stream_k.config import BY_ROWS
+    from pyrocshmem import stream_k
+    from pyrocshmem.stream_k.choice.config import BY_ROWS
 
     changes = dict(case.changes)
     partial = changes.pop("partial_dtype", None)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-import collectives
+from pyrocshmem import collectives
 
 TIER = 3
 pytestmark = pytest.mark.gpu_a_rank("examples start a rank a GPU")

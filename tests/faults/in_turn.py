@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import collectives
-from pyrocshmem import Heap, ShmemError, message, note, signal, target
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, ShmemError, collectives, message, note, signal, target
+from pyrocshmem.calls.workspace import Workspace
 from tests.faults.heap_support import mapped_files
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, digest, judge
 from tests.stopwatch import Stopwatch

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import Heap, launch
-from pyrocshmem.boards import StoreBoard
-from pyrocshmem.bootstrap import Group
+from pyrocshmem import Heap, launching
 from pyrocshmem.forming import SYSTEM_BYTES
+from pyrocshmem.groups import Group
+from pyrocshmem.stores import StoreBoard
 from tests.finegrained_alloc import support
 from tests.ranks import load_server
 
@@ -37,7 +37,7 @@ _PATIENCE_S = 20.0
 def main(num_ranks: int, num_parents: int, nbytes: int) -> None:
     torch.set_num_threads(1)
     killed = heaps = 0
-    store, port = launch._listen()
+    store, port = launching._listen()
     while killed < num_ranks:
         pair_killed, pair_heaps = _kill_pair(port, killed, nbytes)
         killed += pair_killed
@@ -104,7 +104,7 @@ def _kill_parent(nbytes: int) -> None:
         if parent == 0:
             # It has the server of the process that it was forked from, and mustn't wait for it as for a child.
             forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-            _as_child(launch.run_ranks, _form_as_rank, 2, nbytes, folder)
+            _as_child(launching.run_ranks, _form_as_rank, 2, nbytes, folder)
         deadline = time.monotonic() + _PATIENCE_S
         while len(os.listdir(folder)) < 2:
             assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import finegrained_alloc as fga
+from pyrocshmem import finegrained_alloc as fga
 from tests.finegrained_alloc import support, test_handles
 
 TIER = 1

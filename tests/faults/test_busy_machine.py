@@ -15,10 +15,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap, PeerTimeout
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, PeerTimeout, collectives, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch, until, within
 from tests.stream_k.products import integers, small_config

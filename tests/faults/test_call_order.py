@@ -8,12 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import CallMismatch, Heap, ShmemError
-from pyrocshmem.bootstrap import as_group
-from pyrocshmem.ledger import _KEPT, _NUMBERS, Difference, Ledger
-from stream_k.workspace import workspace_for
+from pyrocshmem import CallMismatch, Heap, ShmemError, collectives, stream_k
+from pyrocshmem.calls.ledger import _KEPT, _NUMBERS, Difference, Ledger
+from pyrocshmem.calls.workspace import workspace_for
+from pyrocshmem.groups import as_group
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch
 from tests.stream_k.products import device, integers, small_config

@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-import collectives
-from pyrocshmem import Heap, status
-from pyrocshmem.ledger import Ledger
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, collectives, status
+from pyrocshmem.calls.ledger import Ledger
+from pyrocshmem.calls.workspace import Workspace
 from tests.faults.heap_support import MIB, raised_by
 from tests.ranks import run_ranks, values
 

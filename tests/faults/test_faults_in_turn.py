@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from reference.problems import PROBLEMS
+from pyrocshmem.reference.problems import PROBLEMS
 from tests.faults.heap_support import assert_next_job_works
 from tests.faults.in_turn import LATE_WAIT_S, VICTIM, WAIT_S, Whole, faults_in_turn
 from tests.fused.cases import Case

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import finegrained_alloc
 from pyrocshmem import (
     Heap,
     InitTimeout,
@@ -29,12 +28,13 @@ from pyrocshmem import (
     ShmemError,
     ThreadGroup,
     close_all,
+    finegrained_alloc,
     target,
 )
-from pyrocshmem.bootstrap import Group
+from pyrocshmem.calls.ledger import Ledger
 from pyrocshmem.forming import SYSTEM_BYTES
-from pyrocshmem.ledger import Ledger
-from stream_k.__main__ import app
+from pyrocshmem.groups import Group
+from pyrocshmem.stream_k.run.__main__ import app
 from tests.faults.heap_support import (
     MIB,
     assert_next_job_works,
@@ -269,7 +269,7 @@ def _no_room(rank, world_size, job):
 @pytest.mark.cpu
 def test_a_run_without_room_for_its_heap_ends_in_a_line(monkeypatch):
     """And not with the tracebacks of all ranks and of what started them."""
-    monkeypatch.setattr("stream_k.job.run_rank", _no_room)
+    monkeypatch.setattr("pyrocshmem.stream_k.run.job.run_rank", _no_room)
     ended = CliRunner().invoke(app, ["-n", "2", "-c", "all_reduce", "--shape", "16,16,16"])
     assert ended.exit_code == 1
     assert isinstance(ended.exception, SystemExit), "it is no uncaught error"

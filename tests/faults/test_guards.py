@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap, ShmemError, bootstrap, signal
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, ShmemError, groups, signal, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from tests.faults.heap_support import MIB
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
@@ -107,10 +106,10 @@ def with_and_without(rank: int, world_size: int) -> dict[str, list[Any]]:
 
         calls = [different_activations(heap, workspace)]
         with pytest.MonkeyPatch.context() as patch:
-            whole = bootstrap.Group.exchange
+            whole = groups.Group.exchange
             # The op's name is compared, its shapes, types and configuration are not.
             named = lambda self, payload, what, *more: whole(self, payload, what.partition("(")[0], *more)  # noqa: E731
-            patch.setattr(bootstrap.Group, "exchange", named)
+            patch.setattr(groups.Group, "exchange", named)
             calls.append(different_activations(heap, workspace))
 
         sizes = [unequal_sizes(other)]

@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
-import finegrained_alloc
-import stream_k
 from pyrocshmem import (
     CallMismatch,
     Heap,
     HeapOutOfMemory,
     PeerAborted,
     PeerTimeout,
+    collectives,
+    finegrained_alloc,
+    stream_k,
     target,
 )
 from pyrocshmem.forming import SYSTEM_BYTES

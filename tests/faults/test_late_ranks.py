@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
-import stream_k
-from collectives import words
-from pyrocshmem import Heap, PeerTimeout, ShmemError, message, signal, status
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, PeerTimeout, ShmemError, collectives, message, signal, status, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import words
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import integers, small_config

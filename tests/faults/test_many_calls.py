@@ -9,10 +9,9 @@ import time
 import pytest
 import torch
 
-import collectives
-from pyrocshmem import Heap, target
+from pyrocshmem import Heap, collectives, target
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.doctor import ring_kernel
-from stream_k.workspace import Workspace
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, judge
 from tests.ranks import run_ranks, values

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import CallMismatch, Heap, HeapOutOfMemory
+from pyrocshmem import CallMismatch, Heap, HeapOutOfMemory, collectives, stream_k, target
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import ShmemError
-from reference.problems import PROBLEMS
-from stream_k.config import PLACEMENTS_OF
-from stream_k.workspace import Workspace
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, judge, run_case
 from tests.ranks import run_ranks, values
 from tests.stopwatch import within
@@ -216,14 +214,14 @@ def test_special_values_on_one_rank() -> None:
 
 def pretend_multiprocessors(patch: pytest.MonkeyPatch, number: int) -> None:
     """From now on every choice of a grid takes this device for one of `number` multiprocessors."""
-    stream_k.config.num_multiprocessors.cache_clear()
-    patch.setattr(stream_k.config, "CPU_PROGRAMS", number)
+    target.num_multiprocessors.cache_clear()
+    patch.setattr(target, "CPU_PROGRAMS", number)
     if not ON_CPU:
         real = torch.cuda.get_device_properties(device())
         facts = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
         fake = types.SimpleNamespace(**{**facts, "multi_processor_count": number})
         patch.setattr(torch.cuda, "get_device_properties", lambda *which: fake)
-    assert stream_k.config.num_multiprocessors(device()) == number
+    assert target.num_multiprocessors(device()) == number
 
 
 def on_other_devices(rank: int, world_size: int) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyrocshmem import Heap, PeerAborted, PeerTimeout, ShmemError, signal
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace
 from tests.faults.heap_support import MIB, canary, raised_by, raised_within
 from tests.fused.bodies import integer_call
 from tests.ranks import run_ranks, values

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-import finegrained_alloc
-from pyrocshmem import Heap, ShmemError, ThreadGroup, spawn_threads
-from pyrocshmem.boards import MemoryBoard
+from pyrocshmem import Heap, ShmemError, ThreadGroup, finegrained_alloc, spawn_threads
+from pyrocshmem.stores import MemoryBoard
 from tests.faults.heap_support import MIB, raised_by
 
 TIER = 0
@@ -47,7 +46,7 @@ PROCESSES = (
 OF_PYTORCH = ("torch.distributed.checkpoint", "torch.distributed.pipelining")
 # What a file may use, and why: only processes that it started itself can write there, or it is PyTorch's own.
 ALLOWED = {
-    "pyrocshmem/launch.py": (
+    "pyrocshmem/launching.py": (
         "pickle",
         "A rank's end comes through a pair of sockets without a name: nobody can connect to them, so no authkey is "
         "asked for. Only that rank, a child of the same user, gets the other one: inherited, or handed over by the "

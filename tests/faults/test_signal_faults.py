@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, PeerAborted, PeerTimeout, ShmemError, signal, status, target
-from stream_k.consumer import gate_kernel
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.consumer import gate_kernel
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch, until, within

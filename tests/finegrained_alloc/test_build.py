@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import finegrained_alloc
+from pyrocshmem import finegrained_alloc
 from tests.finegrained_alloc import support
 
 TIER = 0

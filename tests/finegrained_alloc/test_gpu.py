@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import finegrained_alloc as fga
+from pyrocshmem import finegrained_alloc as fga
 from tests.finegrained_alloc import support
 from tests.finegrained_alloc.gpu_access import read, write
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import finegrained_alloc as fga
+from pyrocshmem import finegrained_alloc as fga
 from tests.finegrained_alloc import support
 
 TIER = 0

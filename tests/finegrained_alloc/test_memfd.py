@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import finegrained_alloc as fga
+from pyrocshmem import finegrained_alloc as fga
 from tests.finegrained_alloc import support
 
 TIER = 1

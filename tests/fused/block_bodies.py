@@ -13,14 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-import stream_k
-from collectives import row_blocks
-from pyrocshmem import Heap, message, signal
-from pyrocshmem.copies import RowCopy
+from pyrocshmem import Heap, message, signal, stream_k
+from pyrocshmem.calls.row_copy import RowCopy
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import row_blocks
+from pyrocshmem.collectives.order import block_tiles
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
-from stream_k.order import block_tiles
-from stream_k.pulls import Programs
-from stream_k.workspace import Workspace
+from pyrocshmem.stream_k.ops.pulls import Programs
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import integers, small_config

@@ -20,13 +20,12 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-import stream_k
-from collectives import reduce_tiles
-from pyrocshmem import Heap, signal
-from reference.problems import PROBLEMS
-from stream_k import fused_all_reduce
-from stream_k.config import BY_ROWS
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, signal, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import reduce_tiles
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import BY_ROWS
+from pyrocshmem.stream_k.ops import gemm_all_reduce
 from tests.fused.cases import HEAP_BYTES, Case, Operands, Verdict, call, judge, run_case
 from tests.stream_k.products import ON_CPU, integers, small_config
 
@@ -203,7 +202,7 @@ def stalled_reader(
     sequences: of shapes that follow one another, each on a heap of its own.
     """
     if single_slot:
-        fused_all_reduce.tiles = with_a_single_slot()
+        gemm_all_reduce.tiles = with_a_single_slot()
     return [_wrong_with_a_stalled_reader(shapes, placement) for shapes in sequences]
 
 
@@ -215,7 +214,7 @@ def _wrong_with_a_stalled_reader(shapes: list[Shape], placement: str) -> int:
         workspace = Workspace(heap, wait_seconds=_WAIT_S)
         # Plans are made together; the stall comes afterwards.
         wrong = sum(not integer_call(heap, 50, shape, config, workspace) for shape in shapes)
-        stall = delayed_reads(fused_all_reduce.tiles) if heap.rank == 1 else contextlib.nullcontext()
+        stall = delayed_reads(gemm_all_reduce.tiles) if heap.rank == 1 else contextlib.nullcontext()
         with stall:
             for call in range(4):
                 wrong += not integer_call(heap, call, shapes[call % len(shapes)], config, workspace)

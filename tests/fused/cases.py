@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-import stream_k
-from pyrocshmem import Heap
-from reference.accuracy import check, make_operand
-from reference.problems import PROBLEMS, Problem
-from stream_k.config import PLACEMENTS_OF
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.reference.accuracy import check, make_operand
+from pyrocshmem.reference.problems import PROBLEMS, Problem
+from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
 from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, laid_out, small_config
 
 HEAP_BYTES = 32 << 20

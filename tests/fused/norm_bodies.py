@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import stream_k
-from pyrocshmem import CallMismatch, Heap, message
+from pyrocshmem import CallMismatch, Heap, message, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import WorkspaceBusy
-from reference import rms_norm as reference
-from reference.accuracy import EPS32, bound, compare, make_operand
-from reference.ops import shard_range
-from stream_k.workspace import Workspace
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.reference.accuracy import EPS32, bound, compare, make_operand
+from pyrocshmem.shards import shard_range
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU, check_product, device, small_config
 

@@ -13,13 +13,11 @@ import torch
 from torch._ops import OpOverloadPacket
 from torch.nn import functional
 
-import collectives
-import stream_k
-from collectives import library
-from pyrocshmem import Heap
-from reference.accuracy import make_operand
-from stream_k import fused_rms_norm
-from stream_k.dispatch import name_of
+from pyrocshmem import Heap, collectives, stream_k
+from pyrocshmem.calls.operators import name_of
+from pyrocshmem.collectives import library
+from pyrocshmem.reference.accuracy import make_operand
+from pyrocshmem.stream_k.ops import gemm_rms_norm
 from tests.fused.norm_bodies import EPS, F16, F32, Case, Whole
 from tests.library.bodies import Ops, eagerly
 from tests.stream_k.products import device
@@ -190,7 +188,7 @@ def calls_made(heap: Heap) -> list[int]:
 
     torch._dynamo.reset()
     places = (
-        (fused_rms_norm, "gemm_all_reduce_rms_norm"), (fused_rms_norm, "scattered"), (library, "all_reduce_rms_norm")
+        (gemm_rms_norm, "gemm_all_reduce_rms_norm"), (gemm_rms_norm, "scattered"), (library, "all_reduce_rms_norm")
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         made = [

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-import stream_k
-from pyrocshmem import Heap
-from reference.problems import PROBLEMS
-from stream_k import fused_rms_norm
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.ops import gemm_rms_norm
 from tests.ranks import run_ranks, values
 from tests.stream_k.graph_standins import replay_what_was_enqueued
 from tests.stream_k.products import integers, small_config
@@ -100,7 +99,7 @@ def wrong_calls(heap: Heap, way: tuple[str, str], log: list[str]) -> list[str]:
 def wrong_norms(heap: Heap, log: list[str]) -> list[str]:
     """As `wrong_calls`, of the product with a norm, whose results are given these places."""
     config = small_config(placement="messages")
-    honest, places = fused_rms_norm.results, [torch.empty(M, N) for _ in range(2)]
+    honest, places = gemm_rms_norm.results, [torch.empty(M, N) for _ in range(2)]
 
     def results(*given: Any) -> Any:
         _, finish = honest(*given)
@@ -129,7 +128,7 @@ def wrong_norms(heap: Heap, log: list[str]) -> list[str]:
         ):
             found.append(f"norm: {what}")
 
-    with mock.patch.object(fused_rms_norm, "results", results):
+    with mock.patch.object(gemm_rms_norm, "results", results):
         for number in range(3):
             for each, other in zip(every, make(2 + number), strict=True):
                 for name, value in other.items():

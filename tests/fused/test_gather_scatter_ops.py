@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import ShmemError
-from reference.problems import PROBLEMS
-from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS, PLACEMENTS_OF
-from stream_k.workspace import Workspace
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS, PLACEMENTS_OF
 from tests.fused import bodies
 from tests.fused.cases import (
     HEAP_BYTES,

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
-from reference.problems import PROBLEMS
-from stream_k.config import PLACEMENTS_OF
-from stream_k.workspace import Workspace, workspace_for
+from pyrocshmem import Heap, collectives, stream_k
+from pyrocshmem.calls.workspace import Workspace, workspace_for
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
 from tests.fused.cases import HEAP_BYTES, Case, run_case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, random

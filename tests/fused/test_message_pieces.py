@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-import stream_k
-from collectives import exchange
-from pyrocshmem import Heap, target
-from stream_k import message_plan
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import exchange
+from pyrocshmem.stream_k.ops import by_message
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -22,7 +21,7 @@ PIECE_BYTES = 2048
 
 def in_pieces(rank: int, world_size: int) -> list[str]:
     """Every sum with a bias, in many pieces; what is further from float64 than fp32 sums are."""
-    exchange.PIECE_BYTES, message_plan._PIECE = PIECE_BYTES, PIECE_BYTES // 4
+    exchange.PIECE_BYTES, by_message._PIECE = PIECE_BYTES, PIECE_BYTES // 4
     device = target.device(rank)
     wrong = []
     with Heap(32 << 20) as heap:

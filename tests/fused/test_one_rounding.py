@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
-from reference import rms_norm as reference
-from reference.accuracy import EPS32, make_operand
-from reference.ops import shard_range
+from pyrocshmem import Heap, collectives, stream_k
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.reference.accuracy import EPS32, make_operand
+from pyrocshmem.shards import shard_range
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, small_config

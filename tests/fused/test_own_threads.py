@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import CallMismatch, Heap
-from stream_k.workspace import Workspace
+from pyrocshmem import CallMismatch, Heap, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from tests.fused.bodies import HEAP_BYTES
 from tests.ranks import run_ranks, values
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference.problems import PROBLEMS
+from pyrocshmem.reference.problems import PROBLEMS
 from tests.fused import block_bodies, bodies
 from tests.fused.cases import Case, assert_right
 from tests.ranks import run_ranks, values

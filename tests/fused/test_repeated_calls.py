@@ -1,5 +1,5 @@
-"""Calls with tensors at the same places, again and again: their graphs (`stream_k.graphs`) bring exactly what enqueued
-calls would, whatever comes between.
+"""Calls with tensors at the same places, again and again: their graphs (`pyrocshmem.calls.graphs`) bring exactly
+what enqueued calls would, whatever comes between.
 
 tests/stream_k/test_graphs.py has the logic, with a stand-in for graphs.
 """
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap
-from reference.problems import PROBLEMS
-from stream_k.graphs import Graphs, Places
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls.graphs import Graphs, Places
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.reference.problems import PROBLEMS
 from tests.fused.bodies import Shape, integer_problem
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import small_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS
 from tests.fused.cases import STRIDE_0, Case, assert_right, assert_same_bits, repeat, run_cases
 from tests.ranks import run_ranks, values
 

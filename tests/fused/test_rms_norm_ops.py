@@ -13,10 +13,10 @@ from pyrocshmem import Heap, target  # before Triton
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from reference import rms_norm as reference
-from stream_k.epilogue import row_squares
-from stream_k.fused_rms_norm import scattered
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.epilogue import row_squares
+from pyrocshmem.reference import rms_norm as reference
+from pyrocshmem.stream_k.ops.gemm_rms_norm import scattered
 from tests.fused import norm_bodies as bodies
 from tests.fused.cases import HEAP_BYTES
 from tests.fused.norm_bodies import BF16, F16, F32, Case

@@ -7,16 +7,16 @@ Where programs run one after another, a row has one; so rows on several are for 
 import pytest
 import torch
 
-from collectives import exchange, exchange_kernel
 from pyrocshmem import Heap, signal  # before Triton
+from pyrocshmem.collectives import exchange, exchange_kernel
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 from pyrocshmem.message_slots import HEAD_WORDS, NUM_SLOTS, SENTINEL
 
 import triton  # isort: skip
 import triton.language as tl
 
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.trace import now_ns
-from stream_k.workspace import Workspace
 from tests.fused import norm_bodies as bodies
 from tests.fused.cases import digest
 from tests.fused.norm_bodies import BF16, F16, F32, Case

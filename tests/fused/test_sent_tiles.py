@@ -8,13 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-import stream_k
-from collectives import exchange_kernel as exchange_module
-from collectives.exchange import sent_by_tiles
-from pyrocshmem import Heap, signal, status
-from stream_k import message_plan
-from stream_k.config import Config
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, signal, status, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import exchange_kernel as exchange_module
+from pyrocshmem.collectives.exchange import sent_by_tiles
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.ops import by_message
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stopwatch import until
@@ -101,7 +100,7 @@ def both_ways(rank: int, world_size: int) -> list[str]:
                     count[sent_by_tiles(*args)] += 1
                     return tiles and sent_by_tiles(*args)
 
-                with mock.patch.object(message_plan, "sent_by_tiles", asked):
+                with mock.patch.object(by_message, "sent_by_tiles", asked):
                     ways[tiles] = _calls(heap, Workspace(heap), dtype)
                 sent[tiles] = count
             for name, value in ways[True].items():
@@ -143,7 +142,7 @@ def late_between(rank: int, world_size: int, blind: bool) -> int:
         a, b = torch.ones(16, 32), torch.ones(32, 32)
         stream_k.gemm_all_reduce(a, b, group=heap, config=small_config(placement="messages", algorithm="one_shot"),
                                  workspace=workspace)  # fmt: skip
-        (plan,) = (plan for plan in workspace.plans.values() if isinstance(plan, message_plan.MessagePlan))
+        (plan,) = (plan for plan in workspace.plans.values() if isinstance(plan, by_message.MessagePlan))
         sent, out, finish = plan.sent, torch.empty(16, 32), plan._finish(None)
         heap.barrier()
         if rank == 0:

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap
-from stream_k import fused
-from stream_k.config import Config, num_multiprocessors
-from stream_k.cost_model import cost_model
-from stream_k.tuned import Entry, Table, choose
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.table import Entry, Table, choose
+from pyrocshmem.stream_k.ops import op as fused
+from pyrocshmem.target import num_multiprocessors
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, integers, small_config

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap, spawn_threads
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, spawn_threads, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from tests.stream_k.products import integers
 
 TIER = 2

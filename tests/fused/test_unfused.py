@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap, target
-from stream_k.blas import BlasPlan
+from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.graph_standins import replay_what_was_enqueued

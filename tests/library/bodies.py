@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import stream_k
-from pyrocshmem import Heap
-from reference.accuracy import EPS32, make_operand
-from reference.problems import PROBLEMS, Problem
-from stream_k import fused_all_gather
-from stream_k.fused import Request
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.reference.accuracy import EPS32, make_operand
+from pyrocshmem.reference.problems import PROBLEMS, Problem
+from pyrocshmem.stream_k.ops import all_gather_gemm
+from pyrocshmem.stream_k.ops.op import Request
 from tests.stopwatch import until
 from tests.stream_k.products import ACTIVATIONS, device, random
 
@@ -260,7 +259,7 @@ def ways(rank: int, world_size: int) -> dict[int, Any]:
 def late_rows(rank: int, world_size: int, guarded: bool) -> int:
     """Rows gathered by no columns, rank 1's late after it has entered the call: how many calls have others' rows.
     Without the guard nothing waits for them."""
-    honest = fused_all_gather.trace.copy
+    honest = all_gather_gemm.trace.copy
 
     def late(copy: Any, argument: torch.Tensor) -> None:
         if rank == 1 and waits:
@@ -269,7 +268,7 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
             until(lambda: int(gathered_at) == seed + 1)  # the peer has gone on
         honest(copy, argument)
 
-    fused_all_gather.trace.copy = late
+    all_gather_gemm.trace.copy = late
     wrong, waits = 0, True
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap)
@@ -281,7 +280,7 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
             rows, none = whole.tensor_split(world_size)[rank], whole.new_empty(3, 0)
             more = {"num_rows": 7, "save_gathered": True}
             request = Request(rows, none, None, None, "none", False, False, None, **more)
-            _, gathered = fused_all_gather.run(request, heap, workspace)
+            _, gathered = all_gather_gemm.run(request, heap, workspace)
             wrong += not torch.equal(gathered, whole)
             if rank == 0:
                 at_1.fill_(seed + 1)

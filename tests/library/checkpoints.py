@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, collectives, stream_k
 from tests.library.bodies import HEAP_BYTES
 from tests.stream_k.products import random
 

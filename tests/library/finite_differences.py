@@ -29,9 +29,7 @@ from typing import Any
 
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
+from pyrocshmem import Heap, collectives, stream_k
 from tests.library.bodies import HEAP_BYTES
 from tests.stream_k.products import device
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import stream_k
-from stream_k import dispatch
+from pyrocshmem import stream_k
+from pyrocshmem.calls import operators
 from tests.library import bodies, checkpoints, finite_differences, tracing, unused
 from tests.library.bodies import Case
 from tests.ranks import run_ranks, values
@@ -184,7 +184,7 @@ def test_what_has_no_gradient() -> None:
 
 def test_names() -> None:
     """The same one for the same thing; a process group is called as torch.distributed calls it."""
-    assert dispatch.name_of() == dispatch.name_of()
-    assert dispatch.name_of().startswith("0/1/")
+    assert operators.name_of() == operators.name_of()
+    assert operators.name_of().startswith("0/1/")
     with pytest.raises(TypeError, match="group is a str"):
-        dispatch.name_of("world")
+        operators.name_of("world")

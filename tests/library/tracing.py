@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch.distributed as dist
 from torch._library.effects import EffectType
 from torch.distributed.device_mesh import init_device_mesh
 
-import stream_k
-from pyrocshmem import Heap
-from stream_k import dispatch, library
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.calls import operators
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.ops import library
 from tests.fused import norm_gradients
 from tests.library.bodies import BACKWARD, HEAP_BYTES, Model
 from tests.stream_k.products import ON_CPU, device, random
@@ -23,7 +22,7 @@ from tests.stream_k.products import ON_CPU, device, random
 def checked(heap: Heap) -> list[str]:
     """`torch.library.opcheck` of every op, with gradients; what fails."""
     found = []
-    name = dispatch.name_of(heap)
+    name = operators.name_of(heap)
     for number, case in enumerate(case for case in BACKWARD if not case.options):
         model = Model(dataclasses.replace(case, bias=torch.float32), heap.rank, heap.world_size, number)
         a, b, bias = (x.clone().requires_grad_() for x in model.shares(model.whole).values())
@@ -43,7 +42,7 @@ def checked(heap: Heap) -> list[str]:
 def counted() -> Iterator[list[str]]:
     """Names of the fused ops that run inside, in order."""
     ran: list[str] = []
-    modules = {name: importlib.import_module(library.module_of(name)) for name in library.FUSED}
+    modules = library.MODULES
     honest = {name: module.run for name, module in modules.items()}
 
     def counting(name: str) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pyrocshmem import Heap, target, turns
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, interpreter, target
+from pyrocshmem.calls.workspace import Workspace
 from tests.litmus import kernels
 
 WAIT_S = 20.0
@@ -105,7 +105,7 @@ class _Bench:
 
     def _launch(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         # As ops launch theirs: the interpreter takes a third of the time.
-        with turns.taken() if target.interpreted() else contextlib.nullcontext():
+        with interpreter.taken() if target.interpreted() else contextlib.nullcontext():
             kernel[(1,)](*arguments, **constants, num_warps=_WARPS)
 
     def _load(self, *launches: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> None:

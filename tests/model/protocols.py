@@ -7,7 +7,7 @@ guards, each of which can be left out:
     settle    a write arrives before the flag that is raised after it (`signal.settle`)
     epoch     a flag counts only in its window (`signal._is_up`)
     wrap      epochs are compared by their difference, not as they are
-    entered   nobody writes where peers may still read: `signal.wait_entered` (LAG in `stream_k.kernel`)
+    entered   nobody writes where peers may still read: `signal.wait_entered` (LAG in `stream_k.local_gemm.kernel`)
     slots     what peers pull or sum, and messages, alternate between two places
     restore   a call puts the sentinel back into its slot (`message.restore`)
     abort     a wait watches the abort word

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyrocshmem.bootstrap import Group
+from pyrocshmem.groups import Group
 from tests.model.votes import BESIDE, LooksThenLeaves, explore
 
 TIER = 0

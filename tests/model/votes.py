@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
-from pyrocshmem import bootstrap
-from pyrocshmem.bootstrap import Group
+from pyrocshmem import groups
 from pyrocshmem.errors import InitTimeout, PeerAborted, ShmemError
-from pyrocshmem.records import Reason, pack_message, unpack
+from pyrocshmem.groups import Group
+from pyrocshmem.signed_records import Reason, pack_message, unpack
 from tests.model.checker import Counterexample, way_to
 
 BUDGET_S, EARLY_S, LATE_S = 100.0, 1.0, 1000.0
@@ -101,9 +101,9 @@ class LooksThenLeaves(Group):
         keys = [self._key(f"{self.rounds}/{peer}") for peer in range(self.world_size)]
         self.rounds += 1
         self._board.set(keys[self.rank], pack_message(what, payload))
-        start = bootstrap.time.monotonic()
+        start = groups.time.monotonic()
         while (values := self._board.get_all(keys)) is None:
-            late = bootstrap.time.monotonic() - start >= BUDGET_S
+            late = groups.time.monotonic() - start >= BUDGET_S
             if (record := self.abort_record()) is not None:
                 raise PeerAborted(self.rank, *record)
             seen = [self._value(key) for key in keys]
@@ -152,7 +152,7 @@ class _Votes:
         if (thread, history) not in self.known:
             answers, ends = Answers(history, self.atomic), []
             question = None
-            with mock.patch.object(bootstrap, "time", answers):
+            with mock.patch.object(groups, "time", answers):
                 try:
                     group = self.kind(answers, self.ranks[thread], self.num_ranks, NAME)
                     if thread < self.num_lives:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stream_k.nn import pointwise
+from pyrocshmem.stream_k.nn import pointwise
 
 
 @pytest.fixture

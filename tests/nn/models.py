@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stream_k import nn as parallel
-from stream_k.nn import functional, linear
+from pyrocshmem.stream_k import nn as parallel
+from pyrocshmem.stream_k.nn import functional, linear
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, THETA = 22, 34, 4, 2, 6, 100.0
 RATE = 0.3

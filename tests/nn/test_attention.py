@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pyrocshmem import target
-from stream_k import nn as parallel
+from pyrocshmem.stream_k import nn as parallel
 from tests.nn import models
 from tests.nn.models import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, THETA
 from tests.nn.test_layers import TOLERANCE, off

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from pyrocshmem import Heap
-from pyrocshmem.bootstrap import ThreadGroup
-from stream_k import nn as parallel
+from pyrocshmem.groups import ThreadGroup
+from pyrocshmem.stream_k import nn as parallel
 from tests.nn import models
 
 TIER = 1

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pyrocshmem import Heap, target
-from stream_k import nn as parallel
-from stream_k.nn import pointwise
+from pyrocshmem.stream_k import nn as parallel
+from pyrocshmem.stream_k.nn import pointwise
 from tests.fused.norm_gradients import fused_calls
 from tests.nn.models import HIDDEN, INTERMEDIATE, Case, ParallelBlock, unsharded
 from tests.ranks import run_ranks, values

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 from pyrocshmem import Heap, target
-from stream_k import nn as parallel
+from pyrocshmem.stream_k import nn as parallel
 from tests.ranks import run_ranks, values
 
 TIER = 2

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-import stream_k
-from pyrocshmem import CallMismatch, target
-from stream_k import nn as parallel
-from stream_k.nn.functional import row_product
+from pyrocshmem import CallMismatch, stream_k, target
+from pyrocshmem.stream_k import nn as parallel
+from pyrocshmem.stream_k.nn.functional import row_product
 from tests.nn import models
 from tests.nn.models import Case
 from tests.ranks import run_ranks, values

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-import collectives
-import stream_k
-from pyrocshmem import Heap, target
-from stream_k import nn as parallel
+from pyrocshmem import Heap, collectives, stream_k, target
+from pyrocshmem.stream_k import nn as parallel
 from tests.ranks import run_ranks, values
 
 TIER = 3

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch.nn.functional import silu
 
 from pyrocshmem import target
-from stream_k import nn as parallel
-from stream_k.nn import pointwise
-from stream_k.nn.pointwise import rotated_heads, swiglu
+from pyrocshmem.stream_k import nn as parallel
+from pyrocshmem.stream_k.nn import pointwise
+from pyrocshmem.stream_k.nn.pointwise import rotated_heads, swiglu
 from tests.nn.models import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, THETA
 
 TIER = 1

@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from stream_k.nn.pointwise import swiglu
+from pyrocshmem.stream_k.nn.pointwise import swiglu
 from tests.nn.models import HIDDEN, INTERMEDIATE
 from tests.nn.test_pointwise import DTYPES, inside, layers, random
 

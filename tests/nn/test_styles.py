@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 from pyrocshmem import target
-from stream_k import nn as parallel
+from pyrocshmem.stream_k import nn as parallel
 from tests.ranks import run_ranks, values
 
 TIER = 3

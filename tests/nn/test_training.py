@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import target
+from pyrocshmem import stream_k, target
 from tests.nn import models
 from tests.nn.models import Case
 from tests.ranks import run_ranks, values

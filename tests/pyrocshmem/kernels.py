@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import device as shmem
-from pyrocshmem import signal, status, target, turns
+from pyrocshmem import interpreter, signal, status, target
 
 _OP = tl.constexpr(int(status.Op.TEST))
 # Elements: no heap is so large.
@@ -16,7 +16,7 @@ _FAR = tl.constexpr(1 << 43)
 
 def run(kernel: Any, num_programs: int, *arguments: Any, **constants: Any) -> None:
     """One launch. On the CPU target as the ops launch theirs, which takes a quarter of the time."""
-    with turns.taken() if target.interpreted() else contextlib.nullcontext():
+    with interpreter.taken() if target.interpreted() else contextlib.nullcontext():
         kernel[(num_programs,)](*arguments, **constants)
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
 import pyrocshmem
-import stream_k
-from pyrocshmem import Heap, ThreadGroup, as_group, heap_for
-from stream_k import nn, timeline
+from pyrocshmem import Heap, ThreadGroup, as_group, collectives, heap_for, stream_k
+from pyrocshmem.calls import timeline
+from pyrocshmem.stream_k import nn
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device
 

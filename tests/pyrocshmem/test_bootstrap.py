@@ -19,12 +19,12 @@ from pyrocshmem import (
     ShmemError,
     ThreadGroup,
     as_group,
-    bootstrap,
-    budgets,
     spawn,
+    timeouts,
 )
-from pyrocshmem.boards import StoreBoard
-from pyrocshmem.bootstrap import Group
+from pyrocshmem import groups as bootstrap
+from pyrocshmem.groups import Group
+from pyrocshmem.stores import StoreBoard
 from tests.ranks import run_ranks, values
 
 TIER = 1
@@ -395,7 +395,7 @@ def test_store_that_goes_away_is_an_error_not_a_hang():
 def test_bad_init_seconds(monkeypatch, text):
     monkeypatch.setenv("PYROCSHMEM_INIT_SECONDS", text)
     with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):
-        budgets.init_seconds()
+        timeouts.init_seconds()
     with pytest.raises(ValueError, match="PYROCSHMEM_INIT_SECONDS"):  # before any rank is started
         spawn(len, 1)
 

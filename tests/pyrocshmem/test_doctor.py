@@ -9,8 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import finegrained_alloc
-from pyrocshmem import RankResult, doctor, launch, machine, target
+from pyrocshmem import RankResult, doctor, finegrained_alloc, launching, machine, target
 from pyrocshmem.__main__ import app
 from pyrocshmem.doctor import FAULT, NOTE, OK, Finding
 
@@ -194,7 +193,7 @@ def test_a_self_test_that_fails(
     monkeypatch: pytest.MonkeyPatch, end: RankResult, found: str, advice: str
 ) -> None:
     ends = [RankResult(0, (0.1, 0.1, 20, 0)), end]
-    monkeypatch.setattr(launch, "run_ranks", lambda *arguments, timeout: ends)
+    monkeypatch.setattr(launching, "run_ranks", lambda *arguments, timeout: ends)
     (finding,) = doctor.check_ranks(2, 0.1)
     assert finding.verdict == FAULT
     assert found in finding.found

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pyrocshmem import Heap, PeerAborted, RanksFailed, as_group, launch, spawn, spawn_threads
+from pyrocshmem import Heap, PeerAborted, RanksFailed, as_group, launching, spawn, spawn_threads
 from tests.faults.heap_support import mapped_files
 from tests.ranks import run_ranks
 from tests.stopwatch import until, within
@@ -35,7 +35,7 @@ def _forms_alone(rank, world_size, folder):
 @pytest.mark.alone
 def test_a_heap_that_was_forming_leaves_nothing(monkeypatch, tmp_path):
     """A rank died before it came; the one that waits for it there is killed."""
-    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    monkeypatch.setattr(launching, "_GRACE_S", 0.5)
     with pytest.raises(RanksFailed, match="did not finish within"):
         spawn(_forms_alone, 2, tmp_path)
     pid, *files = json.loads((tmp_path / "files").read_text())
@@ -93,14 +93,14 @@ def _pid(rank, world_size):
 @pytest.mark.cpu
 @pytest.mark.alone
 def test_a_rank_that_does_not_start(monkeypatch):
-    start = launch._Rank.__init__
+    start = launching._Rank.__init__
 
     def fail_second(self, context, job):
         if job.rank == 1:
             raise OSError("no more processes")
         start(self, context, job)
 
-    monkeypatch.setattr(launch._Rank, "__init__", fail_second)
+    monkeypatch.setattr(launching._Rank, "__init__", fail_second)
     # Longer if the first rank waited for the second.
     with within(8), pytest.raises(OSError, match="no more processes"):
         spawn(_pid, 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import RanksFailed, as_group, launch, spawn, spawn_threads, target  # isort: skip
+from pyrocshmem import RanksFailed, as_group, launching, spawn, spawn_threads, target  # isort: skip
 import triton
 
 from tests.ranks import run_ranks, values
@@ -54,9 +54,14 @@ class OddError(Exception):
 
 
 def _fails(rank, world_size, how):
+    store = dist.distributed_c10d._get_default_store()
     if rank != 1:
         dist.barrier() if how == "hangs with the others" else None
+        store.set(f"formed {rank}", "")
         return rank
+    if how != "hangs with the others":
+        # Or the others would fail, too, where they are still connecting.
+        store.wait([f"formed {peer}" for peer in range(world_size) if peer != rank])
     if how == "raises":
         raise KeyError("weights")
     if how == "odd":
@@ -124,7 +129,7 @@ def _raises_and_hangs(rank, world_size):
 @pytest.mark.cpu
 @pytest.mark.alone
 def test_the_others_are_killed_after_a_grace(monkeypatch):
-    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    monkeypatch.setattr(launching, "_GRACE_S", 0.5)
     with (
         within(10),
         pytest.raises(RanksFailed, match=r"within 0\.5 s of the failure of rank 1") as raised,
@@ -135,7 +140,7 @@ def test_the_others_are_killed_after_a_grace(monkeypatch):
 
 @pytest.mark.cpu
 def test_timeout():
-    ends = launch.run_ranks(_fails, 2, "hangs", timeout=8)
+    ends = launching.run_ranks(_fails, 2, "hangs", timeout=8)
     assert ends[0].value == 0
     assert isinstance(ends[1].exception, TimeoutError)
 
@@ -300,7 +305,7 @@ def test_not_under_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR not set; use `torchrun"):
-        launch.from_torchrun()
+        launching.from_torchrun()
 
 
 def _loopback(rank, world_size):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import finegrained_alloc
 from pyrocshmem import (
     Heap,
     PeerAborted,
@@ -19,8 +18,9 @@ from pyrocshmem import (
     ShmemError,
     ThreadGroup,
     close_all,
+    finegrained_alloc,
     heap_for,
-    launch,
+    launching,
     status,
     target,
 )
@@ -237,7 +237,7 @@ def test_threads_have_heaps_that_are_independent_of_another_groups():
     before = live()
     for number in (10, 20):
         expected = [float(number + rank) for rank in range(3)]
-        assert launch.spawn_threads(body, 3, number) == [expected] * 3
+        assert launching.spawn_threads(body, 3, number) == [expected] * 3
     assert (live().allocations, live().mappings) == (before.allocations, before.mappings)
     assert heap_for(ThreadGroup.create(1)[0], MIB).nbytes == MIB
 
@@ -298,7 +298,7 @@ except pyrocshmem.PeerAborted as error:
     ],
 )
 def test_a_program_that_ends_without_closing_tells_its_peers(end, code, heard):
-    store, port = launch._listen()  # as torchrun's agent does
+    store, port = launching._listen()  # as torchrun's agent does
     shared = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     processes = [

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pyrocshmem import Heap, PeerAborted, ShmemError, from_torchrun, launch, rank_process, secret
-from pyrocshmem.boards import MemoryBoard, SignedBoard, StoreBoard
-from pyrocshmem.bootstrap import Group
-from pyrocshmem.records import Reason, pack_message
+from pyrocshmem import Heap, PeerAborted, ShmemError, from_torchrun, launching, rank_process, secret
+from pyrocshmem.groups import Group
+from pyrocshmem.signed_records import Reason, pack_message
+from pyrocshmem.stores import MemoryBoard, SignedBoard, StoreBoard
 from tests.pyrocshmem.test_bootstrap import in_threads
 from tests.ranks import run_ranks, values
 
@@ -237,7 +237,7 @@ def test_a_stranger_at_the_store_of_a_job_can_end_it_but_not_speak_for_a_rank(ga
 
 
 def _waits_for_stranger(rank, world_size, garbage):
-    group = rank_process.bootstrap.as_group(None)
+    group = rank_process.groups.as_group(None)
     group.barrier("both know the group")
     if rank == 0:
         with pytest.raises(ShmemError) as raised:
@@ -307,7 +307,7 @@ def test_under_torchrun_the_environment_or_a_file_gives_the_secret(tmp_path):
     file.write_text(text + "\n")
     file.chmod(0o600)
     environments = [{"PYROCSHMEM_SECRET": text}, {"PYROCSHMEM_SECRET_FILE": str(file)}]
-    store, port = launch._listen()  # as torchrun's agent does
+    store, port = launching._listen()  # as torchrun's agent does
     found = values(run_ranks(_as_torchrun_starts_it, 2, port, environments))
     assert found[0] == found[1]
     board, key = found[0]
@@ -317,7 +317,7 @@ def test_under_torchrun_the_environment_or_a_file_gives_the_secret(tmp_path):
 
 
 def test_under_torchrun_a_rank_without_the_secret_is_told():
-    store, port = launch._listen()
+    store, port = launching._listen()
     environments = [{"PYROCSHMEM_SECRET": "an agreed secret of some length"}, {}]
     ends = run_ranks(_as_torchrun_starts_it, 2, port, environments)
     assert "was given no secret (PYROCSHMEM_SECRET" in str(ends[0].exception)

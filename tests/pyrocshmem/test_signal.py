@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, PeerAborted, status, target
-from stream_k.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
 from tests.stopwatch import until

@@ -87,18 +87,18 @@ def test_only_the_signals_file_orders_memory() -> None:
     ("name", "line", "what"),
     [
         ("collectives/exchange_kernel.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
-        ("stream_k/kernel.py", "tl.atomic_add(flag, 1, sem='relaxed')", "atomic_add"),
-        ("stream_k/epilogue.py", "tl.debug_barrier()", "debug_barrier"),
+        ("stream_k/local_gemm/kernel.py", "tl.atomic_add(flag, 1, sem='relaxed')", "atomic_add"),
+        ("collectives/epilogue.py", "tl.debug_barrier()", "debug_barrier"),
         ("pyrocshmem/device.py", "tl.debug_barrier()", "debug_barrier"),
-        ("stream_k/kernel.py", "tl.inline_asm_elementwise('bar.sync 0;', '=r', [], tl.int32, False, 1)", "bar.sync"),
-        ("pyrocshmem/message.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
+        ("stream_k/local_gemm/kernel.py", "tl.inline_asm_elementwise('bar.sync 0;', '=r', [], tl.int32, False, 1)",
+        "bar.sync"), ("pyrocshmem/message.py", "tl.atomic_xchg(flag, 1)", "atomic_xchg"),
         ("pyrocshmem/message.py", "tl.inline_asm_elementwise('fence.acq_rel.sys;', '=r', [])", "fence."),
         ("collectives/row_sums.py", "tl.inline_asm_elementwise('ld.relaxed.sys.u32 $0, [$1];')", ".relaxed."),
         ("pyrocshmem/polls.py", "_LOADS = ['ld.relaxed.sys.u32 $0, [$1];', 'fence.acq_rel.sys;']", "fence."),
-        ("stream_k/kernel.py", "_ASM = 'ld.acquire.gpu.u32 $0, [$1];'", ".acquire."),
+        ("stream_k/local_gemm/kernel.py", "_ASM = 'ld.acquire.gpu.u32 $0, [$1];'", ".acquire."),
         ("pyrocshmem/heap.py", "from triton.language import atomic_cas", "atomic_cas"),
         ("pyrocshmem/device.py", "_ASM = 'buffer_wbl2 sc1'", "buffer_wbl2"),
-        ("stream_k/kernel.py", "for tile in tl.range(0, 9, warp_specialize=True): pass", "warp_specialize"),
+        ("stream_k/local_gemm/kernel.py", "for tile in tl.range(0, 9, warp_specialize=True): pass", "warp_specialize"),
     ],
 )  # fmt: skip
 def test_a_planted_line_is_found(copy: Path, name: str, line: str, what: str) -> None:
@@ -112,7 +112,7 @@ def test_a_planted_line_is_found(copy: Path, name: str, line: str, what: str) ->
 
 
 def test_words_in_comments_are_no_code(copy: Path) -> None:
-    path = copy / "stream_k" / "kernel.py"
+    path = copy / "stream_k" / "local_gemm" / "kernel.py"
     path.write_text(
         path.read_text() + '\n\n# tl.atomic_add and tl.debug_barrier() and bar.sync\n"""tl.atomic_cas"""\n'
     )

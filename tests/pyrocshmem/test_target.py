@@ -52,14 +52,14 @@ def test_bad_choice(monkeypatch, asked, interpret, gpus, kind, words):
 @pytest.mark.parametrize(
     ("command", "asked", "text"),
     [
-        (("-m", "stream_k", "-n", "2"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem.stream_k.run", "-n", "2"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
         (("-m", "pyrocshmem"), "rocm", ROCM),
-        (("-m", "stream_k.schedule_plot"), "rocm", ROCM),
-        (("-m", "collectives"), "rocm", ROCM),
-        (("-m", "reference", "-n", "2"), "rocm", ROCM),
-        (("-m", "reference", "--backend", "gpu"), "cpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
-        (("-m", "benchmarks", "gemm"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
-        (("-m", "benchmarks", "report"), "rocm", ROCM),
+        (("-m", "pyrocshmem.stream_k.local_gemm.schedule_plot"), "rocm", ROCM),
+        (("-m", "pyrocshmem", "run", "-n", "2"), "rocm", ROCM),
+        (("-m", "pyrocshmem.reference", "-n", "2"), "rocm", ROCM),
+        (("-m", "pyrocshmem.reference", "--backend", "gpu"), "cpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem.benchmarks", "gemm"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem.benchmarks", "report"), "rocm", ROCM),
         (("examples/rms/threads.py",), "rocm", ROCM),
         (("examples/training/tensor_parallel.py", "--steps", "1"), "rocm", ROCM),
     ],
@@ -72,13 +72,13 @@ def test_a_command_answers_a_bad_choice_in_one_line(command, asked, text):
 
 
 def test_an_import_raises_for_a_bad_choice():
-    code = "try:\n    import stream_k\nexcept ValueError as error:\n    print(error)"
+    code = "try:\n    from pyrocshmem import stream_k\nexcept ValueError as error:\n    print(error)"
     done = run("-c", code, PYROCSHMEM_BACKEND="rocm")
     assert (done.returncode, done.stdout) == (0, ROCM + "\n")
 
 
 def test_a_program_that_is_called_like_a_command_gets_the_exception(tmp_path):
-    code = "try:\n    import stream_k\nexcept ValueError as error:\n    print(error)"
+    code = "try:\n    from pyrocshmem import stream_k\nexcept ValueError as error:\n    print(error)"
     script = tmp_path / "benchmarks" / "__main__.py"
     # Of the other the package imports this project, and the command's name is its argument.
     package = tmp_path / "theirs" / "__init__.py"

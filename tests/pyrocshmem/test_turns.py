@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from pyrocshmem import Heap, PeerTimeout, spawn_threads, turns  # before Triton
+from pyrocshmem import Heap, PeerTimeout, spawn_threads  # before Triton
+from pyrocshmem import interpreter as turns
 
 import triton  # isort: skip
 import triton.language as tl
 from triton.language import semantic
 
-import collectives
-import stream_k
-from pyrocshmem import polls
-from stream_k.launch import Launch
-from stream_k.workspace import Workspace
+from pyrocshmem import collectives, polls, stream_k
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.workspace import Workspace
 
 TIER = 1
 pytestmark = pytest.mark.cpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from reference.accuracy import EPS32, bound, check, compare, make_operand
+from pyrocshmem.reference.accuracy import EPS32, bound, check, compare, make_operand
 
 TIER = 0
 

@@ -1,4 +1,4 @@
-"""`python -m reference` and reference/run.sh as a user runs them: what they print, and how they exit."""
+"""`python -m pyrocshmem reference` and reference/run.sh as a user runs them: what they print, and how they exit."""
 
 import json
 import math
@@ -11,14 +11,14 @@ import torch
 import typer
 from rich.console import Console
 
-import pyrocshmem.launch
+import pyrocshmem.launching
 from pyrocshmem import target
-from reference import report
-from reference.__main__ import app, parse_shape
-from reference.accuracy import Accuracy
-from reference.job import Job, Result
-from reference.norm_problems import NORMS
-from reference.problems import PROBLEMS
+from pyrocshmem.reference import report
+from pyrocshmem.reference.__main__ import app, parse_shape
+from pyrocshmem.reference.accuracy import Accuracy
+from pyrocshmem.reference.job import Job, Result
+from pyrocshmem.reference.norm_problems import NORMS
+from pyrocshmem.reference.problems import PROBLEMS
 from tests import commands
 from tests.conftest import ROOT
 
@@ -117,7 +117,7 @@ def test_a_wrong_rank_fails_the_run(
         assert isinstance(arguments[2], Job)
         return [Result(found, (0.25, 0.5)) for found in accuracy]
 
-    monkeypatch.setattr(pyrocshmem.launch, "spawn", spawned)
+    monkeypatch.setattr(pyrocshmem.launching, "spawn", spawned)
     monkeypatch.setattr(target, "num_devices", lambda: 2)
     done = commands.invoke(app, "-n", "2", "--shape", "6,2,2")
     assert done.returncode == code, done.stdout

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import spawn, target
-from reference import ops
-from reference.accuracy import Accuracy, check, make_operand
+from pyrocshmem.reference import ops
+from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
 
 TIER = 2
 pytestmark = pytest.mark.gpu_a_rank("the reference is NCCL's")

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import stream_k
-from reference.norm_problems import NORMS, NormProblem, Setting
-from reference.problems import PROBLEMS, Problem, find_problem
+from pyrocshmem import stream_k
+from pyrocshmem.reference.norm_problems import NORMS, NormProblem, Setting
+from pyrocshmem.reference.problems import PROBLEMS, Problem, find_problem
 
 TIER = 0
 ROOT = Path(__file__).resolve().parents[2]

@@ -55,7 +55,9 @@ def copy_tree(folder: Path, *names: str) -> Path:
         source, place = ROOT / name, tree / name
         place.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            shutil.copytree(
+                source, place, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+            )
         else:
             shutil.copy2(source, place)
     return tree

@@ -1,4 +1,5 @@
-"""`python -m stream_k`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with 2."""
+"""`python -m pyrocshmem run`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with
+2."""
 
 import importlib
 import json
@@ -7,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from collectives.problems import STANDALONE
-from pyrocshmem import launch, target
-from reference.problems import PROBLEMS
-from stream_k.__main__ import app
-from stream_k.config import Config
-from stream_k.job import with_block
-from stream_k.norm_problems import NORMS
+from pyrocshmem import launching, target
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.stream_k.run.collective_problems import STANDALONE
+from pyrocshmem.stream_k.run.job import with_block
+from pyrocshmem.stream_k.run.norm_problems import NORMS
 from tests import commands
 from tests.scripts import support
 
@@ -30,7 +31,7 @@ def test_run(collective: str, tmp_path: Path) -> None:
     arguments = ("-n", "3", "-c", collective, *options)
     # One as a user starts it.
     done = (
-        commands.start("stream_k", *arguments)
+        commands.start("pyrocshmem.stream_k.run", *arguments)
         if collective == "all_reduce"
         else commands.invoke(app, *arguments)
     )
@@ -86,16 +87,16 @@ def test_run_with_another_tile(collective: str, placement: str) -> None:
 def test_a_tile_that_is_too_large_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def spawn(*arguments: object) -> None:
         error = ValueError("stream_k_kernel needs 262152 bytes of shared memory a program")
-        raise launch.RanksFailed([launch.RankResult(0, exception=error)]) from error
+        raise launching.RanksFailed([launching.RankResult(0, exception=error)]) from error
 
-    importlib.import_module("collectives.job")  # it would keep this spawn
-    monkeypatch.setattr(launch, "spawn", spawn)
+    importlib.import_module("pyrocshmem.stream_k.run.collective_job")  # it would keep this spawn
+    monkeypatch.setattr(launching, "spawn", spawn)
     done = commands.invoke(app, "-n", "1", "--block", "256,256,256")
     assert done.returncode == 2
     assert (
         done.stdout.splitlines()[-1] == "error: stream_k_kernel needs 262152 bytes of shared memory a program"
     )
-    with pytest.raises(launch.RanksFailed):  # its own choice is no mistake of the caller's
+    with pytest.raises(launching.RanksFailed):  # its own choice is no mistake of the caller's
         commands.invoke(app, "-n", "1")
 
 
@@ -199,20 +200,20 @@ def test_the_other_backend() -> None:
         target.check_interpreter()
     except RuntimeError as error:
         refusal = str(error)
-    done = commands.start("stream_k", "-n", "2", "--backend", "cpu", "--iters", "1")
+    done = commands.start("pyrocshmem.stream_k.run", "-n", "2", "--backend", "cpu", "--iters", "1")
     assert (done.returncode, done.stderr) == (2 if refusal else 0, "")
     assert (refusal or "runs on: CPU") in " ".join(done.stdout.split())
 
 
 @pytest.mark.cpu
 def test_a_mistake_has_no_traceback() -> None:
-    done = commands.start("stream_k", "-c", "broadcasting")
+    done = commands.start("pyrocshmem.stream_k.run", "-c", "broadcasting")
     assert done.returncode == 2
     assert "collective is 'broadcasting', allowed all_gather" in done.stdout
     assert done.stderr == ""
 
 
 def test_help_has_every_collective() -> None:
-    usage = (support.ROOT / "stream_k/usage.txt").read_text()
+    usage = (support.ROOT / "stream_k/run/usage.txt").read_text()
     names = (line.split()[0] for line in usage.splitlines() if line.startswith("  ") and line.split())
     assert not {**PROBLEMS, **STANDALONE, **NORMS}.keys() - set(names)

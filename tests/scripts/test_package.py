@@ -16,7 +16,7 @@ import pytest
 from tests.scripts import support
 
 TIER = 1
-LIBRARY = "finegrained_alloc/libfinegrained_alloc.so"
+LIBRARY = "pyrocshmem/finegrained_alloc/libfinegrained_alloc.so"
 
 
 def backend_version() -> int:
@@ -36,7 +36,11 @@ pytestmark = [
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     project = tomllib.loads((support.ROOT / "pyproject.toml").read_text())
-    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["pyrocshmem*"]
+    packages = (
+        "pyrocshmem",
+        *(path.name for path in (support.ROOT / "pyrocshmem").iterdir() if path.is_symlink()),
+    )
     return support.copy_tree(tmp_path, "pyproject.toml", "setup.py", "README.md", "LICENSE", *packages)
 
 
@@ -61,14 +65,19 @@ def test_a_wheel_of_the_sdist_holds_a_library_that_loads(tree: Path, tmp_path: P
         archive.extractall(tmp_path / "site")
     assert not (unpacked / LIBRARY).exists(), "the sources are left as they are"
 
-    code = "import finegrained_alloc as fga; fga.alloc(4096, 'host').free(); print(fga.library.LIBRARY_PATH)"
+    code = (
+        "from pyrocshmem import finegrained_alloc as fga; fga.alloc(4096, 'host').free(); "
+        "print(fga.library.LIBRARY_PATH)"
+    )
     done = support.bash(tmp_path, f'exec "{sys.executable}" -c "$1"', code, PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'site' / LIBRARY}\n"
-    assert (tmp_path / "site/stream_k/usage.txt").exists()
+    assert (tmp_path / "site/pyrocshmem/stream_k/run/usage.txt").exists()
+    assert {path.name for path in (tmp_path / "site").iterdir() if not path.name.endswith(".dist-info")} == {
+        "pyrocshmem"
+    }
     # Type checkers read the annotations of packages that say so.
-    typed = {path.parent.name for path in tmp_path.glob("site/*/py.typed")}
-    assert typed == {"pyrocshmem", "finegrained_alloc", "stream_k", "collectives", "reference"}
+    assert (tmp_path / "site/pyrocshmem/py.typed").exists()
 
 
 def test_an_editable_installation_has_the_library_beside_its_sources(tree: Path, tmp_path: Path) -> None:

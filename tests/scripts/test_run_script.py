@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    return support.copy_tree(tmp_path, "run.sh", "activate.sh", "stream_k/usage.txt")
+    return support.copy_tree(tmp_path, "run.sh", "activate.sh", "stream_k/run/usage.txt")
 
 
 @pytest.mark.parametrize("arguments", [("-h",), ("--help",), ("-n", "4", "--help"), ("-n4", "-h")])
@@ -26,7 +26,7 @@ def test_help_needs_no_set_up(tree: Path, tmp_path: Path, arguments: tuple[str, 
     done = support.bash(tree, './run.sh "$@"', *arguments, PATH=support.path_without_python(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - start < 5
-    assert done.stdout == (support.ROOT / "stream_k/usage.txt").read_text()
+    assert done.stdout == (support.ROOT / "stream_k/run/usage.txt").read_text()
     assert done.stdout.startswith("Usage: ./run.sh [OPTIONS]\n")
     assert "\nExample:\n" in done.stdout
     assert not (tree / ".venv").exists()
@@ -79,10 +79,10 @@ def test_every_script_can_be_executed() -> None:
 
 def test_help_names_every_option_of_the_program() -> None:
     """run.sh refuses what its help doesn't name, so an option that is added to one must be added to the other."""
-    source = (support.ROOT / "stream_k/__main__.py").read_text()
+    source = (support.ROOT / "stream_k/run/__main__.py").read_text()
     options = set(
         re.findall(r'"(--?[a-z][a-z-]*)"', " ".join(re.findall(r"typer\.Option\((.*?)\)\]", source)))
     )
     assert "--num-gpus" in options
-    usage = (support.ROOT / "stream_k/usage.txt").read_text()
+    usage = (support.ROOT / "stream_k/run/usage.txt").read_text()
     assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage)) == options

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import Heap, launch, target
+from pyrocshmem import Heap, launching, target
 from tests import sharing
 from tests.faults import report
 from tests.ranks import run_ranks, values
@@ -51,11 +51,11 @@ def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_no_more_than_there_is_room_for() -> None:
     with sharing.shared(2):
-        launch._check_num_ranks(4, True, 2)
+        launching._check_num_ranks(4, True, 2)
         with pytest.raises(ValueError, match="5 ranks asked"):
-            launch._check_num_ranks(5, True, 2)
+            launching._check_num_ranks(5, True, 2)
     with pytest.raises(ValueError, match="3 ranks asked"):  # nothing of it stays
-        launch._check_num_ranks(3, True, 2)
+        launching._check_num_ranks(3, True, 2)
     Options(ranks=4, ranks_a_gpu=2)
     for options in ({"ranks": 5, "ranks_a_gpu": 2}, {"ranks": 3}):
         with pytest.raises(ValueError, match=r"ranks, allowed are . on each of this machine's 2 GPUs"):

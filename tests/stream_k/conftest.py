@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from stream_k import config, tuned
+from pyrocshmem.stream_k.choice import table
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A device of 132 multiprocessors, for choices: nothing runs there."""
     monkeypatch.setattr(target, "backend", lambda: "cuda")
     monkeypatch.setattr(target, "interpreted", lambda: False)
-    monkeypatch.setattr(config, "CPU_PROGRAMS", 132)
-    remembered = (config.num_multiprocessors, tuned.choose)
+    monkeypatch.setattr(target, "CPU_PROGRAMS", 132)
+    remembered = (target.num_multiprocessors, table.choose)
     for each in remembered:
         each.cache_clear()
     yield torch.device("cpu")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stream_k.graphs import Graphs
-from stream_k.streams import CALLS
+from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.streams import CALLS
 
 CALLER = -1
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from pyrocshmem import target
-from reference.accuracy import EPS32, bound, compare
-from stream_k.config import Config
+from pyrocshmem.reference.accuracy import EPS32, bound, compare
+from pyrocshmem.stream_k.choice.config import Config
 
 ON_CPU = target.interpreted()
 ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}

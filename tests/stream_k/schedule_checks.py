@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from stream_k.schedule import Schedule, Segment
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule, Segment
 
 
 def check_schedule(schedule: Schedule) -> None:

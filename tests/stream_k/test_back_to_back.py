@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import stream_k
-from stream_k.gemm import GemmPlan
-from stream_k.workspace import Workspace
+from pyrocshmem import stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from tests.stream_k.products import ON_CPU, Frame, device, integers, small_config
 
 TIER = 2

@@ -9,11 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
-import finegrained_alloc
-import stream_k
-from pyrocshmem import Heap, ThreadGroup, heap_for
-from stream_k.workspace import Workspace, workspace_for
+from pyrocshmem import Heap, ThreadGroup, collectives, finegrained_alloc, heap_for, stream_k
+from pyrocshmem.calls.workspace import Workspace, workspace_for
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device
 

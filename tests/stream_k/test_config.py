@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 
-import stream_k
-import stream_k.nn
-from stream_k.config import ALGORITHMS, CPU_PROGRAMS, PLACEMENTS, Config, num_multiprocessors
-from stream_k.schedule import SPLITS
+from pyrocshmem import stream_k
+from pyrocshmem.stream_k.choice.config import ALGORITHMS, PLACEMENTS, Config
+from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
+from pyrocshmem.target import CPU_PROGRAMS, num_multiprocessors
 from tests.stream_k.products import DTYPES, device
 
 TIER = 0

@@ -1,5 +1,5 @@
-"""`stream_k.copies`: operands that TMA can't address are copied bit by bit, and the product of the copies is the one of
-operands that TMA can address."""
+"""`stream_k.local_gemm.aligned_copies`: operands that TMA can't address are copied bit by bit, and the product of
+the copies is the one of operands that TMA can address."""
 
 import math
 from typing import Any
@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-import stream_k
-from stream_k import copies, product
-from stream_k.copies import Copies
-from stream_k.mainloop import POINTER, ROW
-from stream_k.operands import how_to_read
-from stream_k.product import make_product
-from stream_k.workspace import Workspace
+from pyrocshmem import stream_k
+from pyrocshmem.calls.tensors import POINTER, ROW, how_to_read
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.local_gemm import aligned_copies, product
+from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies
+from pyrocshmem.stream_k.local_gemm.product import make_product
 from tests.stream_k.products import Frame, check_product, device, laid_out, random, same_bits, small_config
 
 TIER = 1
@@ -99,7 +98,7 @@ def test_the_product_of_copies(layouts: tuple[str, str]) -> None:
 
 @pytest.mark.cpu
 def test_a_lost_element_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_copy_block", one_element_short)
+    monkeypatch.setattr(aligned_copies, "_copy_block", one_element_short)
     assert unlike(laid_out(random(3, 7, DTYPE), "misaligned")) == "other elements"
     with pytest.raises(AssertionError, match="bad"):
         exact_bits(("row", "row"))

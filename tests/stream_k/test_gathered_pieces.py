@@ -6,8 +6,10 @@ import statistics
 import pytest
 import torch
 
-from stream_k import Config, cost_model, fused, tiles
-from stream_k.product import make_product
+from pyrocshmem.stream_k import Config
+from pyrocshmem.stream_k.choice import gemm_model, rules
+from pyrocshmem.stream_k.local_gemm.product import make_product
+from pyrocshmem.stream_k.ops import op
 
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
@@ -62,7 +64,7 @@ READINGS = {
 
 def chosen(M: int, N: int, K: int, ranks: int = RANKS, dtype: torch.dtype = torch.bfloat16) -> Config:
     where = torch.device("cpu")
-    return cost_model.cost_model("all_gather_gemm", M, N, K, dtype, ranks, where, placement="copy_engine")
+    return rules.cost_model("all_gather_gemm", M, N, K, dtype, ranks, where, placement="copy_engine")
 
 
 def lost() -> list[float]:
@@ -83,7 +85,7 @@ def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None
     assert statistics.geometric_mean(ratios) < 1.015
     assert max(ratios) < 1.06
     # Nor would it do to take whole blocks always, or to think that rows are there at once.
-    for module, name, value in ((cost_model, "_GATHERED_PIECE", 1 << 40), (tiles, "_LINK", 1e9)):
+    for module, name, value in ((rules, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             assert statistics.geometric_mean(lost()) > 1.03, name
@@ -114,9 +116,9 @@ def test_pieces_are_no_constants() -> None:
 def test_a_table_says_how_and_the_model_in_which_pieces() -> None:
     model = Config(placement="copy_engine", chunk=6)
     found = Config(placement="copy_engine", block_m=256, chunk=1, group_m=4)
-    assert fused._gathering_as(model, found) == dataclasses.replace(found, chunk=3)
+    assert op._gathering_as(model, found) == dataclasses.replace(found, chunk=3)
     for other in (dataclasses.replace(found, placement="unfused"), dataclasses.replace(found, block_m=512)):
-        assert fused._gathering_as(model, other) == model
+        assert op._gathering_as(model, other) == model
     # What is longer than a block is all of it, by any tile.
-    whole = {fused._gathering(Config(placement="copy_engine", block_m=m), 200) for m in (64, 128)}
+    whole = {op._gathering(Config(placement="copy_engine", block_m=m), 200) for m in (64, 128)}
     assert len(whole) == 1

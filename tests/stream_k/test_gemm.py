@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-import stream_k
+from pyrocshmem import stream_k
 from tests.stream_k.products import (
     ACTIVATIONS,
     DTYPES,

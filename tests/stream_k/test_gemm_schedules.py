@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-import stream_k
-from stream_k import kernel
-from stream_k.gemm import GemmPlan
-from stream_k.product import Product
-from stream_k.workspace import Workspace, local_workspace
+from pyrocshmem import stream_k
+from pyrocshmem.calls.workspace import Workspace, local_workspace
+from pyrocshmem.stream_k.local_gemm import kernel
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
+from pyrocshmem.stream_k.local_gemm.product import Product
 from tests.stream_k.products import (
     ON_CPU,
     Frame,

@@ -1,6 +1,7 @@
-"""`stream_k.graphs`: which calls are enqueued, captured and replayed; what is captured; what becomes of the graphs.
+"""`pyrocshmem.calls.graphs`: which calls are enqueued, captured and replayed; what is captured; what becomes of the
+graphs.
 
-Calls that pull (`stream_k.pulls`), on a stand-in for CUDA's streams and graphs. On GPUs:
+Calls that pull (`stream_k.ops.pulls`), on a stand-in for CUDA's streams and graphs. On GPUs:
 tests/fused/test_repeated_calls.py.
 """
 
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 from pyrocshmem import target, trace
-from stream_k import graphs, row_plan
-from stream_k.graphs import CALLS_A_CAPTURE, Graphs
-from stream_k.pulls import _PULLS, _WAITS, Pull, Pulls
-from stream_k.row_plan import RowsPlan
-from stream_k.streams import CALLS
-from stream_k.workspace import Workspace
+from pyrocshmem.calls import graphs
+from pyrocshmem.calls.graphs import CALLS_A_CAPTURE, Graphs
+from pyrocshmem.calls.streams import CALLS
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.local_gemm.product import Product
+from pyrocshmem.stream_k.ops import rows
+from pyrocshmem.stream_k.ops.pulls import _PULLS, _WAITS, Pull, Pulls
+from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
 
 TIER = 0
@@ -49,7 +52,7 @@ class Call:
         steps = [Pull((step,), [peer], [own]) for step, (peer, own) in enumerate(pairs)]
         launch: Any = lambda arguments: device.enqueue(f"wait {arguments[0]}")  # noqa: E731
         streams: Any = Streams(device)
-        self.pulls, self.graphs = Pulls(streams, launch, steps), Graphs(streams, None, KEPT)
+        self.pulls, self.graphs = Pulls(streams, launch, steps), Graphs(streams, kept=KEPT)
 
     def enqueue(self, out: torch.Tensor) -> None:
         self.pulls.fork()
@@ -168,7 +171,7 @@ def test_a_new_plan_captures_what_is_the_same_for_every_call(
     plan.peers_gemm = plan.own_gemm = plan.enter = plan.step = plan.end = launch
     plan._peers_arguments = plan._own_arguments = plan._step_arguments = lambda *operands: ()
     plan.workspace, plan.sending = Streams(device), None
-    monkeypatch.setattr(row_plan, "capture", lambda workspace, enqueue: made.append(enqueue))
+    monkeypatch.setattr(rows, "capture", lambda workspace, enqueue: made.append(enqueue))
     device.captured_by_the_caller = captured
     plan.compile(None, None, None, None)
     assert made == ([plan._send] if backend == "cuda" and not captured else [])
@@ -220,7 +223,7 @@ def test_calls_that_copy_operands(device: Device) -> None:
     for copies, found in ((anew, ["e", "e", "e"]), (kept, ["e", "c", "r"]), (None, ["e", "c", "r"])):
         call, (out,) = Call(device), places(1)
         product: Any = SimpleNamespace(copies=copies)
-        call.graphs = Graphs(call.graphs.workspace, product, KEPT)
+        call.graphs = Graphs(call.graphs.workspace, Product.replayable.fget(product), KEPT)
         assert [call.run(out, float(n)) for n in range(3)] == found
 
 

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import collectives
-import stream_k
-from pyrocshmem import Heap
-from pyrocshmem.bootstrap import ThreadGroup
-from stream_k.schedule import as_integer
+from pyrocshmem import Heap, collectives, stream_k
+from pyrocshmem.checks import as_integer
+from pyrocshmem.groups import ThreadGroup
 
 TIER = 1
 pytestmark = pytest.mark.cpu

@@ -1,4 +1,4 @@
-"""`stream_k.order`: row blocks are `torch.tensor_split`'s, and every rank computes every tile of every block once.
+"""`collectives.order`: row blocks are `torch.tensor_split`'s, and every rank computes every tile of every block once.
 
 The device functions run in a kernel of one program; what they return is compared with torch and with enumeration.
 """
@@ -13,11 +13,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.ops import shard_range
-from stream_k import order
-from stream_k.product import tiles_of_block
-from stream_k.row_plan import RowsPlan
-from stream_k.schedule import Schedule
+from pyrocshmem.collectives import order
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule
+from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.pyrocshmem.kernels import run
 
 TIER = 1
@@ -118,7 +118,7 @@ def shares(schedule: Schedule, program_range: Any = order.program_range) -> list
 
 
 def shares_on_the_host(schedule: Schedule) -> list[tuple[int, int]]:
-    """The same by `stream_k.schedule`, whose own tests say that it is right."""
+    """The same by `stream_k.local_gemm.schedule`, whose own tests say that it is right."""
     ranges = [schedule.program_range(program) for program in range(schedule.num_split_programs)]
     iters = schedule.iters_per_tile
     ends = []

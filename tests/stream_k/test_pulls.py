@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyrocshmem import trace
-from stream_k.pulls import Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import Pull, Pulls
 
 TIER = 0
 pytestmark = pytest.mark.cpu

@@ -10,15 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-import stream_k
-from pyrocshmem import Heap, target
-from stream_k import product
-from stream_k.config import PLACEMENTS_OF
-from stream_k.copies import rows_cost_more
-from stream_k.gemm import GemmPlan
-from stream_k.mainloop import MASKED
-from stream_k.operands import rows_held
-from stream_k.workspace import Workspace
+from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.calls.tensors import MASKED
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
+from pyrocshmem.stream_k.local_gemm import product
+from pyrocshmem.stream_k.local_gemm.aligned_copies import rows_cost_more
+from pyrocshmem.stream_k.local_gemm.operands import rows_held
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import Frame, check_product, device, random, same_bits, small_config
@@ -164,7 +163,7 @@ def fused_ways(rank: int, world_size: int) -> list[str]:
                 wrong.append(f"{op} {placement}")
             whole = -(-M // config.block_m) * config.block_m
             plans: list[Any] = [*workspace.plans.values()]
-            products = [plan.sent.gemm.product for plan in plans if hasattr(plan, "sent")]
+            products = [getattr(plan.sent.gemm, "product", None) for plan in plans if hasattr(plan, "sent")]
             read = {each.a_template.shape[0] for each in products if each is not None}
             if placement == "messages" and op != "all_gather_gemm" and read != {whole, M}:
                 wrong.append(f"{op}: plans that read {read} rows")

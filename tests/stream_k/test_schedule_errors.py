@@ -2,7 +2,7 @@
 
 import pytest
 
-from stream_k.schedule import Schedule, make_schedule
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 
 TIER = 0
 pytestmark = pytest.mark.cpu

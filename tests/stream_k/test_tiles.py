@@ -1,4 +1,4 @@
-"""`stream_k.tiles`: the tiles chosen for products alone on an H200, against readings of them there."""
+"""`stream_k.choice.gemm_model`: the tiles chosen for products alone on an H200, against readings of them there."""
 
 import math
 import statistics
@@ -6,10 +6,10 @@ import statistics
 import pytest
 import torch
 
-import stream_k
-from stream_k import tiles
-from stream_k.product import schedule_of
-from stream_k.tiles import DEEP, FOUR_WARPS, TILES, fastest_tile
+from pyrocshmem import stream_k
+from pyrocshmem.stream_k.choice import gemm_model
+from pyrocshmem.stream_k.choice.gemm_model import DEEP, FOUR_WARPS, TILES, fastest_tile
+from pyrocshmem.stream_k.local_gemm.product import schedule_of
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -55,7 +55,12 @@ def lost() -> float:
 
 def errors() -> list[float]:
     return [
-        abs(math.log(tiles._time(tile, tiles._schedule(tile, *shape, PROCESSORS), *shape, PROCESSORS) / us))
+        abs(
+            math.log(
+                gemm_model._time(tile, gemm_model._schedule(tile, *shape, PROCESSORS), *shape, PROCESSORS)
+                / us
+            )
+        )
         for shape, readings in READINGS.items()
         for tile, us in ((ALL[i], us) for i, us in readings.items())
     ]
@@ -70,7 +75,7 @@ def test_choices_are_nearly_the_fastest() -> None:
     ("name", "value"), [("_END", 0.0), ("_MEMORY", 0.5), ("_FIX_UP", 20.0), ("_START", 9.0)]
 )
 def test_a_wrong_constant_shows(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
-    monkeypatch.setattr(tiles, name, value)
+    monkeypatch.setattr(gemm_model, name, value)
     assert lost() >= 1.04 or statistics.fmean(errors()) >= 0.2
 
 

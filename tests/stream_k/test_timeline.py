@@ -12,11 +12,10 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stream_k
-from pyrocshmem import CallMismatch, Heap, trace
-from stream_k import timeline, timeline_files
-from stream_k.config import BY_MESSAGE, BY_ROWS, Config
-from stream_k.timeline import COPY, MMA, Timeline
+from pyrocshmem import CallMismatch, Heap, stream_k, trace
+from pyrocshmem.calls import timeline, timeline_files
+from pyrocshmem.calls.timeline import COPY, MMA, Timeline
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, random, small_config
 

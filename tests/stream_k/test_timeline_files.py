@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stream_k import timeline_files
-from stream_k.__main__ import app
-from stream_k.timeline import COPY, MMA, Span, Timeline
+from pyrocshmem.calls import timeline_files
+from pyrocshmem.calls.timeline import COPY, MMA, Span, Timeline
+from pyrocshmem.stream_k.run.__main__ import app
 from tests import commands
 
 TIER = 2

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import stream_k
-from stream_k.nn.functional import sum_gradient
+from pyrocshmem import stream_k
+from pyrocshmem.stream_k.nn.functional import sum_gradient
 from tests.stream_k.products import check_product, device, random
 
 TIER = 1

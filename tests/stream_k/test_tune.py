@@ -1,4 +1,4 @@
-"""`python -m stream_k tune`: what it tries, what it takes for right, and the whole of it."""
+"""`python -m pyrocshmem tune`: what it tries, what it takes for right, and the whole of it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,17 +9,16 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-import stream_k
-from pyrocshmem import Heap, target
-from stream_k import config as config_module
-from stream_k import trial, tune, tuned
-from stream_k.__main__ import app
-from stream_k.candidates import candidates
-from stream_k.config import Config
-from stream_k.cost_model import _SHARED_BYTES, cost_model
-from stream_k.launch import Launch
-from stream_k.tiles import balanced_programs
-from stream_k.trial import Case, tune_case
+from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.benchmarks import trial, tune
+from pyrocshmem.benchmarks.candidates import candidates
+from pyrocshmem.benchmarks.trial import Case, tune_case
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.stream_k.choice import table
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
+from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
+from pyrocshmem.stream_k.run.__main__ import app
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
@@ -27,7 +26,7 @@ from tests.stream_k.test_tuned import CPU, HALF, forget
 TIER = 3
 pytestmark = pytest.mark.cpu
 
-OPS = tuple(tuned.PLACEMENTS_OF)
+OPS = tuple(table.PLACEMENTS_OF)
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -38,7 +37,7 @@ def test_candidates(
 ) -> None:
     """The cost model's choice and a few that can run, all different, each the one that its variant gives again."""
     processors = 6 if interpreted else 132
-    monkeypatch.setattr(config_module, "CPU_PROGRAMS", processors)
+    monkeypatch.setattr(target, "CPU_PROGRAMS", processors)
     monkeypatch.setattr(target, "interpreted", lambda: interpreted)
     monkeypatch.setattr(target, "backend", lambda: "host" if interpreted else "cuda")
     forget()
@@ -49,10 +48,10 @@ def test_candidates(
     assert 2 <= len(found) <= 9
     assert next(iter(found)) == cost_model(op, *shape, dtype, ranks, CPU)
     for config, variant in found.items():
-        tuned.check(op, config, CPU)
+        table.check(op, config, CPU)
         assert variant.fitted(shape[0], shape[1], processors) == config
         if variant.most_programs:
-            tiles = tuned.num_tiles(config, shape[0], shape[1])
+            tiles = table.num_tiles(config, shape[0], shape[1])
             assert config.num_programs == balanced_programs(tiles, variant.most_programs)
 
 
@@ -65,7 +64,7 @@ def test_candidates_around_small_tiles(
     shape: tuple[int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages fit, even where the model's tile has many; programs that share multiprocessors stay as many."""
-    monkeypatch.setattr(config_module, "CPU_PROGRAMS", 132)
+    monkeypatch.setattr(target, "CPU_PROGRAMS", 132)
     monkeypatch.setattr(target, "interpreted", lambda: False)
     monkeypatch.setattr(target, "backend", lambda: "cuda")
     forget()
@@ -105,7 +104,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
     """Two configurations, of which the other one is fast and wrong."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
     real = stream_k.gemm
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
@@ -124,7 +123,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
 def refuses_on_a_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
         if config == other and rank == 1:
@@ -152,7 +151,7 @@ def times_calls_of(microseconds: float) -> dict[str, Any]:
     made in each graph, of how many copies of B."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: tuned.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
     trial._GRAPH_BELOW_S = {"cpu": 200e-6}
     graphs: list[list[int]] = []
     read: list[tuple[int, Config]] = []
@@ -226,7 +225,7 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8")
     done = commands.invoke(app, "tune", *more, *common)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = tuned.Table.read(path)
+    found = table.Table.read(path)
     kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
     assert set(kinds) == {
         ("gemm", 1, 20, None), ("gemm", 1, 40, None), ("gemm_all_reduce", 2, 20, "float16")

@@ -1,7 +1,6 @@
 """The table of measured configurations: which entry of it counts for a call."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import stream_k
-from stream_k import config as config_module
-from stream_k import tuned
-from stream_k.config import Config
-from stream_k.cost_model import cost_model
+from pyrocshmem import stream_k, target
+from pyrocshmem.stream_k.choice import table as tuned
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.ops import library
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -60,7 +59,7 @@ def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, *
 def forget() -> None:
     """What `choose` remembers of a table and of a device."""
     stream_k.choose.cache_clear()
-    config_module.num_multiprocessors.cache_clear()
+    target.num_multiprocessors.cache_clear()
     tuned._entries.cache_clear()
 
 
@@ -69,7 +68,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
     """table(*entries): what `choose` looks up from then on."""
     path = tmp_path / "table.json"
     monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
-    monkeypatch.setattr(config_module, "CPU_PROGRAMS", PROCESSORS)
+    monkeypatch.setattr(target, "CPU_PROGRAMS", PROCESSORS)
 
     def put(*entries: tuned.Entry) -> None:
         tuned.Table([{}], list(entries)).write(path)
@@ -296,6 +295,5 @@ def test_the_committed_table_is_fit() -> None:
 
 
 def test_every_op_has_its_placements() -> None:
-    modules = ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
-    ops = {importlib.import_module(f"stream_k.fused_{name}")._OP.name for name in modules}
+    ops = {module._OP.name for module in library.MODULES.values()}
     assert ops | {"gemm"} == set(tuned.PLACEMENTS_OF)

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from stream_k import cost_model
+from pyrocshmem.stream_k.choice import rules
 
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
@@ -71,7 +71,7 @@ READINGS: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
 def placement(
     op: str, M: int, N: int, K: int, wire: torch.dtype | None, dtype: torch.dtype = BF16, ranks: int = RANKS
 ) -> str:
-    return cost_model.cost_model(op, M, N, K, dtype, ranks, torch.device("cpu"), wire).placement
+    return rules.cost_model(op, M, N, K, dtype, ranks, torch.device("cpu"), wire).placement
 
 
 def lost() -> float:
@@ -84,7 +84,7 @@ def lost() -> float:
 def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost() < 1.02
     # Nor would it do to choose the pair never.
-    monkeypatch.setattr(cost_model, "_faster_unfused", lambda *_: False)
+    monkeypatch.setattr(rules, "_faster_unfused", lambda *_: False)
     assert lost() > 1.05
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import pyrocshmem
-import stream_k
-from pyrocshmem import Heap, signal
-from stream_k.workspace import Workspace, local_workspace
+from pyrocshmem import Heap, signal, stream_k
+from pyrocshmem.calls.workspace import Workspace, local_workspace
 from tests.stream_k.products import Frame, check_product, device, random, small_config
 
 TIER = 1
@@ -257,7 +256,7 @@ def test_the_current_device_is_of_no_account(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.cpu
 def test_nor_is_it_where_calls_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ops on a heap: fused ones, and all others."""
-    devices, module = Devices(monkeypatch), sys.modules["stream_k.fused"]
+    devices, module = Devices(monkeypatch), sys.modules["pyrocshmem.stream_k.ops.op"]
     with Heap(1 << 20) as heap:
         workspace = Workspace(heap)
         heap.device = workspace.device = torch.device("cuda", 1)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import Heap, PeerAborted, PeerTimeout, signal
-from stream_k import fused_all_reduce
-from stream_k.workspace import workspace_for
+from pyrocshmem.calls.workspace import workspace_for
+from pyrocshmem.stream_k.ops import gemm_all_reduce
 from tests.fused import bodies
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU
@@ -39,7 +39,7 @@ _STALL_S = 0.02
 # Mistakes for the runner to find; in the interpreter a kernel looks its helpers up each time it calls them.
 PLANTS: dict[str, Callable[[], None]] = {
     "constant_epoch": lambda: setattr(signal, "end", bodies.end_without_counting),
-    "single_slot": lambda: setattr(fused_all_reduce, "tiles", bodies.with_a_single_slot()),
+    "single_slot": lambda: setattr(gemm_all_reduce, "tiles", bodies.with_a_single_slot()),
 }
 
 

@@ -2,11 +2,11 @@
 
     python -m tests.stress.host_time --ranks 2 --json host_time.json
 
-Products in three ways (`stream_k.graphs`): enqueued, the first calls with a place; captured, the second call with one;
-and repeated, later ones. Of other ops, whose results PyTorch's allocator places, only the last. A sample is a few calls
-in a row, of which the host waits for none, after the device has come to rest, on the slowest rank. What counts is the
-median. Exits with 1 where that of a repeated call is beyond the limit; not on the CPU target, where the figures mean
-nothing: it has no graphs.
+Products in three ways (`pyrocshmem.calls.graphs`): enqueued, the first calls with a place; captured, the second call
+with one; and repeated, later ones. Of other ops, whose results PyTorch's allocator places, only the last. A sample
+is a few calls in a row, of which the host waits for none, after the device has come to rest, on the slowest rank.
+What counts is the median. Exits with 1 where that of a repeated call is beyond the limit; not on the CPU target,
+where the figures mean nothing: it has no graphs.
 """
 
 import functools
@@ -21,12 +21,11 @@ from pyrocshmem import Heap, spawn, target  # isort: skip  # before Triton
 import torch
 import typer
 
-import collectives
-import stream_k
-from reference.problems import PROBLEMS
-from stream_k.graphs import Graphs
-from stream_k.plan import FusedPlan
-from stream_k.workspace import Workspace
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.ops.planned import FusedPlan
 from tests.stress import figures
 
 # Of a repeated call.
@@ -110,7 +109,7 @@ class Calls:
     def prepare(self, way: str) -> None:
         """The next calls, as many as a sample has, are made this way."""
         if way != "repeated":
-            self.plan.graphs = Graphs(self.workspace, self.plan.product)
+            self.plan.graphs = Graphs(self.workspace, self.plan.replayable)
         if way == "captured":
             self.into(0)
 

@@ -14,10 +14,9 @@ from typing import Protocol
 
 import torch
 
-import stream_k
-from pyrocshmem import Heap
-from reference.problems import PROBLEMS
-from stream_k.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from pyrocshmem import Heap, stream_k
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
 from tests.fused import norm_bodies
 from tests.fused.cases import STRIDE_0, Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config

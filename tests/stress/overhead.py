@@ -23,12 +23,11 @@ import triton.language as tl
 import typer
 from triton.runtime.jit import JITFunction
 
-import collectives
-import stream_k
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.polls import pause
-from reference.problems import PROBLEMS
-from reference.timing import time_in_turn
-from stream_k.workspace import Workspace
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.reference.timing import time_in_turn
 from tests.stress import figures
 
 # What the checks may cost: of a large op, and of a small one.

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-import collectives
-from pyrocshmem import Heap
-from reference.accuracy import EPS32
+from pyrocshmem import Heap, collectives
+from pyrocshmem.reference.accuracy import EPS32
 from tests.stream_k.products import ON_CPU, device
 
 Facts = dict[str, Any]

@@ -1,0 +1,229 @@
+"""Timing the candidates of one op at one shape, on all ranks together.
+
+    outcome = tune_case(case, heap, device, iters=7, run=0)     # on every rank, the same everywhere
+
+All candidates get a few samples, the best of them and the cost model's choice more. A time is the maximum over the
+ranks; rank 0 decides. On a GPU cases of microseconds are timed as replays of a CUDA graph. Every element of every
+candidate's result is held to the result of the cost model's choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import stream_k
+from pyrocshmem.benchmarks.candidates import candidates
+from pyrocshmem.heap import Heap
+from pyrocshmem.reference.accuracy import bound, compare, make_operand
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.reference.timing import cold_copies, repeated, time_in_turn
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice import table
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.target import num_multiprocessors
+
+_QUICK_ITERS = 2
+# By device: where the cost model's choice takes less, graphs of several calls are timed.
+_GRAPH_BELOW_S = {"cuda": 200e-6}
+_GRAPH_CALLS = 20
+_FINALISTS = 3
+# What a candidate must win by; otherwise the cost model's choice stays.
+_GAIN = 1.01
+# Elements that are checked at once: in float64 256 MiB a tensor.
+_BLOCK_ELEMENTS = 1 << 25
+# Two results may each be as far from the truth as the bound says; magnitudes are known to about 16 bits.
+_TWO_RESULTS = 2.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one shape: M, N, K of a rank's product, on `ranks` ranks. partial_dtype: None is fp32."""
+
+    op: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    ranks: int
+    partial_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        wire = f", {table.dtype_name(self.partial_dtype)} partials" if self.partial_dtype else ""
+        return f"{self.op} {self.M} x {self.N} x {self.K}{wire}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The entry of a case; fields in which its configuration differs from the cost model's choice; what gave a wrong
+    result."""
+
+    entry: table.Entry
+    differs: dict[str, Any]
+    wrong: list[str]
+
+
+def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, run: int) -> Outcome:
+    """Tune a case. Collective over the default process group, whose ranks all run the same product where the case has
+    one rank. heap: of the ranks; None for `gemm`.
+
+    Raises RuntimeError where the cost model's choice does not run.
+    """
+    trial = _Trial(case, heap, device)
+    tried = candidates(case.op, (case.M, case.N, case.K), case.dtype, case.ranks, device, case.partial_dtype)
+    base = next(iter(tried))
+    fit = [config for config in tried if trial.runs(config)]
+    wrong = [config for config in fit if not trial.is_right(config)]
+    fit = [config for config in fit if config not in wrong]
+    if base not in fit:
+        raise RuntimeError(f"{case}: the cost model's choice, {base}, does not run")
+    below = _GRAPH_BELOW_S.get(device.type)
+    if below is not None and trial.medians([base], _QUICK_ITERS)[base] < below:
+        trial.weights = cold_copies(trial.b, _GRAPH_CALLS)
+    quick = trial.medians(fit, _QUICK_ITERS)
+    finalists = sorted(fit, key=lambda config: quick[config])[:_FINALISTS]
+    final = trial.medians(dict.fromkeys([base, *finalists]), iters)
+    best = min(final, key=lambda config: final[config])
+    if not trial.is_right(best):
+        wrong.append(best)
+    if best in wrong or final[base] < _GAIN * final[best]:
+        best = base
+    variant = tried[best]
+    entry = table.Entry(
+        arch=table.architecture(device),
+        gpu="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        multiprocessors=num_multiprocessors(device),
+        op=case.op,
+        ranks=case.ranks,
+        dtype=table.dtype_name(case.dtype),
+        partial_dtype=table.wire_name(case.partial_dtype),
+        M=case.M,
+        N=case.N,
+        K=case.K,
+        config=None if best == base else _plain(best),
+        most_programs=variant.most_programs,
+        comm_each=variant.comm_each,
+        us=round(1e6 * final[best], 2),
+        cost_model_us=round(1e6 * final[base], 2),
+        run=run,
+        timing="graph" if trial.weights else "eager",
+    )
+    usual = dataclasses.asdict(base)
+    differs = {name: value for name, value in dataclasses.asdict(best).items() if value != usual[name]}
+    return Outcome(entry, differs, [f"{case}: WRONG result with {config}" for config in wrong])
+
+
+class _Trial:
+    """Operands of a case on this rank, and the result that all candidates must give. weights: copies of b, where graphs
+    are timed."""
+
+    def __init__(self, case: Case, heap: Heap | None, device: torch.device) -> None:
+        self.heap, self.device = heap, device
+        rank = dist.get_rank() if heap is not None else 0
+        self.problem = next((problem for problem in PROBLEMS.values() if problem.op == case.op), None)
+        cut = self.problem.b_cut if self.problem is not None else ""
+        M, N, K = (
+            size * case.ranks if letter == cut else size
+            for letter, size in zip("MNK", (case.M, case.N, case.K), strict=True)
+        )
+        self.case, self.shape, self.rank = case, (M, N, K), rank
+        a_cut = self.problem.a_cut if self.problem is not None else ""
+        first, last = shard_range(M, rank, case.ranks) if a_cut == "M" else (0, M)
+        self.a = make_operand(
+            (last - first, case.K), case.dtype, 0, rank if a_cut else 0, tag="a", device=device
+        )
+        self.b = make_operand((case.K, case.N), case.dtype, 0, rank, tag="b", device=device)
+        self.weights: list[torch.Tensor] = []
+        self.options: dict[str, Any] = {} if heap is None else {"group": heap}
+        if self.problem is not None:
+            self.options |= self.problem.op_arguments(self.shape)
+        self.magnitude, self.partials = self._magnitudes()
+        self.out = torch.empty_like(self.magnitude)
+        self.expected: torch.Tensor | None = None
+
+    def _magnitudes(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of the result's elements: the sums of their terms' absolute values; where partials are rounded, the sums
+        over ranks of theirs."""
+        a, b = self.a.abs(), self.b.abs()
+        if self.problem is None:
+            return a @ b, None
+        call, magnitude = self.problem.prepare(a, b, self.shape, self.rank, self.case.ranks)
+        call()
+        if self.case.partial_dtype is None:
+            return magnitude, None
+        partials = (self.a @ self.b).abs()
+        dist.all_reduce(partials)
+        return magnitude, partials[self.problem.part(self.shape, self.rank, self.case.ranks)]
+
+    def call(self, config: Config, b: torch.Tensor | None = None) -> None:
+        """One call of the op, into `out`. b: a copy of its own."""
+        b = self.b if b is None else b
+        getattr(stream_k, self.case.op)(self.a, b, out=self.out, config=config, **self.options)
+
+    def _timed(self, config: Config) -> Callable[[], object]:
+        """What a sample calls: one call, or the replay of a graph of several."""
+        if not self.weights:
+            return partial(self.call, config)
+        weights = itertools.cycle(self.weights)
+        return repeated(lambda: self.call(config, next(weights)), _GRAPH_CALLS)
+
+    def runs(self, config: Config) -> bool:
+        """Whether all ranks can run with it: ValueError is how an op refuses a configuration."""
+        try:
+            self.call(config)
+        except ValueError:
+            return self._everywhere(False)
+        return self._everywhere(True)
+
+    def is_right(self, config: Config) -> bool:
+        """Whether a call gives all ranks what the first one gave that was asked about."""
+        self.out.fill_(float("nan"))
+        self.call(config)
+        if self.heap is not None:
+            self.heap.synchronize()
+        if self.expected is None:
+            self.expected = self.out.clone()
+        return self._everywhere(self._within_bound(self.expected))
+
+    def _within_bound(self, expected: torch.Tensor) -> bool:
+        step = max(1, _BLOCK_ELEMENTS // max(1, self.out.shape[1]))
+        for first in range(0, self.out.shape[0], step):
+            rows = slice(first, first + step)
+            truth = expected[rows].double()
+            allowed = bound(truth, truth, self.magnitude[rows].double(), self.shape[2], self.case.dtype)
+            if self.partials is not None:
+                assert self.case.partial_dtype is not None
+                allowed += torch.finfo(self.case.partial_dtype).eps / 2 * self.partials[rows].double()
+            if not compare(self.out[rows], truth, truth, _TWO_RESULTS * allowed).ok:
+                return False
+        return bool(expected.isfinite().all())
+
+    def medians(self, configs: Iterable[Config], iters: int) -> dict[Config, float]:
+        """Median seconds of a call with each, on the slowest rank; rank 0's word, on all ranks."""
+        calls: dict[str, tuple[Callable[[], object], torch.Tensor]] = {}
+        configs = list(configs)
+        for i, config in enumerate(configs):
+            calls[str(i)] = self._timed(config), self.out
+        seconds = time_in_turn(calls, iters, self.device)
+        slowest = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.device)
+        slowest /= _GRAPH_CALLS if self.weights else 1
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.broadcast(slowest, src=0)
+        return dict(zip(configs, map(statistics.median, slowest.tolist()), strict=True))
+
+    def _everywhere(self, holds: bool) -> bool:
+        flag = torch.tensor(int(holds), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "partial_dtype"}

@@ -1,0 +1,209 @@
+"""`python -m pyrocshmem tune -n 4`: measure configurations and put the fastest ones into a table.
+
+    python -m pyrocshmem tune -n 4 --out stream_k/choice/tuned.json                     # what is committed
+    python -m pyrocshmem tune -n 2 --ops gemm --shapes 512,512,512 --out mine.json
+    PYROCSHMEM_TUNED=mine.json ./run.sh ...
+
+Exits with 1 where a configuration gave a wrong result, 2 for options that make no sense here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pyrocshmem import signal, target
+from pyrocshmem.benchmarks.trial import Case, Outcome, tune_case
+from pyrocshmem.heap import Heap
+from pyrocshmem.launching import spawn
+from pyrocshmem.reference.__main__ import Dtype, parse_shape, refuse
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.choice import table as tuned
+
+OPS = ("gemm", *(problem.op for problem in PROBLEMS.values()))
+_SUMS = tuple(problem.op for problem in PROBLEMS.values() if problem.sums)
+
+# Llama 3 layers on 4 to 8 GPUs: (N, K) of a rank's column-parallel product. Row-parallel ones are N and K swapped.
+_LLAMA = ((1792, 4096), (3584, 8192), (6656, 16384))
+_LLAMA_ROWS = (4096, 8192, 16384)
+_CPU_SHAPE = (128, 96, 160)
+
+_GPU_HEAP_BYTES, _CPU_HEAP_BYTES = 24 << 30, 64 << 20
+_LIMIT_S = 3600.0
+
+
+def tune(
+    out: Annotated[Path, typer.Option(help="The table; entries of the same kind and shape are replaced.")],
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-gpus", help="Default: all GPUs; 2 on a CPU.")
+    ] = None,
+    ops: Annotated[str, typer.Option(help="Names with commas between them.")] = ",".join(OPS),
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="M,N,K of a rank's product, or llama3; repeatable. Default: llama3, on a CPU small."
+        ),
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: bfloat16, on a CPU float16.")] = None,
+    partial_dtype: Annotated[
+        Dtype | None, typer.Option(help="What sums over ranks travel in. Default: float32, then 16 bits.")
+    ] = None,
+    iters: Annotated[int, typer.Option(help="Samples of each of the best.")] = 7,
+    commit: Annotated[str, typer.Option(help="The commit, where git can't tell it.")] = "",
+) -> None:
+    """Measure configurations of ops, and put the fastest into a table for `stream_k.choose`."""
+    console = Console()
+    try:
+        wrong = _run(console, out, num_ranks, ops, shapes or [], dtype, partial_dtype, iters, commit)
+    except (ValueError, OSError) as error:
+        refuse(console, error)
+    for text in wrong:
+        console.print(text, style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _run(
+    console: Console,
+    out: Path,
+    num_ranks: int | None,
+    ops: str,
+    shapes: list[str],
+    dtype: Dtype | None,
+    partial_dtype: Dtype | None,
+    iters: int,
+    commit: str,
+) -> list[str]:
+    """Measure, write and print; what gave wrong results."""
+    on_gpu = target.backend() != "host"
+    ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
+    most = target.num_devices() if on_gpu else int(signal.MAX_WORLD.value)
+    if iters < 1 or not 1 <= ranks <= most:
+        raise ValueError(
+            f"{ranks} ranks, {iters} samples: allowed are 1 to {most} ranks here, 1 sample or more"
+        )
+    chosen = dtype or (Dtype.bfloat16 if on_gpu else Dtype.float16)
+    cases = plan(tuple(ops.split(",")), shapes or ["llama3" if on_gpu else ""], chosen, partial_dtype, ranks)
+    table = tuned.Table.read(out) if out.exists() else tuned.Table([], [])
+    table.runs.append(_run_facts(ranks, commit))
+    table.write(out)
+    # As in all measurements here; some machines must not use multicast.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    found = spawn(_rank_main, ranks, cases, iters, out, table, timeout=_LIMIT_S)[0]
+    rows = Table(title="medians of the slowest rank", title_justify="left")
+    for name in ("case", "timing", "cost model", "fastest", "gain", "what differs"):
+        rows.add_column(name, justify="left" if name in ("case", "timing", "what differs") else "right")
+    for case, outcome in zip(cases, found, strict=True):
+        usual, best = outcome.entry.cost_model_us, outcome.entry.us
+        differs = ", ".join(f"{name}={value}" for name, value in outcome.differs.items())
+        times = f"{usual:.1f} us", f"{best:.1f} us", f"{usual / best:.3f}"
+        rows.add_row(str(case), outcome.entry.timing, *times, differs)
+    console.print(rows)
+    return [text for outcome in found for text in outcome.wrong]
+
+
+def plan(
+    ops: tuple[str, ...], shapes: list[str], dtype: Dtype, partial_dtype: Dtype | None, ranks: int
+) -> list[Case]:
+    """The cases of a run. ValueError for what doesn't exist."""
+    if unknown := set(ops) - set(OPS):
+        raise ValueError(f"no such op: {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
+    if ranks == 1 and ops != ("gemm",):
+        raise ValueError("on one rank the fused ops are gemm: give --ops gemm")
+    wires = (
+        [Dtype.float32, *([dtype] if dtype != Dtype.float32 else [])]
+        if partial_dtype is None
+        else [partial_dtype]
+    )
+    cases = []
+    for op in ops:
+        for wire in wires if op in _SUMS else [Dtype.float32]:
+            sent = getattr(torch, wire) if wire != Dtype.float32 else None
+            for text in shapes:
+                for shape in _shapes_of(op, text):
+                    cases.append(Case(op, *shape, getattr(torch, dtype), ranks if op != "gemm" else 1, sent))
+    return cases
+
+
+def _shapes_of(op: str, text: str) -> list[tuned.Shape]:
+    if not text:
+        return [_CPU_SHAPE]
+    if text != "llama3":
+        shape = parse_shape(text)
+        if min(shape) < 1:
+            raise ValueError(f"--shapes is {text!r}, allowed sizes of 1 or more")
+        return [shape]
+    columns = [(m, n, k) for n, k in _LLAMA for m in _LLAMA_ROWS]
+    rows = [(m, k, n) for m, n, k in columns]
+    return columns + rows if op == "gemm" else rows if op in _SUMS else columns
+
+
+def _run_facts(ranks: int, commit: str) -> dict[str, Any]:
+    asked = ["git", "rev-parse", "HEAD"]
+    folder = Path(__file__).parent
+    found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=folder).stdout.strip()
+    return {
+        "command": " ".join(["python -m pyrocshmem run", *sys.argv[1:]]),
+        "commit": commit or found,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "target": target.describe(),
+        "ranks": ranks,
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _rank_main(
+    rank: int, world_size: int, cases: list[Case], iters: int, out: Path, table: tuned.Table
+) -> list[Outcome]:
+    device = target.device(rank)
+    found = []
+    with _progress(len(cases)) if rank == 0 else contextlib.nullcontext(lambda case: None) as advance:
+        for op in dict.fromkeys(case.op for case in cases):
+            # A heap an op: what its workspace keeps is given back with it.
+            size = _CPU_HEAP_BYTES if device.type == "cpu" else _GPU_HEAP_BYTES
+            with contextlib.nullcontext() if op == "gemm" else Heap(size) as heap:
+                for case in (case for case in cases if case.op == op):
+                    advance(case)
+                    found.append(tune_case(case, heap, device, iters, len(table.runs) - 1))
+                    table.add(found[-1].entry)
+                    if rank == 0:
+                        # At once: a run that breaks off keeps what it had.
+                        table.write(out)
+    return found
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Case], None]]:
+    """A bar where somebody looks on, otherwise a line a case; call what it gives before each case."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tuning", total=total, completed=-1)
+
+        def advance(case: Case) -> None:
+            progress.update(task, advance=1, description=str(case))
+            if not console.is_terminal:
+                print(f"tuning {case}", file=sys.stderr, flush=True)
+
+        yield advance
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command()(tune)

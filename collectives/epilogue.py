@@ -1,0 +1,143 @@
+"""Epilogues: what happens to a finished tile.
+
+`store_output` is the one of a plain GEMM, `store_with_squares` that of a GEMM whose rows are normalized next; those
+that feed collectives are in `collectives`. To write another, give a jit function with the signature that
+`stream_k.local_gemm.kernel` describes to `Product.launch`; `finished`, `row_squares` and `store_block` are its
+building blocks.
+
+OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
+    OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`
+    OPTIONS[1]  what is added: 0, nothing; 1, `bias` [N], to every row; 2, where sums over ranks or of one rank are
+                stored, a residual [M, N] in its place, contiguous, behind the activation
+    OPTIONS[2]  C_HOW, how `c` is written: ROW (a descriptor) or POINTER (strides in `extra`)
+"""
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from pyrocshmem import target
+from pyrocshmem.calls.tensors import POINTER
+
+ACTIVATIONS = ("none", "relu", "gelu", "silu")
+
+_RELU = tl.constexpr(1)
+_GELU = tl.constexpr(2)
+_SILU = tl.constexpr(3)
+# OPTIONS[1], the dimensions of what is added.
+_BIAS = tl.constexpr(1)
+RESIDUAL = tl.constexpr(2)
+_POINTER = tl.constexpr(POINTER)
+_INTERPRETED = tl.constexpr(target.interpreted())
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """`x` fp32 through an activation; gelu is the exact one (error function), as torch's default."""
+    if ACTIVATION == _RELU:
+        # Written so that NaN stays NaN, as torch.relu keeps it.
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == _GELU:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == _SILU:
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
+    """`x` [*, WIDTH] plus bias[col : col + WIDTH] in every row."""
+    cols = col + tl.arange(0, WIDTH)
+    return x + tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def finished(part, bias, col, N, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
+    """A block [*, WIDTH] of a product, biased and activated."""
+    if OPTIONS[1] == _BIAS:
+        part = add_bias(part, bias, col, N, WIDTH)
+    return activate(part, OPTIONS[0])
+
+
+@triton.jit
+def add_residual(
+    x, residual, row, row_end, col, N, R: tl.constexpr, C: tl.constexpr, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """fp32 `x` [R, C], at (row, col) of rows of N that end at `row_end`, plus what `residual` has there, if that is
+    what OPTIONS say: before `x` is rounded, so that their sum is rounded once."""
+    if OPTIONS[1] == RESIDUAL:
+        i = tl.arange(0, R)
+        j = tl.arange(0, C)
+        mask = (row + i < row_end)[:, None] & (col + j < N)[None, :]
+        # Offsets inside the block are int32, which takes fewer registers.
+        place = residual + tl.cast(row, tl.int64) * N + col
+        x += tl.load(place + i[:, None] * N + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def row_squares(value, col, N, WIDTH: tl.constexpr):
+    """Of each row of fp32 `value` [*, WIDTH] the sum of the squares, but for columns outside of N."""
+    squares = value * value
+    # On NVIDIA masks for every tile take registers: split tiles of 128 x 256 would then need more than there are
+    # (255), and need 206. On AMD a branch takes more than the masks do.
+    if (not _INTERPRETED and target_info.is_hip()) or col + WIDTH > N:
+        squares = tl.where((col + tl.arange(0, WIDTH) < N)[None, :], squares, 0.0)
+    return tl.sum(squares, axis=1)
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """fp32 values, or such as are rounded already, as DTYPE, to nearest, ties to even."""
+    return value.to(DTYPE)
+
+
+@triton.jit
+def store_block(
+    c, row, col, value, M, N, stride_m, stride_n, C_HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """`value` [R, C] to (row, col) of an output [M, N]; nothing outside is touched."""
+    if C_HOW == _POINTER:
+        i = row + tl.arange(0, R)
+        j = col + tl.arange(0, C)
+        offsets = i.to(tl.int64)[:, None] * stride_m + j.to(tl.int64)[None, :] * stride_n
+        tl.store(c + offsets, rounded(value, c.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+    else:
+        c.store([row, col], rounded(value, c.dtype))
+
+
+@triton.jit
+def store_output(
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """C = activation(A B + bias), or A B + residual. `extra` is (bias or residual, stride_cm, stride_cn)."""
+    bias, stride_m, stride_n = extra
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
+        value = add_residual(value, bias, row, row_end, col, N, BLOCK_M, PART_N, OPTIONS)
+        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+
+
+@triton.jit
+def store_with_squares(
+    parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """As `store_output`, and of each row of the tile the sum of the squares of what is stored, to `squares`, fp32
+    [tiles_n, M]. `extra` is (bias, stride_cm, stride_cn, squares)."""
+    bias, stride_m, stride_n, squares = extra
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    PART_N: tl.constexpr = BLOCK_N // len(parts)
+    DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS[2] == _POINTER else c.dtype
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + i * PART_N
+        value = rounded(finished(parts[i], bias, col, N, PART_N, OPTIONS), DTYPE)
+        sums += row_squares(value.to(tl.float32), col, N, PART_N)
+        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+    rows = row + tl.arange(0, BLOCK_M)
+    tl.store(squares + tl.cast(tile_n, tl.int64) * M + rows, sums, mask=rows < row_end)

@@ -1,0 +1,113 @@
+"""Which tile, and which rows, come when: the part of `stream_k.local_gemm.schedule` that kernels compute for
+themselves.
+
+Shape letters: M rows of A and of the whole result; R ranks; P programs; tiles of [BLOCK_M, BLOCK_N].
+
+Ops that hand rows to ranks cut the M rows into R blocks, as `torch.tensor_split` does: the first M % R blocks
+have a row more. Tiles are counted from the first row of each block, so that none straddles two of them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and
+    B.
+
+    Example: 4 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
+    """
+    width = GROUP_M * tiles_n
+    first = tile // width * GROUP_M
+    size = min(tiles_m - first, GROUP_M)
+    return first + tile % width % size, tile % width // size
+
+
+@triton.jit
+def _shared(iterations, num_split_tiles, num_split_programs):
+    """(iterations, programs) of a group of programs that share split iterations: of one tile, where every tile has
+    programs of its own (split-K), otherwise of all split tiles."""
+    own = num_split_programs % num_split_tiles == 0
+    shared = tl.where(own, iterations, num_split_tiles * iterations)
+    return shared, tl.where(own, num_split_programs // num_split_tiles, num_split_programs)
+
+
+@triton.jit
+def program_range(program, iterations, num_split_tiles, num_split_programs):
+    """[lo, hi) of the split iterations that `program` does; the first `extra` programs of a group have one more."""
+    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
+    turn = program % sharers
+    base = shared // sharers
+    extra = shared % sharers
+    lo = program // sharers * shared + turn * base + min(turn, extra)
+    return lo, lo + base + (turn < extra).to(tl.int32)
+
+
+@triton.jit
+def program_of(iteration, iterations, num_split_tiles, num_split_programs):
+    """The program whose range holds `iteration`: the inverse of `program_range`."""
+    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
+    within = iteration % shared
+    base = shared // sharers
+    extra = shared % sharers
+    boundary = extra * (base + 1)
+    turn = tl.where(within < boundary, within // (base + 1), extra + (within - boundary) // base)
+    return iteration // shared * sharers + turn
+
+
+@triton.jit
+def num_finished_tiles(program, problem, tiles):
+    """How many of `tiles` tiles `program` finishes: (split ones, all)."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    split = 0
+    if program < num_split_programs:
+        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+        split = hi // iterations - lo // iterations
+    whole = tl.cdiv(max(tiles - num_split_tiles - program, 0), num_gemm_programs)
+    return split, split + whole
+
+
+@triton.jit
+def finished_tile(i, split, program, problem):
+    """The i-th of the tiles that `program` finishes, the first `split` of which are split ones."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    tile = num_split_tiles + program + (i - split) * num_gemm_programs
+    if i < split:
+        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+        tile = lo // iterations + i
+    return tile
+
+
+@triton.jit
+def block_start(block, M, WORLD: tl.constexpr):
+    """First row of row block `block`, a number or a block of numbers.
+
+    Example, M = 10, R = 4: blocks of 3 3 2 2 rows, which start at 0 3 6 8.
+    """
+    extra = M % WORLD
+    return block * (M // WORLD) + tl.where(block < extra, block, extra)
+
+
+@triton.jit
+def block_size(block, M, WORLD: tl.constexpr):
+    """Rows of row block `block`."""
+    return M // WORLD + tl.where(block < M % WORLD, 1, 0)
+
+
+@triton.jit
+def block_tiles(M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tile rows of the largest row block; every block counts as many, so that all ranks number tiles alike."""
+    return tl.cdiv(tl.cdiv(M, WORLD), BLOCK_M)
+
+
+@triton.jit
+def peer_row(tile_m, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row of A where tile row `tile_m` starts, of those that `rank` computes for its peers: block after block, the
+    neighbour's first, so that ranks don't all send to the same one.
+
+    Example, rank 0 of 3, M = 8, BLOCK_M = 2: blocks start at 0 3 6 and have two tile rows each, so 3 5, then 6 8.
+    """
+    tiles = block_tiles(M, WORLD, BLOCK_M)
+    block = (rank + 1 + tile_m // tiles) % WORLD
+    return block_start(block, M, WORLD) + tile_m % tiles * BLOCK_M

@@ -1,0 +1,94 @@
+"""A kernel launch that is prepared once and repeated: no argument binding, no compilation on the way.
+
+    launch = Launch(kernel, grid, constants, num_warps=8, num_stages=4)
+    launch.compile(args)          # compiles and loads; nothing runs
+    launch(args)                  # repeated; `args` may hold other tensors of the same kind
+
+On the CPU target a launch runs in Triton's interpreter, where kernels of several threads take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from triton.runtime.errors import OutOfResources
+
+from pyrocshmem import interpreter, target, trace
+
+# Ranks that are threads would compile the same kernel at once, each for its GPU; compilers have options of the process.
+_compiler = threading.Lock()
+
+
+class Launch:
+    """One kernel with its grid and its constants; only the run-time arguments change from call to call.
+
+    Every pointer must keep its alignment (divisible by 16 or not) and every integer its value from `compile`
+    on: that is what Triton specializes the code for, and nobody checks it again.
+    Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
+    run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
+    chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`; false where the
+    target has no such launches. max_registers: of a thread, NVIDIA, for what is to run beside the kernel; 0: any. It
+    gets more only where it would spill with as few.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        constants: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        chained: bool = False,
+        max_registers: int = 0,
+    ) -> None:
+        self.kernel = kernel
+        self.grid = (grid, 1, 1)
+        self.constants = constants
+        self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        on_nvidia = target.backend() == "cuda" and not target.interpreted()
+        self.chained = chained and on_nvidia
+        self.max_registers = max_registers if on_nvidia else 0
+        if self.chained:
+            self.options["launch_pdl"] = True
+        self._values = tuple(constants.values())
+        self._run: Any = None
+        self._recorded = False
+
+    def compile(self, args: tuple[Any, ...]) -> Any:
+        """Compile for `args` and load the machine code, before any kernel of the op can wait: loading a
+        module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
+        kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
+        recorder = trace.recorder()
+        self._recorded = recorder is not None
+        if target.interpreted():
+            return None
+        arguments = (*args, recorder.sample if recorder is not None else None)
+        try:
+            with _compiler:
+                compiled, self._run = self._loaded(arguments)
+                if 0 < self.max_registers < compiled.n_regs:
+                    # Not at once: under a limit the assembler takes more registers than without, and spills.
+                    fewer, run = self._loaded(arguments, maxnreg=self.max_registers)
+                    if fewer.n_spills <= compiled.n_spills:
+                        compiled, self._run = fewer, run
+        except OutOfResources as error:
+            unit = "" if error.name == "threads" else "bytes of "
+            raise ValueError(
+                f"{self.kernel.__name__} needs {error.required} {unit}{error.name} a program, the device has "
+                f"{error.limit}; smaller blocks and a smaller Config.num_stages need less"
+            ) from None
+        return compiled
+
+    def _loaded(self, arguments: tuple[Any, ...], **options: int) -> tuple[Any, Any]:
+        """(Triton's compiled kernel, what launches it)."""
+        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
+        return compiled, compiled[self.grid]
+
+    def __call__(self, args: tuple[Any, ...]) -> None:
+        events = trace.recorder().events(self) if self._recorded else None  # type: ignore[union-attr]
+        if self._run is not None:
+            self._run(*args, events, *self._values)
+            return
+        with interpreter.taken():
+            self.kernel[self.grid](*args, events, **self.constants, **self.options)

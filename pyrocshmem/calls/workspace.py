@@ -1,0 +1,365 @@
+"""Workspace: the memory that a call of an op needs beside its tensors: control words, flags, slots, fix-up tiles.
+
+A GEMM alone uses one per device (`local_workspace`), ops with peers one per heap (`workspace_for`), in which everything
+that peers touch lies on the symmetric heap. Give an op a workspace of its own to run it beside another one:
+
+    mine = stream_k.Workspace(heap)                     # grows as calls need it
+    stream_k.gemm_all_reduce(a, b, group=heap, workspace=mine)
+
+Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call
+from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
+
+Threads beside one another need a workspace each. What is new on a heap (a workspace, the first call of a kind, what
+makes a workspace grow, a tensor) is voted on, and all ranks must vote in the same order, whatever the thread: so make
+the workspaces, and each call once, in one thread; later calls need no order. Or give each thread a heap of its own,
+where it may vote when it likes; form those in one thread.
+
+Keep a workspace as long as graphs that were captured of its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pyrocshmem import signal, status, timeouts
+from pyrocshmem.calls.labels import label
+from pyrocshmem.calls.streams import Streams, Turn
+from pyrocshmem.errors import CallMismatch, ShmemError, WorkspaceBusy
+from pyrocshmem.forming import synchronize
+from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
+from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
+from pyrocshmem.torch_contexts import normal_tensors, on_device
+
+# Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
+_SLOT_STEP = 4096
+
+_MESSAGES = f"symmetric:{torch.int32}:messages"
+
+
+class Workspace(Streams):
+    """Memory for the calls of one heap's ranks, or of one device when `heap` is None.
+
+    heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
+    heap. nbytes: a limit of all its buffers; calls that need more raise ValueError before anything is launched. None:
+    grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS, or
+    10. Raises ValueError for neither heap nor device, more than 8 ranks, or such seconds; RuntimeError under capture.
+    """
+
+    @normal_tensors()
+    def __init__(
+        self,
+        heap: Heap | None = None,
+        device: torch.device | None = None,
+        nbytes: int | None = None,
+        wait_seconds: float | None = None,
+    ) -> None:
+        if heap is None and device is None:
+            raise ValueError("a workspace needs a heap or a device, got neither")
+        seconds = timeouts.wait_seconds(wait_seconds)
+        if heap is None and torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Its words would be zeroed by the graph: at each replay, not now.
+            raise RuntimeError("no workspace can be made under CUDA graph capture: make the call once before")
+        self.heap = heap
+        self.label = label(self)
+        super().__init__(heap.device if heap is not None else torch.device(device))
+        self.world_size = heap.world_size if heap is not None else 1
+        self.nbytes = nbytes
+        if self.world_size > int(signal.MAX_WORLD.value):
+            raise ValueError(
+                f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported"
+            )
+        self.plans: dict[Any, Any] = {}
+        self.agreed: dict[Any, int] = {}
+        self._calls: dict[str, int] = {}  # those that ranks have compared, counted alike on all of them
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._room = Room()
+        self._retired: list[Any] = []
+        self._outgrown: list[tuple[str, torch.Tensor]] = []
+        self._lost = False
+        self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
+        self._lock = threading.Lock()
+        self.control = self._zeros(signal.CONTROL_WORDS, torch.int32)
+        if heap is not None:
+            self.status, abort, bases = heap.status, heap.system, heap.heap_bases
+        else:
+            pinned = self.device.type == "cuda"
+            self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            abort = torch.zeros(1, dtype=torch.int32, device=self.device)
+            bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
+        self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
+        self.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
+        self.context: tuple[torch.Tensor, ...] = (self.control, abort, self.status, bases)
+        self._agree("workspace")
+        self._ledger = heap.new_ledger() if heap is not None else None
+        if heap is not None:
+            heap.attach(self)
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.heap is not None:
+            return self.heap.zeros(count, dtype=dtype)
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
+    def _agree(self, what: str) -> None:
+        """Every rank's writes to its own part are done before anyone goes on."""
+        if self.heap is not None:
+            self.heap.synchronize()
+            self.heap.vote(what)
+
+    def epoch(self) -> int:
+        """Number of the last finished call, as the int32 that kernels see. Waits for the device."""
+        return int(self.control[int(signal.EPOCH.value)].item())
+
+    def restart(self, epoch: int) -> None:
+        """Count calls from `epoch` (any int32) on: collective, no call in flight. For tests of wrap-around."""
+        self.control[int(signal.EPOCH.value)] = epoch
+        for first in (signal.ENTERED, signal.BARRIER):
+            self.control[int(first.value) :][: int(signal.MAX_WORLD.value)] = epoch
+        for name, buffer in self._buffers.items():
+            if name.endswith("flags"):
+                buffer.fill_(epoch)
+        self._agree("restart")
+
+    def start_anew(self) -> None:
+        """As a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
+        assert self.heap is not None
+        self._drop_plans()
+        self.agreed.clear()
+        self._calls.clear()
+        if self._ledger is not None:
+            self._ledger.restart()
+        there = range(self.heap.base, self.heap.base + SYSTEM_BYTES + self.heap.nbytes)
+        held = [*self._buffers.items()], self._outgrown
+        for buffers in held:
+            buffers[:] = (x for x in buffers if x[1].data_ptr() not in there or self.heap.is_symmetric(x[1]))
+            for key, buffer in buffers:
+                if key.endswith("flags"):
+                    buffer.zero_()
+                elif key == _MESSAGES:
+                    clear(buffer)
+        self._buffers = dict(held[0])
+        if not self.heap.is_symmetric(self.control):
+            self._lost = True  # a peer never made this workspace
+            return
+        kept = [int(signal.RANK.value), int(signal.BUDGET_US.value)]
+        values = self.control[kept]
+        self.control.zero_()
+        self.control[kept] = values
+
+    def make_no_more(self) -> list[int]:
+        """This rank makes no more calls. Returns the peers that have begun one more."""
+        return self._ledger.close() if self._ledger is not None else []
+
+    def let_go(self) -> None:
+        """The heap is closed: hold none of its memory, as plans would until Python looks for circles."""
+        with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
+            synchronize(self.device)
+            self.control = self.control.to("cpu", copy=True)
+        for held in (self.plans, self.agreed, self._buffers, self._retired, self._outgrown):
+            held.clear()
+        self.own, self.context, self._ledger = None, (), None
+
+    def compare(self, call: str, payload: bytes = b"") -> list[bytes]:
+        """Vote on a call that is new, as `Heap.vote` does: from now on `begin` knows it."""
+        assert self.heap is not None
+        replies = self.heap.vote(call, payload)
+        self._calls.setdefault(call, len(self._calls))
+        return replies
+
+    @normal_tensors()
+    def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
+        """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
+        all are ready: one that compiles longer than the others must not eat into their kernels' wait budget."""
+        assert self.heap is not None
+        # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
+        new = call not in self.agreed
+        if new:
+            self.compare(call)
+        with on_device(self.device):
+            plan = make()
+        if new:
+            self.heap.vote(f"{call}: ready")
+            self.agreed[call] = 0
+        return plan
+
+    def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
+        """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose name ends
+        in "flags" start at the current epoch, so that none looks raised. `local`: peers don't touch it, so it lies off
+        the heap.
+
+        Raises ValueError when the workspace has a fixed size and that is exceeded, RuntimeError when it would grow
+        under CUDA graph capture.
+        """
+        key = f"{'local' if local else 'symmetric'}:{dtype}:{name}"
+        found = self._buffers.get(key)
+        if found is not None and found.numel() >= count:
+            return found
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the workspace would have to grow ({name}) under CUDA graph capture: make the call once before"
+            )
+        held = sum(x.numel() * x.element_size() for k, x in self._buffers.items() if k != key)
+        needed = held + count * dtype.itemsize
+        if self.nbytes is not None and needed > self.nbytes:
+            raise ValueError(
+                f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; "
+                "use a larger one or smaller blocks"
+            )
+        self._release(key)
+        if self.heap is not None and not local:
+            made = self.heap.empty(count, dtype=dtype)
+        else:
+            with normal_tensors():
+                made = torch.empty(count, dtype=dtype, device=self.device)
+        if name.endswith("flags"):
+            made.fill_(self.epoch())
+        elif key == _MESSAGES:
+            clear(made)
+        self._buffers[key] = made
+        if not local:
+            self._agree(name)
+        return made
+
+    def flags(self, count: int) -> torch.Tensor:
+        """`count` flags a rank, for `signal.word`: all ops on this workspace share them."""
+        return self.buffer("flags", count * int(signal.MAX_WORLD.value), torch.int32)
+
+    def slots(self, name: str, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """(a buffer of two slots of at least `count` elements, the elements from one to the other).
+
+        The slots are the halves of the buffer, whatever its size: were they packed for each call, a large call's first
+        slot would reach into the second one of the small call before, which a peer still reads.
+        """
+        buffer = self.buffer(name, 2 * -(-count // _SLOT_STEP) * _SLOT_STEP, dtype)
+        return buffer, buffer.numel() // 2
+
+    def messages(self, slot_bytes: int, notes: int = 0) -> tuple[torch.Tensor, int]:
+        """(memory for `pyrocshmem.message`, the quads of one of its slots): `slot_bytes` have room in each, and
+        `notes` notes of a call behind them."""
+        needed, found = Room(-(-slot_bytes // QUAD_BYTES), notes), self._buffers.get(_MESSAGES)
+        held = Room() if found is None else self._room
+        if found is None or not held.has(needed):
+            room = held.grown(needed)
+            try:
+                self.buffer("messages", room.words, torch.int32)
+            finally:
+                # There is a new one even where a peer then failed to come.
+                if self._buffers.get(_MESSAGES) is not found:
+                    self._room = room
+        return self._buffers[_MESSAGES], self._room.quads
+
+    def _drop_plans(self) -> None:
+        if self._captured:  # a graph may be replayed still, and read what a plan holds
+            self._retired.extend(self.plans.values())
+        self.plans.clear()
+
+    def _release(self, key: str) -> None:
+        buffer = self._buffers.pop(key, None)
+        if buffer is None:
+            return
+        self._drop_plans()
+        if self._captured:
+            # A captured graph may still use it.
+            self._outgrown.append((key, buffer))
+        elif self.heap is not None and self.heap.is_symmetric(buffer):
+            self.heap.free(buffer)
+        elif self._stream is not None:
+            buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
+
+    def begin(self, call: str | None) -> Turn:
+        """`with workspace.begin(call):` around the launches of a call orders it after the one before, and raises what
+        is in the record. call: as the ranks compared it; where one of them makes another, all raise `CallMismatch`.
+        None: a call of this rank alone."""
+        if not self._lock.acquire(blocking=False):
+            raise WorkspaceBusy(
+                "the workspace is in use by a call of another thread; give each thread a workspace of its own"
+            )
+        try:
+            if call is not None and self._ledger is not None:
+                self._ledger.begin(self._calls[call])
+            self.check()
+            if self._lost:
+                raise ValueError("a fault came before all ranks had this workspace; make another one")
+            if self.device.type == "cuda":
+                self.enter()
+        except BaseException:
+            self._lock.release()
+            raise
+        return Turn(self._end)
+
+    def _end(self, failed: bool) -> None:
+        self.leave()
+        self._lock.release()
+        if self.device.type == "cpu" and not failed:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the fault that a kernel recorded, if any. Does not wait for the device."""
+        if self.heap is not None:
+            self.heap.check()
+        elif self.status[0]:
+            raise status.to_error(self.status.tolist(), 0, lambda peer: "")  # type: ignore[misc]
+
+    def difference(self) -> ShmemError | None:
+        """The first call that ranks have begun otherwise than one another, or that one of them has closed its heap
+        instead; None if there is none so far."""
+        found = self._ledger.compare() if self._ledger is not None else None
+        if found is None:
+            return None
+        if (peer := found.closed_by) is not None:
+            assert self.heap is not None
+            return self.heap.closed_by(peer)
+        names = dict(enumerate(self._calls))
+        each = ["none yet" if which is None else names.get(which, "?") for which in found.which]
+        return CallMismatch(each, found.number)
+
+    def free(self) -> None:
+        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs."""
+        self._drop_plans()  # some name buffers of `own` alone
+        if self.own is not None:
+            self.own.free()
+        for key in list(self._buffers):
+            self._release(key)
+
+    def nbytes_in_use(self) -> int:
+        """Bytes of all buffers, local and symmetric."""
+        own = self.own.nbytes_in_use() if self.own is not None else 0
+        return own + sum(x.numel() * x.element_size() for x in self._buffers.values())
+
+
+def local_workspace(device: torch.device) -> Workspace:
+    """The workspace of GEMMs alone on `device`; on a CPU, where ranks may be threads, this thread's own."""
+    return _local_workspace(device, threading.get_ident() if device.type == "cpu" else 0)
+
+
+@functools.cache
+def _local_workspace(device: torch.device, thread: int) -> Workspace:
+    return Workspace(device=device)
+
+
+def workspace_for(heap: Heap) -> Workspace:
+    """The workspace that ops on `heap` share; it lives as long as the heap. Collective at its first use."""
+    if heap.workspace is None:
+        heap.workspace = Workspace(heap)
+    return heap.workspace
+
+
+def check_workspace(workspace: Any) -> None:
+    """TypeError for what is no workspace."""
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace is a {type(workspace).__name__}, a stream_k.Workspace or None is needed")
+
+
+def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
+    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together, TypeError for
+    what is no workspace."""
+    heap = heap_for(group)
+    if workspace is not None and getattr(workspace, "heap", None) is not heap:
+        check_workspace(workspace)
+        raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
+    return heap, workspace if workspace is not None else workspace_for(heap)

@@ -1,0 +1,151 @@
+"""Configurations: how a GEMM is tiled, scheduled and joined to its communication.
+
+    config = stream_k.choose("gemm_all_reduce", M, N, K, torch.bfloat16, world_size, device)
+    config = dataclasses.replace(config, placement="inside", num_stages=3)
+    stream_k.gemm_all_reduce(a, b, group=group, config=config)
+
+Every rank must use the same configuration; the ops check that when they plan a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from pyrocshmem.checks import as_integer
+from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
+from pyrocshmem.target import num_multiprocessors
+
+PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused")
+# Those whose results move in blocks of rows, beside a GEMM that leaves multiprocessors free.
+BY_ROWS = ("copy_engine", "pull")
+# Those that overlap nothing: a product, and an exchange of it by messages.
+BY_MESSAGE = ("messages", "unfused")
+# Those that each op has; a GEMM alone has no consumer to place.
+PLACEMENTS_OF = {
+    "gemm": PLACEMENTS,
+    "all_gather_gemm": ("copy_engine", *BY_MESSAGE),
+    "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
+    "gemm_all_reduce": tuple(name for name in PLACEMENTS if name != "pull"),
+    "gemm_all_scatter": PLACEMENTS,
+}
+ALGORITHMS = ("one_shot", "two_shot")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run an op; immutable, changed with `dataclasses.replace`. ValueError for a field that is out of range,
+    TypeError for a size that is no integer.
+
+    The GEMM:
+      block_m, block_n, block_k  the tile and its step along K, in elements: powers of two from 16 on
+      num_warps, num_stages      of a program, as Triton has them
+      group_m                    tile rows whose tiles are done column by column (`collectives.order.tile_coords`)
+      subtiles                   1, 2 or 4: column parts in which a tile leaves the registers
+      flatten                    overlap a tile's epilogue with the next one's loads (NVIDIA)
+      split                      a name of `stream_k.local_gemm.schedule.SPLITS`
+      num_programs               programs of the launch; 0: one a multiprocessor
+    Communication:
+      placement                  where finished tiles are consumed: one of PLACEMENTS, see docs/architecture.md
+      algorithm                  of an all-reduce: "one_shot" (every rank sums everything) or "two_shot" (owners sum)
+      num_comm_programs          programs that consume beside the GEMM: some of num_programs in placement "beside",
+                                 otherwise of a launch of their own
+      comm_warps                 warps of a program of that launch
+      comm_rows                  rows of a tile that a consumer moves at a time
+      chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
+                                 an all-scatter, of the whole product. The rows are as many on all ranks, whatever
+                                 their tiles
+      partial_dtype              what partial sums travel in, of ops that sum over ranks. None: fp32, as accurate as one
+                                 GPU's sums. torch.bfloat16 and torch.float16 halve the bytes and round every rank's
+                                 partial once; partial sums of fp32 results stay fp32
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    group_m: int = 8
+    subtiles: int = 2
+    flatten: bool = True
+    split: str = "auto"
+    num_programs: int = 0
+    placement: str = "beside"
+    algorithm: str = "two_shot"
+    num_comm_programs: int = 32
+    comm_warps: int = 8
+    comm_rows: int = 8
+    chunk: int = 4
+    partial_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int":
+                as_integer(f"Config.{field.name}", getattr(self, field.name))
+        for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows", "comm_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"Config.{name} must be a power of two, got {value}")
+            # Of matrix instructions, and of descriptors, which on one rank alone may read the operands.
+            if name.startswith("block") and value < 16:
+                raise ValueError(f"Config.{name} is {value}, at least 16 are needed")
+        for name, allowed in (
+            ("subtiles", (1, 2, 4)),
+            ("split", SPLITS),
+            ("placement", PLACEMENTS),
+            ("algorithm", ALGORITHMS),
+            ("partial_dtype", (None, torch.float32, torch.bfloat16, torch.float16)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Config.{name} is {getattr(self, name)!r}, allowed are {allowed}")
+        for name in ("num_stages", "group_m", "num_comm_programs", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_programs < 0 or (
+            self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs
+        ):
+            raise ValueError(
+                f"Config.num_programs is {self.num_programs}, of which {self.num_comm_programs} consume "
+                "beside the GEMM: none is left for it"
+            )
+        if self.comm_rows > self.block_m:
+            raise ValueError(f"Config.comm_rows is {self.comm_rows}, at most block_m = {self.block_m}")
+        if self.block_n // self.subtiles < 16:
+            raise ValueError(
+                f"Config.subtiles is {self.subtiles}: parts of {self.block_n // self.subtiles} columns, "
+                "at least 16 are needed"
+            )
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What partial sums of results of `dtype` travel in."""
+        # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
+        return torch.float32 if dtype == torch.float32 else self.partial_dtype or torch.float32
+
+
+def check_config(config: object) -> None:
+    """TypeError for what is neither a `Config` nor None."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is a {type(config).__name__}, a stream_k.Config or None is needed")
+
+
+# Multiprocessors that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the
+# GEMM would otherwise keep one of its programs waiting: beside even a small program a multiprocessor can't give all
+# its shared memory away.
+SPARE = 4
+
+
+def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
+    """`config` of a fused op; where other launches run beside its GEMM and num_programs is 0, with a num_programs that
+    leaves some multiprocessors free. ValueError for one that leaves none."""
+    if config.placement not in ("own_stream", *BY_ROWS):
+        return config
+    processors = num_multiprocessors(device)
+    if config.num_programs == 0 and processors > 1:
+        return replace(config, num_programs=max(processors - SPARE, processors // 2))
+    if config.num_programs >= processors:
+        raise ValueError(
+            f"Config.num_programs is {config.num_programs} on {processors} multiprocessors; with placement "
+            f"{config.placement!r} the GEMM must leave one free"
+        )
+    return config

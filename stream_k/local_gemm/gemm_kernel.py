@@ -1,0 +1,81 @@
+"""`stream_k.local_gemm.kernel` for products alone, of which there are many sizes: one machine code for all, and
+another where blocks of B are fetched ahead.
+
+While the launch before it still runs, each program may already ask L2 for the first blocks of B that it will read. That
+launch may still be writing them: nothing is read here, and L2 is where all of a device's reads and writes meet.
+
+Triton compiles a kernel anew for integer arguments that are 1 or that 16 divides. For integers in a tuple that can't be
+switched off; so here `problem` is passed in its parts. In the main loop none of them matters (the same registers and
+shared memory on sm_90). Where consumers run in the same kernel, their wide accesses do depend on what divides N.
+"""
+
+import triton
+import triton.language as tl
+
+from pyrocshmem.calls.tensors import COLUMN
+from pyrocshmem.collectives.order import tile_coords
+from pyrocshmem.stream_k.local_gemm.kernel import stream_k_kernel
+
+_UNSPECIALIZED = (
+    "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "num_gemm_programs",
+    "b_place", "b_pitch", "blocks_ahead",
+)  # fmt: skip
+_COLUMN = tl.constexpr(COLUMN)
+_LINE_BYTES = tl.constexpr(128)
+
+
+@triton.jit
+def _fetch_ahead(
+    b, pitch, blocks, M, N, K, B_HOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Ask L2 for the first `blocks` blocks of B of this program's first tile. pitch: elements between rows of B, or, of
+    a B_HOW of COLUMN, between columns."""
+    ELEMENTS: tl.constexpr = _LINE_BYTES * 8 // b.dtype.element_ty.primitive_bitwidth
+    # A block is `ROWS` rows, or columns, of `LENGTH` elements one after another.
+    ROWS: tl.constexpr = BLOCK_N if B_HOW == _COLUMN else BLOCK_K
+    LENGTH: tl.constexpr = BLOCK_K if B_HOW == _COLUMN else BLOCK_N
+    LINES: tl.constexpr = (LENGTH + ELEMENTS - 1) // ELEMENTS
+    _, tile_n = tile_coords(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    lanes = tl.arange(0, ROWS * LINES)
+    for k in range(0, blocks):
+        row, column = lanes // LINES + k * BLOCK_K, lanes % LINES * ELEMENTS + tile_n * BLOCK_N
+        rows, columns = K, N
+        if B_HOW == _COLUMN:
+            row, column = lanes // LINES + tile_n * BLOCK_N, lanes % LINES * ELEMENTS + k * BLOCK_K
+            rows, columns = N, K
+        inside = (row < rows) & (column < columns)
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred inside;
+            setp.ne.s32 inside, $2, 0;
+            @inside prefetch.global.L2 [$1];
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [b + row.to(tl.int64) * pitch + column, inside.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def gemm_kernel(
+    a, b, c, workspace, fix_up_flags, extra, context, M, N, K, iterations, num_split_tiles, num_split_programs,
+    num_gemm_programs, strides, b_place, b_pitch, blocks_ahead, events,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
+    OP: tl.constexpr, WORLD: tl.constexpr,
+    LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
+    SPLIT: tl.constexpr, APART: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """As `stream_k_kernel`, without `gathered` and `arrived`. b_place, b_pitch: where B lies, and the elements between
+    its rows, or columns, of which `blocks_ahead` blocks are fetched ahead; None: none is."""
+    if b_place is not None:
+        _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
+    problem = (M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
+    stream_k_kernel(
+        a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
+        EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, APART, A_HOW,
+        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+    )  # fmt: skip

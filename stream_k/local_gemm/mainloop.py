@@ -1,0 +1,87 @@
+"""The main loop: blocks of A and B, read and multiplied.
+
+How an operand is read (A_HOW, B_HOW):
+  ROW, COLUMN   by a tensor descriptor (TMA) of contiguous rows, or of contiguous columns
+  POINTER       by pointers, any strides
+  MASKED        A alone, by pointers, where K is whole blocks: rows outside, for which TMA would fetch zeros, cost
+                nothing
+`strides` is (stride_am, stride_ak, stride_bk, stride_bn), in elements; descriptors have their own.
+"""
+
+import triton
+import triton.language as tl
+
+from pyrocshmem.calls.tensors import COLUMN, MASKED, POINTER
+
+_COLUMN = tl.constexpr(COLUMN)
+_POINTER = tl.constexpr(POINTER)
+_MASKED = tl.constexpr(MASKED)
+
+
+@triton.jit
+def _load_block(
+    x, row, col, rows, cols, stride_row, stride_col, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Block [R, C] at (row, col) of a matrix [rows, cols], zeros outside; MASKED: no column may be outside."""
+    if HOW == _POINTER or HOW == _MASKED:
+        i = row + tl.arange(0, R)
+        j = col + tl.arange(0, C)
+        offsets = i.to(tl.int64)[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_col
+        inside = (i < rows)[:, None]
+        if HOW == _POINTER:
+            inside = inside & (j < cols)[None, :]
+        block = tl.load(x + offsets, mask=inside, other=0.0)
+    elif HOW == _COLUMN:
+        block = x.load([col, row]).T
+    else:
+        block = x.load([row, col])
+    return block
+
+
+@triton.jit
+def _halves(x, R: tl.constexpr, C: tl.constexpr):
+    """The left and the right half of a block [R, C]."""
+    return x.reshape((R, 2, C // 2)).permute(0, 2, 1).split()
+
+
+@triton.jit
+def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr):
+    """`acc` [BLOCK_M, BLOCK_N] as a tuple of SUBTILES (1, 2 or 4) blocks of columns, left to right."""
+    if SUBTILES == 1:
+        parts = (acc,)
+    elif SUBTILES == 2:
+        parts = _halves(acc, BLOCK_M, BLOCK_N)
+    else:
+        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
+        c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
+        parts = (a, b, c, d)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def multiply(
+    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
+    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
+    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    stride_am, stride_ak, stride_bk, stride_bn = strides
+    # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
+    TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
+    if TRANSPOSED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(k_begin, k_end):
+        x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
+        y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
+        if TRANSPOSED:
+            acc = tl.dot(y.T, x.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    if TRANSPOSED:
+        acc = acc.T
+    return acc

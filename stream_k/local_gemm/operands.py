@@ -1,0 +1,138 @@
+"""Checks of a product's operands, and how the kernel reads them: through a tensor descriptor where TMA can,
+by pointers otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyrocshmem.calls.tensors import (
+    _check_same_device,
+    check_plain,
+    check_writable,
+    kind,
+    share_memory,
+    tell_autograd,
+)
+from pyrocshmem.collectives.epilogue import ACTIVATIONS
+from pyrocshmem.elements import DTYPES
+
+_ALLOWED = ", ".join(map(str, DTYPES))
+
+
+def check_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> tuple[int, int, int]:
+    """(M, N, K) of a [M, K] x b [K, N].
+
+    Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes,
+    devices and names that don't fit.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {_ALLOWED}")
+        if x.ndim != 2:
+            raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
+        check_plain(name, x)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {_ALLOWED}, one for both")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}")
+    M, K, N = a.shape[0], a.shape[1], b.shape[1]
+    if bias is not None:
+        if not isinstance(bias, torch.Tensor):
+            raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
+        check_plain("bias", bias)
+        if bias.dtype not in (a.dtype, torch.float32):
+            allowed = ", ".join(map(str, dict.fromkeys((a.dtype, torch.float32))))
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {allowed}")
+        if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
+            )
+    for name, x in (("b", b), ("bias", bias)):
+        _check_same_device(name, x, a)
+    return M, N, K
+
+
+def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
+    """What a sum gets before it is rounded, as an epilogue takes it: the bias [N], or the residual [M, N], or, of
+    both, a residual that has the bias in it, in fp32."""
+    if bias is None or residual is None:
+        return bias if residual is None else residual
+    return residual + bias.float()
+
+
+def check_output(
+    out: torch.Tensor | None,
+    shape: tuple[int, int],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """TypeError or ValueError unless `out`, if given, can take a result of `shape` from checked operands."""
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
+    if out.dtype != a.dtype:
+        raise TypeError(f"out has dtype {out.dtype}, allowed is {a.dtype}, the operands'")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
+    check_plain("out", out)
+    check_writable("out", out)
+    _check_same_device("out", out, a)
+    claim(out, a, b, bias)
+
+
+def claim(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
+    """Before `out`, the caller's, is written, past autograd: what that has saved of it is known to be gone.
+
+    ValueError where it needs a gradient itself, or shares memory with an operand: a, b or the bias.
+    """
+    storage = out.untyped_storage().data_ptr()
+    for name, x in zip(("a", "b", "bias"), operands, strict=True):
+        # The addresses of storages first: that is all it costs a call that does no such thing.
+        if x is not None and x.untyped_storage().data_ptr() == storage and share_memory(out, x):
+            raise ValueError(
+                f"out shares memory with {name}, which is still read while out is written; give another out"
+            )
+    tell_autograd(out)
+
+
+# Heights of tiles, largest first.
+_HEIGHTS = (256, 128, 64, 32, 16)
+
+
+def rows_held(x: torch.Tensor) -> int:
+    """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
+    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
+    many rows that the last tile's hardly count, its own.
+    """
+    rows, cols = x.shape
+    pitch, step = x.stride()
+    if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
+        return rows
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    held = (size - cols) // pitch + 1
+    if held > rows:
+        for height in _HEIGHTS:
+            whole = -(-rows // height) * height
+            if whole <= held:
+                return whole
+    return rows
+
+
+def left_kind(a: Any) -> Any:
+    """`kind` of a left operand, and of which rows behind its own a plan depends on."""
+    return kind(a), rows_held(a) if isinstance(a, torch.Tensor) and a.ndim == 2 else 0

@@ -1,0 +1,165 @@
+"""`gemm`: one product on one GPU, by the Stream-K kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from pyrocshmem import signal, status
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.tensors import (
+    COLUMN,
+    POINTER,
+    ROW,
+    filled,
+    how_to_write,
+    strides_by_pointer,
+    template,
+)
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.epilogue import ACTIVATIONS, store_output, store_with_squares
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.product import Product, make_product
+from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
+
+
+def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands; where K is 0, zeros of K = 1, which have the same product and can be read."""
+    if a.shape[1] > 0:
+        return a, b
+    return a.new_zeros(a.shape[0], 1), b.new_zeros(1, b.shape[1])
+
+
+def _counted_apart(workspace: Workspace) -> Workspace:
+    """A workspace for this rank's products alone, beside the one of a heap. A product whose tiles are split counts as a
+    call, and may be split on some ranks only: counted on the heap's workspace, it would put ranks out of step. Its
+    faults are the heap's."""
+    if workspace.heap is None:
+        return workspace
+    if workspace.own is None:
+        workspace.own = own = Workspace(device=workspace.device)
+        for word in (int(signal.RANK.value), int(signal.BUDGET_US.value)):
+            own.control[word] = workspace.control[word]
+        own.context = (own.control, *workspace.context[1:])
+        own._captured = True  # graphs are captured on the heap's: nothing that grows is given back
+    return workspace.own
+
+
+# What a program fetches of B ahead (H200, 16-bit operands, 32 products of up to 256 rows and one wave, B in rows and in
+# columns: 1.05 times as fast in a row, 1.02 behind 4 us of something else; twice as much 1.04 and 1.04, 0.95 at worst).
+_AHEAD_BYTES = 32 << 10
+# Shared memory of an sm_90's multiprocessor.
+_SHARED_BYTES = 228 << 10
+
+
+def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
+    """How many blocks of B each program asks L2 for while the launch before still runs. None where B is not read by a
+    descriptor or has just been copied, beyond one wave, for tiles in parts, and where a multiprocessor has room for two
+    programs: they are there early enough to read it."""
+    config, schedule = product.config, product.schedule
+    staged = (config.block_m + config.block_n) * config.block_k * b.element_size() * config.num_stages
+    copied = product.copies is not None and product.copies.of_b
+    read = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not copied
+    if not read or product.split or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
+        return 0
+    blocks = _AHEAD_BYTES // (config.block_n * config.block_k * b.element_size())
+    return min(max(blocks, 1), schedule.iters_per_tile)
+
+
+class Sent(NamedTuple):
+    """How tiles leave a GEMM. epilogue: of `stream_k.local_gemm.kernel`. options: its OPTIONS after the first three.
+    arguments:
+    its `extra` after the bias."""
+
+    epilogue: Any
+    options: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+class GemmPlan:
+    """The launch of a GEMM for operands of one kind, or two where the parts of its tiles are added apart. Its tiles are
+    stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the dtype.
+    bias: [N], or a residual [M, N], which follows the activation, not with either of these two.
+    squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored."""
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+        allow_tf32: bool,
+        bias: torch.Tensor | None,
+        activation: str,
+        out: torch.Tensor,
+        workspace: Workspace,
+        sent: Sent | None = None,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        if config.split == "apart" and not (sent is None and squares is None):
+            # Finishers add the parts, which costs more than a second kernel.
+            config = replace(config, split="auto")
+        # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.
+        adds_residual = bias is not None and bias.ndim == 2
+        self.product = product = make_product(
+            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32 or adds_residual,
+            workspace=workspace if workspace.heap is not None else None,
+        )  # fmt: skip
+        # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.
+        flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
+        how = how_to_write(out) if sent is None and not adds_residual else POINTER
+        if sent is None:
+            strides = strides_by_pointer(out, how)
+            sent = Sent(store_output, (), strides)
+            if squares is not None:
+                sent = Sent(store_with_squares, (), (*strides, squares))
+        self.c_template = template(out, how, config.block_m, product.part_n)
+        self.squares = squares
+        own = _counted_apart(workspace)
+        self.context = own.context
+        self.fix_up = product.fix_up(own)
+        self.rest = sent.arguments
+        options = (ACTIVATIONS.index(activation), 0 if bias is None else bias.ndim, how, *sent.options)
+        self.sum: SumOfParts | None = None
+        if product.apart:
+            self.sum = SumOfParts(product, self.fix_up[0].base, options, out)
+        # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
+        # them.
+        self.launch: Launch = product.launch(
+            int(status.Op.FIX_UP),
+            1,
+            sent.epilogue,
+            options,
+            alone=True,
+            flatten=flatten,
+        )
+        self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
+        self.launch.compile(self.arguments(a, b, bias, out))
+        if self.sum is not None:
+            self.sum.compile(bias, out)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a graph of a call can be replayed."""
+        return self.product.replayable
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue a call on tensors of this kind."""
+        a, b = self.product.readable(a, b)
+        self.launch(self.arguments(a, b, bias, out))
+        if self.sum is not None:
+            self.sum.run(bias, out)
+
+    def arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """The kernel's arguments for tensors of this kind."""
+        x, y = self.product.operands(a, b)
+        extra = (bias if bias is not None else out, *self.rest)
+        c = filled(self.c_template, out)
+        problem, strides = self.product.problem, self.product.strides
+        ahead: tuple[Any, ...] = (None, 0, 0)
+        if self.blocks_ahead > 0:
+            ahead = (b, b.stride(0 if self.product.b_how == ROW else 1), self.blocks_ahead)
+        return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead

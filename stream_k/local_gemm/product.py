@@ -1,0 +1,333 @@
+"""The GEMM part of every op: its schedule, its constants and its arguments, prepared once for operands of one
+kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from pyrocshmem import target
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.tensors import (
+    COLUMN,
+    MASKED,
+    POINTER,
+    ROW,
+    as_argument,
+    filled,
+    how_to_read,
+    strides_by_pointer,
+    template,
+)
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
+from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
+from pyrocshmem.stream_k.local_gemm.kernel import nothing, stream_k_kernel
+from pyrocshmem.stream_k.local_gemm.operands import rows_held
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
+from pyrocshmem.target import num_multiprocessors
+
+Order = Literal["", "PEERS", "GATHERS", "SUMS"]
+
+# Of an sm_90 multiprocessor's 65,536 registers, those that a helper of 4 warps and 32 registers a thread leaves.
+_BESIDE_A_HELPER = 65_536 - 4_096
+
+
+@dataclass(frozen=True)
+class Product:
+    """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
+
+    a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
+    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
+    both are read where they are.
+    comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
+    """
+
+    M: int
+    N: int
+    K: int
+    config: Config
+    schedule: Schedule
+    a_how: int
+    b_how: int
+    a_template: Any
+    b_template: Any
+    strides: tuple[int, int, int, int]
+    precision: str
+    comm_programs: int
+    subtiles: int
+    copies: Copies | None
+
+    @property
+    def split(self) -> bool:
+        """Whether any tile is shared between programs, so that the fix-up is compiled in."""
+        return self.schedule.has_shared_tiles
+
+    @property
+    def apart(self) -> bool:
+        """Whether the parts of its tiles are for a second kernel to add, where the op has one."""
+        return self.split and self.config.split == "apart"
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a graph of a call can be replayed: not where operands are copied to new memory each time."""
+        return self.copies is None or self.copies.kept
+
+    @property
+    def problem(self) -> tuple[int, ...]:
+        """The kernel's `problem` argument."""
+        plan = self.schedule
+        split = (plan.num_split_tiles, plan.num_split_programs) if self.split else (0, 0)
+        return (self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
+
+    @property
+    def part_n(self) -> int:
+        """Columns of one part of a tile."""
+        return self.config.block_n // self.subtiles
+
+    def launch(
+        self,
+        op: int,
+        world_size: int,
+        epilogue: Any,
+        options: tuple[int, ...],
+        *,
+        announce: Any = None,
+        consumer: Any = None,
+        lag: int = -1,
+        order: Order = "",
+        alone: bool = False,
+        flatten: bool = True,
+    ) -> Launch:
+        """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.local_gemm.kernel`'s. order:
+        of rows, one of the three there; "": from top to bottom. alone: of `gemm_kernel` instead, which may be made
+        ready while the launch before it ends: nothing communicates, and parts for a second kernel are left to it.
+        flatten: whether tiles overlap, where the configuration says so. The call ends with it where it consumes; or
+        alone, if a fix-up counts the calls."""
+        config, apart = self.config, alone and self.apart
+        constants = {
+            "EPILOGUE": epilogue,
+            "ANNOUNCE": announce,
+            "CONSUMER": consumer if consumer is not None else nothing,
+            "OPTIONS": options,
+            "OP": op,
+            "WORLD": world_size,
+            "LAG": lag,
+            "ENDS": consumer is not None or (alone and self.split and not apart),
+            "PEERS": order == "PEERS",
+            "GATHERS": order == "GATHERS",
+            "SUMS": order == "SUMS",
+            "SPLIT": self.split,
+            "APART": apart,
+            "A_HOW": self.a_how,
+            "B_HOW": self.b_how,
+            "PRECISION": self.precision,
+            "FLATTEN": config.flatten and flatten,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "SUBTILES": self.subtiles,
+        }
+        grid = self.schedule.num_programs + self.comm_programs
+        kernel = gemm_kernel if alone else stream_k_kernel
+        chained = order == "SUMS" or (alone and not self._wants_neighbours)
+        # Of 8 warps 240: Triton 3.8 and 3.9 take up to 255 for sums, where 3.6 takes 184.
+        most = _BESIDE_A_HELPER // (32 * config.num_warps) if order == "SUMS" else 0
+        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained, most)
+
+    @property
+    def _wants_neighbours(self) -> bool:
+        """Whether programs that follow one another should run side by side: they read the same columns of B, which
+        neighbours get from L2 at once. In an early launch each takes the place of whichever program ends. Where tiles
+        are small and K is long that costs up to a third of the time, elsewhere less than a late launch (H200); behind a
+        copy places are free."""
+        config = self.config
+        small = config.block_m * config.block_n < 128 * 128
+        return small and self.schedule.tiles_m > 1 and self.K >= 2048 and self.copies is None
+
+    def fix_up(self, workspace: Workspace) -> tuple[Any, torch.Tensor]:
+        """(fix-up tiles, their flags) of `workspace`, one a program; dummies where no tile is split, which are no
+        descriptors: each of those costs a launch some 2 us of host time."""
+        config = self.config
+        programs = self.schedule.workspace_tiles if self.split else 0
+        rows = max(programs, 1) * config.block_m
+        tiles = workspace.buffer("fix-up", rows * config.block_n, torch.float32, local=True)
+        flags = workspace.buffer("fix-up flags", max(programs, 1), torch.int32, local=True)
+        if not self.split:
+            return tiles, flags
+        tiles = tiles[: rows * config.block_n].view(rows, config.block_n)
+        return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
+
+    def readable(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before the launch of a call, on its stream: `a` and `b`, or copies, which are enqueued, for `operands`."""
+        return (a, b) if self.copies is None else self.copies.run(a, b)
+
+    def operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        """`a` and `b`, of the kind that this was planned for, or what `readable` made of them, as the kernel gets
+        them."""
+        return filled(self.a_template, a), filled(self.b_template, b)
+
+
+def make_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    allow_tf32: bool,
+    comm_programs: int = 0,
+    *,
+    stores_fp32: bool = False,
+    longest_k: int = 0,
+    num_rows: int | None = None,
+    row_blocks: int = 0,
+    num_blocks: int | None = None,
+    keeps_a: bool = False,
+    workspace: Workspace | None = None,
+) -> Product:
+    """Plan a [M, K] x b [K, N], none of them 0, both checked.
+
+    comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores
+    fp32 tiles.
+    longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
+    reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
+    into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
+    keeps_a: A is not copied, whatever its layout. workspace: of the calls; None: they may overlap. Raises ValueError
+    when no program is left for the GEMM.
+    """
+    M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
+    rows = _rows_of_tiles(M, row_blocks, num_blocks, config.block_m)
+    schedule = schedule_of(config, rows, N, max(K, longest_k), a.device, comm_programs)
+    # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
+    fp32_parts = stores_fp32 or schedule.has_shared_tiles
+    subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
+    # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
+    tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
+    precision = "tf32" if tf32 else "ieee"
+    by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
+    a, b, a_how, b_how, copies = _as_read(
+        a, b, config, schedule, by_rows, bool(row_blocks), keeps_a, workspace
+    )
+    strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
+    templates = (
+        template(a, a_how, config.block_m, config.block_k),
+        template(b, b_how, config.block_k, config.block_n),
+    )
+    return Product(
+        M,
+        N,
+        K,
+        config,
+        schedule,
+        a_how,
+        b_how,
+        *templates,
+        strides,
+        precision,
+        comm_programs,
+        subtiles,
+        copies,
+    )
+
+
+def _rows_of_tiles(M: int, row_blocks: int, num_blocks: int | None, block_m: int) -> int:
+    """M; of blocks, the rows of all their tiles, which begin anew in each."""
+    if not row_blocks:
+        return M
+    blocks = row_blocks if num_blocks is None else num_blocks
+    return blocks * tiles_of_block(M, row_blocks, block_m) * block_m
+
+
+def _as_read(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    schedule: Schedule,
+    by_rows: bool,
+    in_blocks: bool,
+    keeps_a: bool,
+    workspace: Workspace | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, int, Copies | None]:
+    """(a, b, how each is read, copies): the operands, or what is read in their place. by_rows: no descriptor reads
+    columns of A. in_blocks: rows are; the others are `make_product`'s."""
+    a_how, b_how = how_to_read(a), how_to_read(b)
+    if a_how == COLUMN and by_rows:
+        a_how = POINTER
+    copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
+    # Blocks of rows end where the next ones begin.
+    tile_rows = 0 if in_blocks or keeps_a else schedule.tiles_m * config.block_m
+    keep: Callable[[int], torch.Tensor] | None = None
+    if a_how == ROW and tile_rows > a.shape[0]:
+        if rows_held(a) >= tile_rows:
+            a = a.as_strided((tile_rows, a.shape[1]), a.stride())
+        elif _better_masked(a, config, schedule):
+            a_how = MASKED
+        else:
+            copies_a = rows_cost_more(a, b, tile_rows, schedule.tiles_n)
+            if workspace is not None and not copies_b:
+                # A workspace of a fixed size has none to spare, and none grows under capture.
+                captured = a.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                copies_a &= workspace.nbytes is None and not captured
+                keep = partial(_rows_in, workspace, a.dtype)
+    if not (copies_a or copies_b):
+        return a, b, a_how, b_how, None
+    room = (tile_rows, schedule.tiles_n * config.block_n)
+    copies = Copies(a if copies_a else None, b if copies_b else None, by_rows, room, keep)
+    a, b = copies.examples(a, b)
+    return a, b, how_to_read(a) if copies_a else a_how, how_to_read(b), copies
+
+
+def _rows_in(workspace: Workspace, dtype: torch.dtype, size: int) -> torch.Tensor:
+    return workspace.buffer(f"{size} elements of A", size, dtype, local=True)
+
+
+# Columns of tiles times K from which zeros cost more than pointers do: 0.3 us less at 262,144, 1.5 us more at 917,504.
+_MASKED_FROM = 1 << 19
+
+
+def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:
+    """Whether `a`, whose rows fill no tile, is read faster as MASKED, on H200 (docs/log.md): where many tiles, of 16
+    rows, ask for zeros, if it is read 16 bytes at a time."""
+    K = a.shape[1]
+    fits = config.block_m == 16 and config.block_n >= 64 and target.backend() == "cuda"
+    return (
+        fits
+        and schedule.tiles_n * K >= _MASKED_FROM
+        and a.element_size() == 2
+        and a.stride(0) % 16 == 0
+        and schedule.iters_per_tile * config.block_k == K
+    )
+
+
+def _blocks_are_aligned(num_rows: int, row_blocks: int, element_size: int) -> bool:
+    """Whether all blocks of rows start at multiples of 16 bytes of a column, where a descriptor may read from."""
+    starts = (
+        block * (num_rows // row_blocks) + min(block, num_rows % row_blocks) for block in range(row_blocks)
+    )
+    return all(start * element_size % 16 == 0 for start in starts)
+
+
+def tiles_of_block(num_rows: int, row_blocks: int, block_m: int) -> int:
+    """Tile rows of the largest of `row_blocks` blocks of rows: `collectives.order.block_tiles` on the host."""
+    largest = -(-num_rows // row_blocks)
+    return -(-largest // block_m)
+
+
+def schedule_of(
+    config: Config, M: int, N: int, K: int, device: torch.device, comm_programs: int = 0
+) -> Schedule:
+    """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer.
+    ValueError when none is left."""
+    programs = (config.num_programs or num_multiprocessors(device)) - comm_programs
+    if programs < 1:
+        raise ValueError(
+            f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: "
+            "none is left for it"
+        )
+    return make_schedule(
+        M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split
+    )

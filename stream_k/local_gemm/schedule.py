@@ -1,0 +1,308 @@
+"""Stream-K schedule: who does which K-iterations of which tile, as a pure function of a few integers.
+
+Usage::
+
+    schedule = make_schedule(8192, 1792, 4096, 128, 256, 64, num_programs=132)
+    for segment in schedule.segments(program):
+        ...                                   # accumulate iterations [k_begin, k_end) of segment.tile
+
+M N K are the product's sizes, T its tiles, I the K-iterations of a tile, P the programs launched. The virtual
+tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel recomputes all of this from
+(T, I, P, T_s, P_s), so the closed form below is the contract between the two:
+
+1. Tiles [0, T_s) are cut at K-iterations. Where P_s is a multiple of T_s, every tile has P_s / T_s programs of
+   its own, which take consecutive shares of its I iterations (split-K). Else programs 0..P_s-1 take consecutive
+   shares of all T_s * I iterations (Stream-K). Of what is shared, the first `extra` shares are one iteration longer.
+   Tiles [T_s, T) stay whole, one program each, round robin over P.
+2. A program visits the tiles of its share from the last to the first, then its whole tiles. Only the last
+   tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
+3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
+   the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
+   is resident, and an interpreter that runs programs one after another, both end. With split="apart" a second
+   kernel does that (`stream_k.local_gemm.sum_of_parts`), and no program waits.
+
+Rules of `make_schedule`: tiles stay whole where waves are exact and where a tile has few iterations. Else the tiles
+of the last, part-full wave (all of them, where there are fewer than programs) are cut into as many equal parts as
+take the least time; one part is a whole tile. The two-tile hybrid of the Stream-K paper (Osama et al., PPoPP 2023;
+CUTLASS on Hopper), for which the last full wave and the remainder are cut together, is there to be asked for: its
+programs are at different iterations of their tiles and so read different parts of A and B, which made its
+iterations a quarter longer (H200; docs/schedule.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyrocshmem.checks import as_integer
+
+# A share of fewer iterations does not pay for the round trip of its partial tile through the workspace.
+MIN_SPLIT_ITERS = 8
+# What each part of a tile adds to the time of its finisher, in iterations: 4.3 us of 0.62 for a tile of 128 x 256 x 64,
+# 2.4 of 0.37 for 128 x 128 x 64, 1.0 of 0.36 for 64 x 64 x 128 (H200, as `stream_k.choice.gemm_model` has them).
+# Since a finisher's loads overlap it is less, but 2 and 3 chose no better for 98 products.
+FIX_UP_ITERS = 6
+# Whole tiles take an eleventh longer behind parts: their programs are out of step and share less of what they read.
+OUT_OF_STEP = 11
+
+# The same of parts that a second kernel adds, and what that kernel costs whatever the parts: 64 x 64 x 128 (H200).
+APART_ITERS = 1
+APART_ONCE = 8
+
+SPLITS = ("auto", "none", "stream_k", "split_k", "apart")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Iterations [k_begin, k_end) of one tile, done by one program without a break.
+
+    finishing: this segment ends its tile, so its program writes the output. contributors: the programs (all
+    of lower id) whose fp32 partials it adds first, in this order; empty unless finishing with k_begin > 0.
+    """
+
+    tile: int
+    k_begin: int
+    k_end: int
+    finishing: bool
+    contributors: range
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The work of a GEMM cut into programs; see the module's docstring for the closed form.
+
+    tiles_m, tiles_n: tiles along M and N. iters_per_tile: cdiv(K, BLOCK_K). num_programs: the launch size P.
+    num_split_tiles: T_s. num_split_programs: P_s, the programs that share the split tiles.
+    Raises ValueError when the numbers contradict one another (values got in the message).
+    """
+
+    tiles_m: int
+    tiles_n: int
+    iters_per_tile: int
+    num_programs: int
+    num_split_tiles: int = 0
+    num_split_programs: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            _non_negative(name, getattr(self, name))
+        if self.num_tiles > 0 and self.num_programs == 0:
+            raise ValueError(f"num_programs must be at least 1 for {self.num_tiles} tiles, got 0")
+        if self.num_split_tiles > self.num_tiles:
+            raise ValueError(f"num_split_tiles is {self.num_split_tiles}, allowed 0..{self.num_tiles}")
+        if self.num_split_programs > self.num_programs:
+            raise ValueError(
+                f"num_split_programs is {self.num_split_programs}, allowed 0..{self.num_programs}"
+            )
+        if (self.num_split_tiles == 0) != (self.num_split_programs == 0):
+            raise ValueError(
+                f"{self.num_split_tiles} split tiles for {self.num_split_programs} split programs: "
+                "both must be 0 or neither"
+            )
+        if self.split_iters < self.num_split_programs:
+            raise ValueError(
+                f"{self.split_iters} split iterations for {self.num_split_programs} split programs: "
+                "each needs at least one"
+            )
+
+    @property
+    def num_tiles(self) -> int:
+        """T, the tiles of the output."""
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def split_iters(self) -> int:
+        """The K-iterations that the split programs share."""
+        return self.num_split_tiles * self.iters_per_tile
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles [T_s, T), each done by one program from first to last iteration."""
+        return self.num_tiles - self.num_split_tiles
+
+    @property
+    def waves(self) -> int:
+        """Rounds that whole-tile scheduling would take on these programs; the last may be partly idle."""
+        return _cdiv(self.num_tiles, self.num_programs) if self.num_programs else 0
+
+    @property
+    def has_shared_tiles(self) -> bool:
+        """Whether any tile is cut between two programs (equal shares of whole tiles are not cuts)."""
+        return (
+            self.num_split_programs > 0
+            and self.iters_per_tile > 1
+            and self.num_split_tiles % self.num_split_programs != 0
+        )
+
+    @property
+    def workspace_tiles(self) -> int:
+        """fp32 tiles of workspace needed, slot p for program p's partial; 0 when no tile is shared."""
+        return self.num_split_programs if self.has_shared_tiles else 0
+
+    @property
+    def kind(self) -> str:
+        """data_parallel (no tile is shared), split_k (every split tile has programs of its own) or stream_k."""
+        if not self.has_shared_tiles:
+            return "data_parallel"
+        return "split_k" if self.num_split_programs % self.num_split_tiles == 0 else "stream_k"
+
+    @property
+    def max_iters(self) -> int:
+        """Iterations of the busiest program: the length of the schedule."""
+        if self.num_programs == 0:
+            return 0
+        # Program 0 has the longest share and as many whole tiles as any other.
+        lo, hi = self.program_range(0)
+        return hi - lo + _cdiv(self.whole_tiles, self.num_programs) * self.iters_per_tile
+
+    def program_range(self, program: int) -> tuple[int, int]:
+        """[lo, hi) of the split iterations that `program` does; (0, 0) for one that has none.
+
+        Raises ValueError for a negative program.
+        """
+        if program < 0:
+            raise ValueError(f"program is {program}, allowed 0 or more")
+        if program >= self.num_split_programs:
+            return 0, 0
+        shared, sharers = self._shared()
+        group, turn = divmod(program, sharers)
+        base, extra = divmod(shared, sharers)
+        lo = group * shared + turn * base + min(turn, extra)
+        return lo, lo + base + (turn < extra)
+
+    def segments(self, program: int) -> list[Segment]:
+        """The segments of `program`, 0 <= program < num_programs, in the order in which it does them.
+
+        Raises ValueError for a program out of range.
+        """
+        if not 0 <= program < self.num_programs:
+            raise ValueError(f"program is {program}, allowed 0..{self.num_programs - 1}")
+        iters = self.iters_per_tile
+        lo, hi = self.program_range(program)
+        found = []
+        if lo < hi:
+            for tile in range((hi - 1) // iters, lo // iters - 1, -1):
+                first = tile * iters
+                k_begin, k_end = max(lo - first, 0), min(hi - first, iters)
+                finishing = k_end == iters
+                shared = finishing and k_begin > 0
+                contributors = range(self._split_owner(first), program) if shared else range(0)
+                found.append(Segment(tile, k_begin, k_end, finishing, contributors))
+        for tile in range(self.num_split_tiles + program, self.num_tiles, self.num_programs):
+            found.append(Segment(tile, 0, iters, True, range(0)))
+        return found
+
+    def finisher(self, tile: int) -> int:
+        """The program that writes `tile`, 0 <= tile < num_tiles. Raises ValueError out of that range."""
+        if not 0 <= tile < self.num_tiles:
+            raise ValueError(f"tile is {tile}, allowed 0..{self.num_tiles - 1}")
+        if tile < self.num_split_tiles:
+            return self._split_owner((tile + 1) * self.iters_per_tile - 1)
+        return (tile - self.num_split_tiles) % self.num_programs
+
+    def _shared(self) -> tuple[int, int]:
+        """(iterations, programs): how many iterations how many programs share, again and again."""
+        if self.num_split_programs % self.num_split_tiles == 0:
+            return self.iters_per_tile, self.num_split_programs // self.num_split_tiles
+        return self.split_iters, self.num_split_programs
+
+    def _split_owner(self, iteration: int) -> int:
+        """The program whose share holds split iteration `iteration`: the inverse of `program_range`."""
+        shared, sharers = self._shared()
+        group, within = divmod(iteration, shared)
+        base, extra = divmod(shared, sharers)
+        longer = extra * (base + 1)
+        if within < longer:
+            return group * sharers + within // (base + 1)
+        return group * sharers + extra + (within - longer) // base
+
+
+def make_schedule(
+    M: int,
+    N: int,
+    K: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    num_programs: int,
+    *,
+    split: str = "auto",
+    min_split_iters: int = MIN_SPLIT_ITERS,
+) -> Schedule:
+    """Choose the schedule of an M x N x K product in steps of block_m x block_n x block_k.
+
+    num_programs: how many programs may run, as a rule the number of SMs; the schedule's own num_programs is
+    never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
+    split: "auto" follows the module's rules; "none" keeps every tile whole; "split_k" cuts the tiles of the last,
+    part-full wave into equal parts, "stream_k" those and the wave before into equal shares, whatever it costs. The
+    last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
+    iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
+    "apart": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
+    min_split_iters: no program's share of the split iterations is shorter than this.
+
+    Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
+    iteration count below 1, and for an unknown `split`.
+    """
+    for name, size in (("M", M), ("N", N), ("K", K)):
+        _non_negative(name, size)
+    counts = (("block_m", block_m), ("block_n", block_n), ("block_k", block_k))
+    for name, size in (*counts, ("num_programs", num_programs), ("min_split_iters", min_split_iters)):
+        if _non_negative(name, size) == 0:
+            raise ValueError(f"{name} must be at least 1, got 0")
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, allowed {', '.join(SPLITS)}")
+
+    tiles_m, tiles_n, iters = _cdiv(M, block_m), _cdiv(N, block_n), _cdiv(K, block_k)
+    tiles = tiles_m * tiles_n
+    whole = Schedule(tiles_m, tiles_n, iters, min(num_programs, tiles))
+    full_waves, remainder = divmod(tiles, num_programs)
+    if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "apart" and full_waves):
+        return whole
+    if split == "stream_k":
+        # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
+        sharers = num_programs if full_waves else min(num_programs, tiles * iters // min_split_iters)
+        cut_tiles = remainder + (num_programs if full_waves else 0)
+    else:
+        most = min(num_programs // remainder, iters // min_split_iters)
+        once, each = (APART_ONCE, APART_ITERS) if split == "apart" else (0, FIX_UP_ITERS)
+        parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
+        sharers, cut_tiles = parts * remainder, remainder
+        if parts == 1:
+            return whole
+    cut = Schedule(tiles_m, tiles_n, iters, num_programs if full_waves else sharers, cut_tiles, sharers)
+    return cut if cut.max_iters < whole.max_iters else whole
+
+
+def _best_parts(iters: int, full_waves: int, most: int, fewest: int, once: int, each: int) -> int:
+    """The number of equal parts, from `fewest` to `most`, in which the tiles behind the full waves are done first; 1 if
+    there is none. once, each: what parts cost together, and each of them, in iterations."""
+
+    def time(parts: int) -> int:
+        if parts == 1:
+            return iters
+        return _cdiv(iters, parts) + once + each * parts + full_waves * iters // OUT_OF_STEP
+
+    return min(range(fewest, most + 1), key=time, default=1)
+
+
+def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """(pm, pn), the place of virtual tile `tile`: down columns of `group_m` tiles, for reuse in L2.
+
+    Example: tiles_m = 3, tiles_n = 2, group_m = 2 gives (0,0) (1,0) (0,1) (1,1) | (2,0) (2,1).
+    """
+    width = group_m * tiles_n
+    group, within = divmod(tile, width)
+    first = group * group_m
+    size = min(tiles_m - first, group_m)
+    return first + within % size, within // size
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _non_negative(name: str, value: int) -> int:
+    """`value` if it is an integer of 0 or more; TypeError or ValueError with the value got otherwise."""
+    number = as_integer(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
+    return number

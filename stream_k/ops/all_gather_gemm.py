@@ -1,0 +1,205 @@
+"""`all_gather_gemm`: the rows of all ranks times the columns of this one.
+
+Copy engines push this rank's rows to its peers, first to the one that needs them first, while the GEMM multiplies this
+rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the order in which they arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyrocshmem import signal, status, trace
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.checks import as_integer
+from pyrocshmem.collectives.epilogue import store_output
+from pyrocshmem.heap import Heap
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.ops.by_message import GatherPlan
+from pyrocshmem.stream_k.ops.gradients import Options, differentiable
+from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, fused_gemm
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
+from pyrocshmem.stream_k.ops.rows import step_launch
+
+_COPIES = 0
+
+
+def all_gather_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    num_rows: int | None = None,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
+    save_gathered: bool = True,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """activation(A @ b + bias), A being all ranks' rows of a, one block below the other: the same bits on every run.
+
+    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. b: [K, N/R]: its
+    columns, as many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its
+    columns.
+    num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; rank r then holds block r of
+    `torch.tensor_split(A, R)`.
+    out: [M, N/R], any strides. None: a new tensor.
+    activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
+    sums of a's gradient travel in; None: fp32. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
+    more then.
+
+    Returns out. `a` may be overwritten once the call is done on the caller's stream. Nothing waits for the device: a
+    peer's fault shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
+    launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    if dispatched(a, b, bias, whole=out is None and config is None):
+        options = Options(activation, allow_tf32, partial_dtype, num_rows, save_gathered)
+        return differentiable(
+            "all_gather_gemm", a, b, bias, options, group, workspace, out=out, config=config
+        )
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, num_rows=num_rows)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
+    a = request.a
+    if isinstance(a, torch.Tensor) and a.ndim == 2 and (a.stride(1) != 1 or a.stride(0) != a.shape[1]):
+        # Copies need whole rows, one behind the other.
+        check_held("a", a)
+        request = request._replace(a=a.contiguous().as_strided(a.shape, (a.shape[1], 1)))
+    return fused_gemm(_OP, request, group, workspace)
+
+
+def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
+    rows = request.a.shape[0]
+    given = request.num_rows
+    total = rows * heap.world_size if given is None else as_integer("num_rows", given)
+    first, last = shard_range(total, heap.rank, heap.world_size)
+    if rows != last - first:
+        raise ValueError(
+            f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
+            "give num_rows, the rows of all ranks, and the block that torch.tensor_split gives this one"
+        )
+    return total, (total, request.b.shape[1])
+
+
+class _Plan(FusedPlan):
+    def __init__(self, call: Call) -> None:
+        # Split tiles would come first, when only this rank's rows are there.
+        call = replace(call, config=replace(call.config, split="none"))
+        heap, workspace = call.heap, call.workspace
+        world = heap.world_size
+        self.workspace, self.rank, self.world = workspace, heap.rank, world
+        self.result = None
+        M, K = call.num_rows, call.a.shape[1]
+        # Every block has as many pieces, on all ranks alike, though blocks may differ by a row.
+        most = -(-M // world)
+        height = min(call.config.chunk * call.config.block_m, most)
+        self.num_pieces = -(-most // height)
+        self.flags = workspace.flags(self.num_pieces)
+        self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
+        self.block = first, last = shard_range(M, heap.rank, world)
+        self.pieces = [
+            self._copy(
+                heap, piece, slice(begin, min(begin + height, last - first)), (heap.rank - turn) % world
+            )
+            for turn in range(1, world)
+            for piece, begin in enumerate(range(0, most, height))
+        ]
+        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        op = int(status.Op.ALL_GATHER_GEMM)
+        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
+        self.gemm: Launch | None = None
+        self.senders = ((1 << world) - 1) ^ (1 << heap.rank)
+        if call.b.shape[1] > 0:
+            self.senders = 0  # the GEMM waits for the peers' rows
+            self._plan_gemm(call)
+
+    def _copy(
+        self, heap: Heap, piece: int, rows: slice, peer: int
+    ) -> tuple[torch.Tensor, slice, torch.Tensor]:
+        """(to, which of the own rows, flag) of a piece."""
+        word = piece * int(signal.MAX_WORLD.value) + self.rank
+        to = heap.peer_view(self.rows[self.block[0] : self.block[1]][rows], peer)
+        return to, rows, heap.peer_view(self.flags[word : word + 1], peer)
+
+    def _plan_gemm(self, call: Call) -> None:
+        config, world = call.config, self.world
+        # A rank without rows multiplies a stand-in and stores nothing of it: no descriptor has 0 rows.
+        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
+        if self.stand_in is not None:
+            call = replace(call, a=self.stand_in)
+        self.product = product = call.product(call.a.dtype == torch.float32, row_blocks=world, keeps_a=True)
+        M = product.M
+        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
+        # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
+        self.c_how = how_to_write(call.out) if M % (world * config.block_m) == 0 else POINTER
+        self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
+        self.strides = (call.out.stride(0), call.out.stride(1))
+        self.fix_up = product.fix_up(self.workspace)
+        op = int(status.Op.ALL_GATHER_GEMM)
+        options = call.epilogue_options(self.c_how)
+        self.gemm = product.launch(op, world, store_output, options, order="GATHERS")
+
+    def _gemm_arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        product = self.product
+        x, y = product.operands(a if self.stand_in is None else self.stand_in, b)
+        extra = (bias if bias is not None else out, *self.strides)
+        c = filled(self.c_template, out)
+        return (
+            x, self.gathered, y, c, *self.fix_up, (self.flags, product.config.chunk), extra, self.workspace.context,
+            product.problem, product.strides,
+        )  # fmt: skip
+
+    def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
+        return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if self.gemm is not None:
+            self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+        for launch in (self.enter, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        workspace = self.workspace
+        if self.gemm is not None:
+            a, b = self.product.readable(a, b)
+        workspace.fork(_COPIES)
+        # What runs in order would wait for copies that come after it.
+        gemm_last = workspace.runs_in_order()
+        if self.gemm is not None and not gemm_last:
+            self.gemm(self._gemm_arguments(a, b, bias, out))
+        with workspace.beside(_COPIES):
+            self.enter(self._step_arguments())
+            for to, rows, flag in self.pieces:
+                trace.copy(to.copy_, a[rows])
+                flag.copy_(self.epoch)
+        if self.gemm is not None and gemm_last:
+            self.gemm(self._gemm_arguments(a, b, bias, out))
+        workspace.join(_COPIES)
+        self.end(self._step_arguments(self.senders))
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks."""
+        first, last = self.block
+        K = a.shape[1]
+        return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
+
+
+def _make_plan(call: Call) -> FusedPlan:
+    return GatherPlan(call) if call.config.placement in BY_MESSAGE else _Plan(call)
+
+
+_OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)

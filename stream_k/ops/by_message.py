@@ -1,0 +1,189 @@
+"""The placements "messages" and "unfused": a whole GEMM, and a collective on its operand or result that costs
+microseconds.
+
+For products of a wave or less, decode steps above all, the latency of the collective is what counts: by messages
+(`collectives.exchange_kernel`) it is one trip over the links, or two.
+
+    all_gather_gemm        all ranks' rows of a, then the product
+    gemm_reduce_scatter    the product, then its parts to their owners, who sum them
+    gemm_all_reduce        the product, then all of it to everyone (one-shot), or parts to their owners and sums to
+                           everyone (two-shot)
+    gemm_all_scatter       the product, this rank's columns, to everyone
+
+In "messages" products leave the GEMM tile by tile (`collectives.message_tiles`); in "unfused" they go to memory, and
+the BLAS multiplies where it can (`stream_k.local_gemm.blas`). Partial products travel in `Config.wire_dtype`; bias
+and activation are applied to their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.exchange import Exchange, Finish, sent_by_tiles
+from pyrocshmem.collectives.message_tiles import send_tile
+from pyrocshmem.message_slots import QUAD_BYTES
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, Sent
+from pyrocshmem.stream_k.ops.op import Call
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
+
+_OPS = {
+    "gemm_reduce_scatter": (status.Op.GEMM_REDUCE_SCATTER, "reduce_scatter"),
+    "gemm_all_reduce": (status.Op.GEMM_ALL_REDUCE, ""),
+    "gemm_all_scatter": (status.Op.GEMM_ALL_SCATTER, "all_scatter"),
+}
+
+
+# Elements of a product in memory that are summed at a time. All at once an op takes 3 to 6% less time, and its slots
+# twice the memory (2 x H200, products of two waves of tiles).
+_PIECE = 2 << 20
+
+
+class SentProduct:
+    """A product a @ b whose elements go to other ranks by an exchange of `kind`, into results like `out`, with
+    `finish`. Its tiles send them where they can; otherwise, and unfused, the product goes to a buffer for the exchange.
+
+    dtype: what travels. bias, activation: of the product, before it is sent.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        op: int,
+        kind: str,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+        allow_tf32: bool,
+        dtype: torch.dtype,
+        out: torch.Tensor,
+        finish: Finish,
+        bias: torch.Tensor | None = None,
+        activation: str = "none",
+    ) -> None:
+        shape, world = (a.shape[0], b.shape[1]), workspace.world_size
+        self.x = torch.empty(1, dtype=dtype, device=a.device).expand(shape)
+        unfused = config.placement == "unfused"
+        tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, finish.by_rows)
+        if not tiles:
+            self.x = in_passing(workspace, shape[0] * shape[1], dtype).view(shape)
+        piece_bytes = (
+            _PIECE * dtype.itemsize if kind in ("two_shot", "reduce_scatter") and not tiles else None
+        )
+        self.exchange = Exchange(
+            workspace, op, kind, self.x, out, finish=finish, tiles=tiles, piece_bytes=piece_bytes
+        )
+        self.place, sent = self.x, None
+        if tiles:
+            self.place = self.exchange.messages.view(dtype)
+            unit = QUAD_BYTES // out.element_size()
+            sent = Sent(send_tile, (world, unit), self.exchange.part_of_tiles())
+        self.gemm: GemmPlan | BlasPlan
+        if unfused and BlasPlan.can_run(a, dtype, bias, activation):
+            self.gemm = BlasPlan(a, b, self.place)
+        else:
+            self.gemm = GemmPlan(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, finish: Finish
+    ) -> None:
+        """Enqueue it for tensors of this kind; bias: the product's."""
+        self.gemm.run(a, b, bias, self.place)
+        self.exchange.run(self.x, out, finish)
+
+
+class MessagePlan(FusedPlan):
+    """The plan of a product and the exchange that follows it, for the op of that name."""
+
+    def __init__(self, call: Call, name: str) -> None:
+        op, kind = _OPS[name]
+        config, request, workspace = call.config, call.request, call.workspace
+        self.workspace = workspace
+        self.sums = name != "gemm_all_scatter"
+        self.finish = (
+            Finish(columns=call.out.shape[1], activation=request.activation) if self.sums else Finish()
+        )
+        self.result = None
+        written = call.out
+        if not call.out.is_contiguous():
+            size = call.out.numel()
+            self.result = workspace.buffer("own results", size, call.out.dtype, local=True)[:size]
+            self.result = written = self.result.view(call.out.shape)
+        bias, activation = (None, "none") if self.sums else (request.bias, request.activation)
+        self.sent = SentProduct(
+            workspace,
+            op,
+            kind or config.algorithm,
+            call.a,
+            call.b,
+            config,
+            request.allow_tf32,
+            config.wire_dtype(call.a.dtype) if self.sums else call.a.dtype,
+            written,
+            self._finish(request.bias),
+            bias,
+            activation,
+        )
+        if isinstance(self.sent.gemm, BlasPlan):
+            self.blas = True
+        else:
+            self.product = self.sent.gemm.product
+
+    def _finish(self, bias: torch.Tensor | None) -> Finish:
+        return replace(self.finish, bias=bias) if self.sums and bias is not None else self.finish
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Nothing: both parts are compiled when they are planned."""
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue the call."""
+        written = out if self.result is None else self.result
+        self.sent.run(a, b, None if self.sums else bias, written, self._finish(bias))
+
+
+class GatherPlan(FusedPlan):
+    """`all_gather_gemm`: all ranks' rows, then the product."""
+
+    def __init__(self, call: Call) -> None:
+        config, request, workspace = call.config, call.request, call.workspace
+        self.workspace, self.result = workspace, None
+        M, N = call.num_rows, call.b.shape[1]
+        if M % call.heap.world_size != 0:
+            raise ValueError(
+                f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
+                f"{call.heap.world_size}"
+            )
+        # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
+        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
+        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
+        self.gathered = held[: M * K].view(M, K)
+        # A rank without columns only sends its rows.
+        self.gemm: GemmPlan | BlasPlan | None = None
+        options = (request.bias, request.activation)
+        unfused = config.placement == "unfused" and call.out.is_contiguous()
+        if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
+            self.gemm, self.blas = BlasPlan(self.gathered, call.b, call.out), True
+        elif N > 0:
+            self.gemm = GemmPlan(
+                self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
+            )
+            self.product = self.gemm.product
+        self.exchange = Exchange(workspace, status.Op.ALL_GATHER_GEMM, "all_gather", call.a, self.gathered)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Both parts are compiled when they are planned."""
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue the call."""
+        self.exchange.run(a, self.gathered)
+        if self.gemm is not None:
+            self.gemm.run(self.gathered, b, bias, out)
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The gathered rows, as a new tensor."""
+        return self.gathered[:, : a.shape[1]].clone()

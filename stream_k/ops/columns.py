@@ -1,0 +1,111 @@
+"""`gemm_all_scatter` by pulls: each rank's columns stay on its heap, and every rank pulls them as they finish, a step
+of rows at a time, by copy engine or by programs. The protocol is that of `collectives.row_blocks`.
+
+The caller's stream has the GEMM. Beside it one small program a step waits for this rank's tiles and tells the peers. By
+copy engine it also waits for the peers', and copies then bring the step's rows of all ranks into the caller's tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.calls.row_copy import RowCopy, takes_rows
+from pyrocshmem.calls.tensors import as_argument, how_to_write
+from pyrocshmem.collectives import row_blocks
+from pyrocshmem.stream_k.ops.op import Call
+from pyrocshmem.stream_k.ops.planned import FusedPlan
+from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
+from pyrocshmem.stream_k.ops.rows import step_launch
+
+
+class ColumnsPlan(FusedPlan):
+    """The launches and copies of a call. R ranks have N columns each; the result is [M, R x N].
+
+    columns: this rank's, [M, N], on the heap. result: as in `FusedPlan`, where rows of `out` don't lie together.
+    """
+
+    def __init__(self, call: Call) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        self.workspace, self.rank, self.world = workspace, heap.rank, heap.world_size
+        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        M, N = product.M, product.N
+        self.result: torch.Tensor | None = None
+        if not takes_rows(call.out):
+            size = M * N * self.world
+            buffer = workspace.buffer("own results", size, call.a.dtype, local=True)
+            self.result = buffer[:size].view(M, N * self.world)
+        self.columns = workspace.buffer("columns", M * N, call.a.dtype)[: M * N].view(M, N)
+        c_how = how_to_write(self.columns)
+        self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
+        self.chunk = min(config.chunk, product.schedule.tiles_m)
+        num_steps = -(-product.schedule.tiles_m // self.chunk)
+        self.flags = workspace.flags(num_steps)
+        self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
+        self.fix_up = product.fix_up(workspace)
+        op = int(status.Op.GEMM_ALL_SCATTER)
+        # LAG 0: the columns of the call before are overwritten only when the peers have pulled them.
+        self.gemm = product.launch(
+            op,
+            self.world,
+            row_blocks.store_columns,
+            call.epilogue_options(c_how),
+            announce=row_blocks.announce_rows,
+            lag=0,
+        )
+        self.step = step_launch(op, self.world, between=True)
+        self.end = step_launch(op, self.world, ends=True)
+        programs = None
+        if config.placement == "pull":
+            step_rows = self.chunk * config.block_m
+            programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
+        out = call.out if self.result is None else self.result
+        steps = [self._pull(step, call, out, programs is None) for step in range(num_steps)]
+        self.pulls = Pulls(workspace, self.step, steps, programs)
+
+    def _pull(self, step: int, call: Call, out: torch.Tensor, by_copies: bool) -> Pull:
+        """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
+        the columns come first; and, by_copies, the copies of all ranks' columns, the neighbour's first."""
+        config, schedule, N = call.config, self.product.schedule, self.product.N
+        first, last = step * self.chunk, min((step + 1) * self.chunk, schedule.tiles_m)
+        begin = first // config.group_m * config.group_m
+        end = min(-(-last // config.group_m) * config.group_m, schedule.tiles_m)
+        tiles = begin * schedule.tiles_n, end * schedule.tiles_n
+        everyone = (1 << self.world) - 1
+        if not by_copies:
+            return Pull(self._step_arguments(step, everyone, tiles))
+        peers = everyone ^ (1 << self.rank)
+        rows = slice(first * config.block_m, last * config.block_m)
+        copies = []
+        for turn in range(1, self.world + 1):
+            owner = (self.rank + turn) % self.world
+            block = out[rows, owner * N : (owner + 1) * N]
+            copies.append(RowCopy.of(block, out, call.heap.peer_view(self.columns[rows], owner)))
+        return Pull(self._step_arguments(step, peers, tiles, peers), copies[:-1], copies[-1:])
+
+    def _step_arguments(
+        self, step: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0), senders: int = 0
+    ) -> tuple[Any, ...]:
+        return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
+
+    def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        product = self.product
+        x, y = product.operands(a, b)
+        extra = (self.tile_flags, bias if bias is not None else self.columns)
+        context = self.workspace.context
+        return (x, None, y, self.c, *self.fix_up, None, extra, context, product.problem, product.strides)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.gemm.compile(self._gemm_arguments(a, b, bias))
+        for launch in (self.step, self.end):
+            launch.compile(self._step_arguments())
+        self.pulls.compile(out if self.result is None else self.result)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        a, b = self.product.readable(a, b)
+        self.pulls.fork()
+        self.gemm(self._gemm_arguments(a, b, bias))
+        self.pulls.into(out if self.result is None else self.result)
+        self.end(self._step_arguments())

@@ -1,0 +1,173 @@
+"""`gemm_all_reduce`: the row-parallel product, summed over ranks, on every rank. The protocol is
+`collectives.reduce_tiles`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.tensors import as_argument, how_to_read
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import reduce_tiles as tiles
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.ops.by_message import MessagePlan
+from pyrocshmem.stream_k.ops.gradients import Options, differentiable
+from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
+from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+from pyrocshmem.stream_k.ops.rows import RowsPlan
+
+
+def gemm_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    squared_partials: bool = False,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
+    workspace: Workspace | None = None,
+) -> Any:
+    """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every
+    run.
+
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
+    same on all ranks, shares of K may differ. From call to call, at the same M and N, a share may change on some ranks
+    alone where no tile is split: with split="none", or placement "copy_engine", "messages" or "unfused" (on H200 every
+    default is one of these). Otherwise change it on all ranks in the same call: ranks compare a call that is new, and a
+    rank that is alone with one ends in `PeerTimeout`.
+    group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
+    together, in the same order.
+    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
+    (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
+    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows needs no copy.
+    bias: [N], of the operands' dtype or float32, added once, to the sum. activation: "none", "relu", "gelu" (exact),
+    "silu". allow_tf32: as in `gemm`.
+    squared_partials: also return fp32 [M, tiles_n]: for each tile column and row, the sum of the squares of the result
+    before it is rounded. Not in placements "copy_engine", "messages" and "unfused".
+    config: as `stream_k.choose` makes it; None: its choice. partial_dtype: what partial sums travel in where there is
+    no config; None: fp32. 16 bits halve the traffic at the price of one rounding a rank. workspace: see `Workspace`.
+    Has a gradient (`stream_k.ops.gradients`: a replicated result has a replicated gradient). Where one is needed,
+    and where torch.compile traces the call, out, config and squared_partials are a ValueError.
+
+    Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
+    at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    if dispatched(a, b, bias, whole=out is None and config is None and not squared_partials):
+        options = Options(activation, allow_tf32, partial_dtype)
+        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
+        return differentiable("gemm_all_reduce", a, b, bias, options, group, workspace, **unsupported)
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
+    return fused_gemm(_OP, request, group, workspace)
+
+
+def _make_plan(call: Call) -> FusedPlan:
+    if call.config.placement in BY_MESSAGE:
+        return MessagePlan(call, "gemm_all_reduce")
+    return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
+
+
+_OP = FusedOp(
+    "gemm_all_reduce",
+    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1])),
+    _make_plan,
+    shared=True,
+    shares_k=True,
+)
+
+
+class _Plan(FusedPlan):
+    def __init__(self, call: Call) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        world = heap.world_size
+        self.one_shot = config.algorithm == "one_shot"
+        pushed = config.placement == "inside"
+        dtype = config.wire_dtype(call.a.dtype)
+        product = call.product(stores_fp32=dtype == torch.float32)
+        self.product = product
+        tile_elements = config.block_m * config.block_n
+        num_tiles = product.schedule.num_tiles
+        places = num_tiles
+        if pushed:
+            places = world * (num_tiles if self.one_shot else -(-num_tiles // world))
+        self.partials, self.slot_elements = workspace.slots("partials", places * tile_elements, dtype)
+        self.flags = workspace.flags(2 * num_tiles)
+        # A result that nobody else writes can be the caller's tensor; so can one that peers reach.
+        self.result: torch.Tensor | None = None
+        if not call.direct and not (self.one_shot and call.out.is_contiguous()):
+            # In a one-shot no peer writes it: off the heap, since only this rank may need it.
+            size, name = product.M * product.N, "own results" if self.one_shot else "results"
+            buffer = workspace.buffer(name, size, call.a.dtype, local=self.one_shot)
+            self.result = buffer[:size].view(product.M, product.N)
+        squares = product.schedule.tiles_n * product.M if call.request.squared_partials else 1
+        self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
+        self.workspace, self.context = workspace, workspace.context
+        self.fix_up = product.fix_up(workspace)
+        self.c: Any = self.partials
+        if not pushed:
+            rows = self.partials.view(-1, config.block_n)
+            self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
+        act = call.epilogue_options(0)
+        move = (config.comm_rows, int(config.placement == "beside"))
+        options = (*act, int(self.one_shot), int(call.request.squared_partials), *move)
+        op = int(status.Op.GEMM_ALL_REDUCE)
+        epilogue = tiles.push_partial if pushed else tiles.publish_partial
+        consumer = {
+            "after": None,
+            "own_stream": None,
+            "beside": tiles.reduce_groups,
+            "inside": tiles.reduce_own_tiles,
+        }[config.placement]
+        self.launches = [
+            product.launch(
+                op,
+                world,
+                epilogue,
+                options,
+                announce=None if pushed else tiles.announce_partial,
+                consumer=consumer,
+                lag=1,
+            )
+        ]
+        if consumer is None:
+            self.launches += consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
+
+    def arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Arguments, ...]:
+        product = self.product
+        x, y = product.operands(a, b)
+        results = out if self.result is None else self.result
+        extra = (
+            self.partials,
+            self.slot_elements,
+            results,
+            self.flags,
+            self.squares,
+            bias if bias is not None else out,
+        )
+        gemm_arguments = (
+            x,
+            None,
+            y,
+            self.c,
+            *self.fix_up,
+            None,
+            extra,
+            self.context,
+            product.problem,
+            product.strides,
+        )
+        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)

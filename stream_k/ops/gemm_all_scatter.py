@@ -1,0 +1,151 @@
+"""`gemm_all_scatter`: the column-parallel product, every rank's columns on every rank. The protocol is
+`collectives.scatter_tiles`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyrocshmem import status
+from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import scatter_tiles as tiles
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
+from pyrocshmem.stream_k.ops.by_message import MessagePlan
+from pyrocshmem.stream_k.ops.columns import ColumnsPlan
+from pyrocshmem.stream_k.ops.gradients import Options, differentiable
+from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
+from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+
+
+def gemm_all_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Any = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    squared_partials: bool = False,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    partial_dtype: torch.dtype | None = None,
+    workspace: Workspace | None = None,
+) -> Any:
+    """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and
+    on every run.
+
+    a: [M, K], b: [K, N/R]: this rank's columns, the same shapes on all ranks, any strides; float16, bfloat16
+    or float32. bias: [N/R], of its columns.
+    out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
+    (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
+    while a later call writes it. In placements "copy_engine" and "pull" any with contiguous rows needs no copy.
+    squared_partials: also return fp32 [M, R x tiles_n]: for each tile column and row, the sum of the squares of the
+    result before it is rounded. Not in placements "copy_engine", "pull", "messages" and "unfused".
+    activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
+    sums of a's gradient travel in; None: fp32.
+
+    Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
+    at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
+    `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
+    """
+    if dispatched(a, b, bias, whole=out is None and config is None and not squared_partials):
+        options = Options(activation, allow_tf32, partial_dtype)
+        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
+        return differentiable("gemm_all_scatter", a, b, bias, options, group, workspace, **unsupported)
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
+    return run(request, group, workspace)
+
+
+def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make the call, whatever becomes of its gradient."""
+    return fused_gemm(_OP, request, group, workspace)
+
+
+class _Plan(FusedPlan):
+    def __init__(self, call: Call) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        world = heap.world_size
+        inside = config.placement == "inside"
+        product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        self.product = product
+        self.rank = heap.rank
+        num_tiles = product.schedule.num_tiles
+        self.flags = workspace.flags(num_tiles)
+        self.local = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
+        self.result: torch.Tensor | None = None
+        if not call.direct:
+            size = product.M * product.N * world
+            self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(
+                product.M, product.N * world
+            )
+        squares = world * product.schedule.tiles_n * product.M if call.request.squared_partials else 1
+        self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
+        self.workspace, self.context = workspace, workspace.context
+        self.fix_up = product.fix_up(workspace)
+        # The peers' places are known as pointers only.
+        self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
+        self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
+        act = call.epilogue_options(self.c_how)
+        move = (config.comm_rows, int(config.placement == "beside"))
+        options = (*act, 0, int(call.request.squared_partials), *move)
+        op = int(status.Op.GEMM_ALL_SCATTER)
+        epilogue = tiles.push_output if inside else tiles.publish_output
+        announce = None if inside else tiles.announce_output
+        consumer = {
+            "after": None,
+            "own_stream": None,
+            "beside": tiles.push_tiles,
+            "inside": tiles.await_own_tiles,
+        }[config.placement]
+        # A gate counts the programs of a rank alone only where they have a LAG (`stream_k.local_gemm.kernel`).
+        lag = 0 if inside or world == 1 else -1
+        self.launches = [
+            product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
+        ]
+        if consumer is None:
+            self.launches += consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
+
+    def _columns(self, out: torch.Tensor) -> torch.Tensor:
+        """This rank's block of columns of the result."""
+        result = out if self.result is None else self.result
+        return result[:, self.rank * self.product.N : (self.rank + 1) * self.product.N]
+
+    def arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Arguments, ...]:
+        product = self.product
+        x, y = product.operands(a, b)
+        columns = self._columns(out)
+        c = filled(self.c_template, columns)
+        results = out if self.result is None else self.result
+        extra = (results, self.flags, self.local, self.squares, bias if bias is not None else results, 1)
+        gemm_arguments = (
+            x,
+            None,
+            y,
+            c,
+            *self.fix_up,
+            None,
+            extra,
+            self.context,
+            product.problem,
+            product.strides,
+        )
+        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+
+
+def _make_plan(call: Call) -> FusedPlan:
+    if call.config.placement in BY_MESSAGE:
+        return MessagePlan(call, "gemm_all_scatter")
+    return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
+
+
+_OP = FusedOp(
+    "gemm_all_scatter",
+    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
+    _make_plan,
+    shared=True,
+)

@@ -1,0 +1,298 @@
+"""Products with RMSNorm across ranks: `gemm_all_reduce_rms_norm` (row-parallel, with residual) and
+`gemm_rms_norm_all_scatter` (column-parallel).
+
+The squares are always those of reduced, rounded values: of the sum over ranks (plus residual), never of partial sums.
+Whoever sums an element, in fp32, adds the residual, and rounds once.
+A product of a wave or less is one GEMM and one exchange by messages, in which whoever stores a row normalizes it: two
+launches, and one trip of the links or two. Larger ones overlap the all-reduce with the GEMM, and normalize afterwards.
+Column-parallel, each tile of the GEMM leaves one float a row, the sum of the squares of what it stores. The norm's
+kernel adds up those of a row, exchanges the sums, and reads the product once, when it normalizes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from pyrocshmem import status, target, trace
+from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.operators import dispatched, name_of, ops, ranks, refuse
+from pyrocshmem.calls.planned import agree
+from pyrocshmem.calls.tensors import kind, new_like, shape_of
+from pyrocshmem.calls.workspace import Workspace, find_workspace
+from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
+from pyrocshmem.collectives.rms_norm import all_columns
+from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
+from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.operands import check_product, left_kind
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
+from pyrocshmem.stream_k.ops.by_message import SentProduct
+from pyrocshmem.stream_k.ops.gemm_all_reduce import run as all_reduce
+from pyrocshmem.stream_k.ops.op import Request, longest_k
+
+
+def gemm_all_reduce_rms_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    partial_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the total, the total), total = sum over ranks of a @ b + bias + residual, rounded to a's dtype: on
+    every rank, the same bits on all of them.
+
+    a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
+    on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
+    more. bias: [N], added once, to the sum.
+    group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
+    "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
+
+    The total is rounded once, from its sum in fp32, and its norm is that of the rounded total. On one rank it is `gemm`
+    with a residual, and PyTorch's own norm. Has a gradient, with PyTorch's derivative of the norm, and is traced by
+    torch.compile, then without a config: ValueError.
+    Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
+    `WorkspaceBusy`.
+    """
+    by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
+        recorded = trace.recorder() is not None
+        key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded)
+        plan: _Plan | None = space.plans.get(key)
+        if plan is not None:
+            return plan.run(a, b, residual, weight, eps, bias)
+    M, N, K = check_product(a, b, bias, "none")
+    check_config(config)
+    check_norm(a, (M, N), residual, weight, eps)
+    if config is not None and partial_dtype is not None:
+        raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
+    if not by_hand:
+        refuse("gemm_all_reduce_rms_norm", config=config)
+        op, name = ops.gemm_all_reduce_rms_norm, name_of(group, workspace)
+        return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
+    if a.device != heap.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    if config is None:
+        K = longest_k(space, f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, partials {partial_dtype})", K)
+        facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
+        config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
+    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
+        added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
+        call = f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, {added}, tf32={allow_tf32}, {recorded=}, {config})"
+        make = functools.partial(_Plan, a, b, residual, weight, eps, bias, allow_tf32, config, space)
+        plan = space.planned_together(call, make)
+        plan.called, space.plans[key] = call, plan
+        return plan.run(a, b, residual, weight, eps, bias)
+    residual = None if residual is None else residual.contiguous()
+    request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
+    return normalized(all_reduce(request, heap, space), None, weight, eps)
+
+
+def gemm_rms_norm_all_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    hidden: int | None = None,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, hidden], on every rank.
+
+    a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
+    bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
+    R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
+    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
+    columns and pushes them to all (`collectives.rms_norm`).
+
+    Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
+    torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
+    """
+    by_hand = not dispatched(a, b, bias, weight, whole=config is None)
+    if by_hand:
+        heap, space = find_workspace(group, workspace)
+        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+        plan: _ScatteredPlan | None = space.plans.get(key)
+        if plan is not None:
+            return plan.run(a, b, weight, bias)[0]
+    M, N, _ = check_product(a, b, bias, "none")
+    check_config(config)
+    check_norm(a, (M, N), None, weight, eps)
+    if not by_hand:
+        refuse("gemm_rms_norm_all_scatter", config=config)
+        op, name = ops.gemm_rms_norm_all_scatter, name_of(group, workspace)
+        hidden = all_columns(N, hidden, *ranks(name))
+        return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
+    return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]
+
+
+def _scattered_key(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    hidden: int | None,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+) -> Any:
+    given = (left_kind(a), kind(b), kind(weight), kind(bias))
+    recorded = trace.recorder() is not None
+    return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded
+
+
+def scattered(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    hidden: int | None,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M]), of
+    arguments that are checked, but for `hidden`."""
+    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+    plan: _ScatteredPlan | None = workspace.plans.get(key)
+    if plan is None:
+        heap = workspace.heap
+        assert heap is not None
+        if a.device != heap.device:
+            raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+        norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, a.dtype)
+        M = a.shape[0]
+        call = (
+            f"gemm_rms_norm_all_scatter({M} x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
+            f"recorded={trace.recorder() is not None})"
+        )
+        if M == 0 or norm.hidden == 0:
+            agree(workspace, call)
+            block = a.new_empty(M, b.shape[1])
+            result, _, scales = new_results(norm.templates(block, None), block, None, None)
+            return result, block, scales
+        plan = workspace.planned_together(
+            call, lambda: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
+        )
+        plan.norm.called, workspace.plans[key] = call, plan
+    return plan.run(a, b, weight, bias)
+
+
+class _ScatteredPlan:
+    """This rank's columns of a product, and their norm, which is sent to all, for operands of one kind."""
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        weight: torch.Tensor,
+        norm: Norm,
+        bias: torch.Tensor | None,
+        allow_tf32: bool,
+        config: Config | None,
+        workspace: Workspace,
+    ) -> None:
+        block = a.new_empty(a.shape[0], b.shape[1])
+        gemm: GemmPlan | None = None
+        if block.numel() > 0:
+            M, N = block.shape
+            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
+            tiles_n = -(-N // config.block_n)
+            sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
+            a, b, bias = _computed(a, b, bias)
+            squares = sums.view(tiles_n, M)
+            gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=squares)
+        self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
+        self.like = shape_of(block, block.shape)
+
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Enqueue the call; returns what `scattered` does."""
+        block = new_like(self.like)
+        result, _, scales = self.norm.run(block, weight, None, operands=_computed(a, b, bias))
+        return result, block, scales
+
+
+def _computed(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The operands as a GEMM gets them: bf16 as fp32 in Triton's interpreter, which multiplies it wrongly, as in
+    `gemm`."""
+    if target.interpreted() and a.dtype == torch.bfloat16:
+        a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
+    return *with_inner_size(a, b), bias
+
+
+class _Plan:
+    """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
+
+    called: str | None = None  # as the ranks compared it; None: a call of this rank alone
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        allow_tf32: bool,
+        config: Config,
+        workspace: Workspace,
+    ) -> None:
+        self.workspace, shape = workspace, (a.shape[0], b.shape[1])
+        self.widens = target.interpreted() and a.dtype == torch.bfloat16
+        # Of a result, but for its memory.
+        self.like = shape_of(a, shape)
+        out, finish = results(self.like, residual, weight, eps, bias)
+        self.sent = SentProduct(
+            workspace,
+            status.Op.GEMM_ALL_REDUCE_RMS_NORM,
+            config.algorithm,
+            *self._operands(a, b),
+            config,
+            allow_tf32,
+            config.wire_dtype(a.dtype),
+            out,
+            finish,
+        )
+        self.graphs = Graphs(workspace, self.sent.gemm.replayable)
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the call; returns (the norm, the total)."""
+        a, b = self._operands(a, b)
+        out, finish = results(self.like, residual, weight, eps, bias)
+        with self.workspace.begin(self.called):
+            tensors = (a, b, out, *finish.tensors())
+            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
+        assert finish.total is not None
+        return out, finish.total
+
+    def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the GEMM gets them: see `_computed`."""
+        return with_inner_size(a.float(), b.float()) if self.widens else with_inner_size(a, b)

@@ -1,0 +1,371 @@
+"""What the fused ops share: how a call is checked, planned the first time it is made, and run.
+
+The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it differs),
+allocate, compile and load every kernel, and wait for one another. Later calls look the plan up and launch it: no
+meeting of the ranks, no allocation but those of the result and of copied operands. A kind is the op, shapes, strides,
+dtypes and alignments of the tensors, and all other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from pyrocshmem import target, trace
+from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.tensors import aligned, kind
+from pyrocshmem.calls.workspace import Workspace, find_workspace
+from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
+from pyrocshmem.collectives.epilogue import ACTIVATIONS
+from pyrocshmem.heap import Heap
+from pyrocshmem.stream_k.choice.config import (
+    BY_MESSAGE,
+    BY_ROWS,
+    PLACEMENTS_OF,
+    Config,
+    check_config,
+    with_a_free_multiprocessor,
+)
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
+from pyrocshmem.stream_k.local_gemm.plan import with_inner_size
+from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
+from pyrocshmem.stream_k.ops.gemm import run as run_gemm
+from pyrocshmem.stream_k.ops.planned import FusedPlan
+from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.torch_contexts import normal_tensors, on_device
+
+# Long enough for every rule that splits tiles.
+_ENDLESS_K = 1 << 40
+_WITHOUT_SQUARES = (*BY_ROWS, *BY_MESSAGE)
+
+
+class Request(NamedTuple):
+    """A call as the caller made it: the arguments of the public functions, which document them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor | None
+    bias: torch.Tensor | None
+    activation: str
+    squared_partials: bool
+    allow_tf32: bool
+    config: Config | None
+    partial_dtype: torch.dtype | None = None
+    num_rows: int | None = None
+    save_gathered: bool = False
+    # Of an all-reduce without an activation: [M, N], contiguous, checked; added to the sum before that is rounded.
+    residual: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """What tells one fused op from another.
+
+    name: of the public function. sizes: gives M of the whole product, and (rows, columns) of the result on this rank.
+    plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
+    at the same offset of every heap. own_columns: ranks may have different numbers of columns, even none. shares_k:
+    each has a share of the inner size, as large as it likes.
+    """
+
+    name: str
+    sizes: Callable[[Request, Heap], tuple[int, tuple[int, int]]]
+    plan: Callable[[Call], FusedPlan]
+    shared: bool
+    own_columns: bool = False
+    shares_k: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is being planned, equal on every rank but for the operands.
+
+    request: checked; its bias has the residual in it, as `in_one` says. a, b: its operands, with an inner size of at
+    least 1. out: its output, or a tensor like it. direct: peers can write `out` itself. config: the one to use.
+    num_rows: M of the whole product. longest_k: the largest inner size of all ranks, where their schedules depend on
+    it; at least 1.
+    """
+
+    request: Request
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    direct: bool
+    config: Config
+    workspace: Workspace
+    heap: Heap
+    num_rows: int
+    longest_k: int
+
+    def product(
+        self, stores_fp32: bool, row_blocks: int = 0, keeps_a: bool = False, num_blocks: int | None = None
+    ) -> Product:
+        """The GEMM of the call; the arguments are `make_product`'s."""
+        comm = _comm_programs(self.config)
+        return make_product(
+            self.a,
+            self.b,
+            self.config,
+            self.request.allow_tf32,
+            comm,
+            stores_fp32=stores_fp32,
+            longest_k=self.longest_k,
+            num_rows=self.num_rows,
+            row_blocks=row_blocks,
+            num_blocks=num_blocks,
+            keeps_a=keeps_a,
+            workspace=self.workspace,
+        )
+
+    def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
+        """The three first OPTIONS of every epilogue."""
+        bias = self.request.bias
+        return ACTIVATIONS.index(self.request.activation), 0 if bias is None else bias.ndim, c_how
+
+
+def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make a call of an op on the heap of `group`: returns out, or (out, squares) or (out, gathered) where they are
+    asked for."""
+    a, b, out, bias = request[:4]
+    heap, workspace = find_workspace(group, workspace)
+    offset = symmetric_offset(heap, out) if op.shared else None
+    residual = request.residual
+    more = None if residual is None else kind(residual)
+    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), more, offset, *request[4:-1], _recorded())
+    plan = workspace.plans.get(key)
+    if plan is None:
+        check_product(a, b, bias, request.activation)
+        check_config(request.config)
+        num_rows, shape = op.sizes(request, heap)
+        check_output(out, shape, a, b, bias)
+        if request.config is not None and request.partial_dtype is not None:
+            raise ValueError(
+                f"partial_dtype is {request.partial_dtype} beside a config, which says that itself"
+            )
+        simple = _without_plan(op, request, num_rows, shape, heap, workspace)
+        if simple is not None:
+            return simple
+        with on_device(heap.device):
+            plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
+    elif out is not None:
+        claim(out, a, b, bias)
+    if out is None:
+        out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
+    a, b = with_inner_size(a, b)
+    added = bias if residual is None else in_one(bias, residual)
+    # What the call leaves in the workspace is read before another stream may write there.
+    with workspace.begin(plan.called):
+        plan.call(a, b, added, out)
+        if plan.result is not None:
+            out.copy_(plan.result)
+        return (out, plan.second(request.a)) if _has_second(request) else out
+
+
+def _has_second(request: Request) -> bool:
+    return request.squared_partials or request.save_gathered
+
+
+def _recorded() -> bool:
+    """Whether the call is recorded: kernels that mark their stages are others, and need a plan of their own."""
+    return trace.recorder() is not None
+
+
+def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
+    """Byte offset of a contiguous `out` on the heap, where peers can write it directly; None for any other
+    tensor."""
+    if not isinstance(out, torch.Tensor) or not 0 <= out.data_ptr() - heap.base < heap.nbytes:
+        return None
+    if not out.is_contiguous() or not aligned(out) or not heap.is_symmetric(out):
+        return None
+    return heap.offset(out)
+
+
+def _without_plan(
+    op: FusedOp, request: Request, num_rows: int, shape: tuple[int, int], heap: Heap, workspace: Workspace
+) -> Any:
+    """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
+    for any other. `shape`: of the result."""
+    a, b, out, bias, activation, squared_partials, allow_tf32, config = request[:8]
+    residual = request.residual
+    has_second = _has_second(request)
+    if a.device != heap.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    if num_rows == 0 or (shape[1] == 0 and not op.own_columns):
+        empty = out if out is not None else a.new_empty(shape)
+        second = (
+            a.new_empty(a.shape) if request.save_gathered else torch.zeros(a.shape[0], 0, device=a.device)
+        )
+        return (empty, second) if has_second else empty
+    if heap.world_size == 1 and not squared_partials:
+        product = run_gemm(a, b, bias, activation, out, allow_tf32, config, None, residual)
+        return (product, a.clone()) if has_second else product
+    if target.interpreted() and a.dtype == torch.bfloat16:
+        # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
+        wide_bias = None if bias is None else bias.float()
+        wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
+        if residual is not None:
+            wide = wide._replace(residual=residual.float())
+        found = fused_gemm(op, wide, heap, workspace)
+        value, second = found if has_second else (found, None)
+        value = value.bfloat16() if out is None else out.copy_(value)
+        if second is not None and request.save_gathered:
+            second = second.bfloat16()
+        return (value, second) if has_second else value
+    return None
+
+
+def longest_k(workspace: Workspace, call: str, K: int) -> int:
+    """The inner size by which all ranks choose the configuration of a sum, since their shares may differ: the largest
+    of those that they had when they first asked."""
+    assert workspace.heap is not None
+    asked = f"{call}: configuration"
+    if asked not in workspace.agreed:
+        workspace.agreed[asked] = max(int(size) for size in workspace.heap.vote(asked, str(K).encode()))
+    return workspace.agreed[asked]
+
+
+def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Config:
+    """The configuration of a call that names none."""
+    heap = workspace.heap
+    assert heap is not None
+    K, N = request.b.shape
+    dtype, partial_dtype = request.a.dtype, request.partial_dtype
+    if op.shares_k:
+        K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
+    # A rank without columns multiplies nothing: any N will do.
+    facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
+    config = cost_model(*facts)
+    if request.squared_partials:
+        # They have fewer placements than the table was made with.
+        if config.placement not in _WITHOUT_SQUARES:
+            return config
+        return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
+    found = choose(*facts)
+    return _gathering_as(config, found) if op.own_columns else found
+
+
+def _gathering_as(config: Config, found: Config) -> Config:
+    """`found`, from the table, if it can gather pieces of as many rows as `config`, as all ranks do; else `config`."""
+    alike = found.placement == config.placement
+    if not alike or found.placement != "copy_engine":
+        return found if alike else config
+    chunk, rest = divmod(config.chunk * config.block_m, found.block_m)
+    return config if rest else replace(found, chunk=chunk)
+
+
+def _gathering(config: Config, rows: int) -> str:
+    """What such ranks must have in common: the placement, and how many of a block's rows a copy has."""
+    if config.placement != "copy_engine":
+        return config.placement
+    return f"copy_engine, {min(config.chunk * config.block_m, rows)} rows at a time"
+
+
+@normal_tensors()
+def _make_plan(
+    op: FusedOp,
+    key: Hashable,
+    request: Request,
+    offset: int | None,
+    num_rows: int,
+    shape: tuple[int, int],
+    heap: Heap,
+    workspace: Workspace,
+) -> FusedPlan:
+    """Plan a call: on all ranks together, the first time that they make it. `shape`: of the result."""
+    name, out, residual = op.name, request.out, request.residual
+    M, dtype = num_rows, request.a.dtype
+    K, N = request.b.shape
+    config = request.config or _chosen(op, request, M, workspace)
+    if config.placement not in PLACEMENTS_OF[name]:
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
+            f"start from stream_k.choose({name!r}, ..)"
+        )
+    config = with_a_free_multiprocessor(config, heap.device)
+    if request.squared_partials and config.placement in _WITHOUT_SQUARES:
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, which has no squared partials; use another"
+        )
+    # Where ranks have columns of their own, those and the configuration of the product may differ.
+    if op.own_columns:
+        shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config, -(-M // heap.world_size))}"
+    else:
+        share = K if _depends_on_k(config, M, N, heap.device) else 0
+        shown, tiling = f"{M} x {N}", f", {config}"
+    text = (
+        f"{name}({shown} {dtype}, bias={request.bias is not None}, residual={residual is not None}, "
+        f"activation={request.activation}, squares={request.squared_partials}, tf32={request.allow_tf32}, "
+        f"out_offset={offset}, recorded={_recorded()}{tiling})"
+    )
+    # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
+    # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
+    agreement = (text, share)
+    new = agreement not in workspace.agreed
+    if new:
+        workspace.agreed[agreement] = max(int(size) for size in workspace.compare(text, str(share).encode()))
+    a, b = with_inner_size(request.a, request.b)
+    request = request._replace(bias=in_one(request.bias, residual))
+    example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
+    longest_k = max(1, workspace.agreed[agreement])
+    call = Call(
+        request,
+        a,
+        b,
+        example,
+        offset is not None,
+        config,
+        workspace,
+        heap,
+        num_rows,
+        longest_k,
+    )
+    plan = op.plan(call)
+    plan.called, plan.shape = text, shape
+    plan.graphs = Graphs(workspace, plan.replayable)
+    plan.compile(a, b, request.bias, example)
+    if new:
+        # A rank that compiles longer than the others must not eat into their kernels' wait budget.
+        heap.vote(f"{text}: ready")
+    workspace.plans[key] = plan
+    return plan
+
+
+def _comm_programs(config: Config) -> int:
+    """Programs of the GEMM's launch that consume."""
+    return config.num_comm_programs if config.placement == "beside" else 0
+
+
+def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
+    """Whether ranks must agree on the longest of their inner sizes: where tiles may be split, it says which program
+    finishes which tile, and who waits for whom. Whole tiles have one order, and what consumes row blocks and whole
+    products waits for the own rank's tiles alone: there a share of K is its rank's own affair."""
+    if config.placement in (*BY_ROWS, *BY_MESSAGE):
+        return False
+    return schedule_of(config, M, N, _ENDLESS_K, device, _comm_programs(config)).has_shared_tiles
+
+
+def consumer_launches(
+    product: Product, op: int, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
+) -> list[Launch]:
+    """The launches of a consumer that isn't part of the GEMM's: after it, on all multiprocessors, or on a stream of
+    its own, behind a gate."""
+    config = product.config
+    constants = {
+        "CONSUMER": consumer,
+        "OPTIONS": options,
+        "WORLD": world_size,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP_M": config.group_m,
+    }
+    processors = num_multiprocessors(device)
+    if config.placement == "after":
+        grid = min(product.schedule.num_tiles, config.num_programs or processors)
+        return [Launch(consumer_kernel, grid, constants, config.num_warps, 1)]
+    grid = min(product.schedule.num_tiles, config.num_comm_programs)
+    return [gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]

@@ -1,0 +1,264 @@
+"""Ops that sum row blocks, moved by copy engines: `gemm_reduce_scatter`, and `gemm_all_reduce` of large products. The
+protocol is that of `collectives.row_blocks`.
+
+The caller's stream has the product in two launches: the peers' rows, then this rank's, whose epilogue adds the peers'
+partials. Streams beside it copy partial rows to their owners as tiles finish and, in an all-reduce, pull the sums of
+all owners; all streams join before the call ends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyrocshmem import signal, status, target, trace
+from pyrocshmem.calls.graphs import capture
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.row_copy import RowCopy, takes_rows
+from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
+from pyrocshmem.collectives import row_blocks
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
+from pyrocshmem.stream_k.ops.op import Call
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
+from pyrocshmem.stream_k.ops.pulls import Pull, Pulls
+
+# Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
+# copies.
+_MAIN, _TILES, _COPIES = range(3)
+# Inner size for each peer below which sums are pulled from one peer after another: links have so much to do that most
+# is left when the GEMM ends. Above it, step by step beside the GEMM. 4 x H200: the first is faster at 3584, the second
+# at 6656.
+_BUSY_K = 1600
+
+
+def step_launch(
+    op: int, world_size: int, *, enters: bool = False, ends: bool = False, between: bool = False
+) -> Launch:
+    """A launch of `collectives.row_blocks.step_kernel`."""
+    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
+    return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
+
+
+class RowsPlan(FusedPlan):
+    """The launches and copies of a call of at least two ranks: the launch of this rank's rows, which waits for nothing
+    before it, must follow the launch of the peers' rows. `everywhere`: every rank gets all rows, not its own block
+    alone.
+
+    product: of this rank's rows; for_peers: of the others'. sums: [rows, N], this rank's rows of an all-reduce, on the
+    heap. partials: R - 1 blocks of rows for the peers, the next rank's first, then R - 1 from them, the previous rank's
+    first.
+    """
+
+    def __init__(self, call: Call, everywhere: bool) -> None:
+        config, heap, workspace = call.config, call.heap, call.workspace
+        self.workspace, self.everywhere = workspace, everywhere
+        self.rank, self.world = heap.rank, heap.world_size
+        dtype = config.wire_dtype(call.a.dtype)
+        peers = self.world - 1
+        self.for_peers = call.product(dtype == torch.float32, row_blocks=self.world, num_blocks=peers)
+        self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
+        self.chunk = min(config.chunk, self.tiles)
+        # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
+        # within one step.
+        own = replace(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
+        # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
+        self.product = product = replace(call, config=own).product(True, row_blocks=self.world, num_blocks=1)
+        M, N = product.M, product.N
+        self.num_steps = -(-self.tiles // self.chunk)
+        self.flags = workspace.flags(2 * self.num_steps)
+        num_tiles = self.world * self.tiles * product.schedule.tiles_n
+        self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
+        block = self.tiles * config.block_m
+        half = peers * block * N
+        self.partials = in_passing(workspace, 2 * half, dtype)
+        self.received = self.partials[half:]
+        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        self.sending: torch.cuda.CUDAGraph | None = None
+        self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        self.result: torch.Tensor | None = None
+        if everywhere and not takes_rows(call.out):
+            self.result = workspace.buffer("own results", M * N, call.a.dtype, local=True)[: M * N].view(M, N)
+        self.sums: torch.Tensor | None = None
+        steps: list[Pull] = []
+        if everywhere:
+            most = -(-M // self.world)
+            self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
+            out = call.out if self.result is None else self.result
+            steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
+        rows = self.partials.view(-1, N)
+        self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
+        self._make_launches(call, rows[: peers * block])
+        together = self.num_steps if _BUSY_K * peers > product.K else 1
+        self.pulls = Pulls(workspace, self.step, steps, together=together)
+
+    def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
+        """[begin, end) of a step's rows, counted from the first one of the owner's block."""
+        first, last = shard_range(self.product.M, owner, self.world)
+        height = self.chunk * self.product.config.block_m
+        return min(step * height, last - first), min((step + 1) * height, last - first)
+
+    def _copies(
+        self, step: int, rows: torch.Tensor, block: int, call: Call
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(to, from, flag) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
+        copies, peers = [], self.world - 1
+        for peer in range(peers):
+            owner = (self.rank + 1 + peer) % self.world
+            begin, end = self._rows_of(step, owner)
+            source = rows[peer * block + begin : peer * block + end]
+            place = (peers + peer) * block
+            to = call.heap.peer_view(rows[place + begin : place + end], owner)
+            word = step * int(signal.MAX_WORLD.value) + self.rank
+            copies.append((to, source, call.heap.peer_view(self.flags[word : word + 1], owner)))
+        return copies
+
+    def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
+        """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
+        call too early: it needs this rank's partials for them, which come when this call is over."""
+        columns, before = self.product.schedule.tiles_n, (self.world - 1) * self.tiles
+        begin, end = step * self.chunk, min((step + 1) * self.chunk, self.tiles)
+        tiles = (before + begin) * columns, (before + end) * columns
+        copies: dict[int, RowCopy] = {}
+        for turn in range(1, self.world + 1):
+            owner = (self.rank + turn) % self.world
+            top, _ = shard_range(self.product.M, owner, self.world)
+            begin, end = self._rows_of(step, owner)
+            if begin < end:
+                source = call.heap.peer_view(sums[begin:end], owner)
+                copies[owner] = RowCopy.of(out[top + begin : top + end], out, source)
+        own = [copies.pop(self.rank)] if self.rank in copies else []
+        word = self.num_steps + step
+        return Pull(
+            self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own
+        )
+
+    def _make_launches(self, call: Call, for_peers: torch.Tensor) -> None:
+        product, peers, world = self.product, self.for_peers, self.world
+        op = int(status.Op.GEMM_ALL_REDUCE if self.everywhere else status.Op.GEMM_REDUCE_SCATTER)
+        how = how_to_write(for_peers)
+        self.for_peers_c = as_argument(for_peers, how, peers.config.block_m, peers.part_n)
+        self.fix_up = peers.fix_up(self.workspace)
+        # Partials get no bias and no activation: one machine code for all.
+        self.peers_gemm = peers.launch(
+            op, world, row_blocks.store_rows, (0, 0, how), announce=row_blocks.announce_rows, order="PEERS"
+        )
+        out = call.out if self.sums is None else self.sums
+        self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
+        self.strides = (out.stride(0), out.stride(1))
+        self.no_fix_up = product.fix_up(self.workspace)
+        announce = row_blocks.announce_rows if self.everywhere else None
+        options = (*call.epilogue_options(POINTER), op)
+        self.own_gemm = product.launch(
+            op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
+        )
+        self.enter, self.step, self.end = (
+            step_launch(op, world, enters=True),
+            step_launch(op, world, between=self.everywhere),
+            step_launch(op, world, ends=True),
+        )
+
+    def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        product, context = self.for_peers, self.workspace.context
+        x, y = product.operands(a, b)
+        return (
+            x, None, y, self.for_peers_c, *self.fix_up, None, (self.tile_flags,), context, product.problem,
+            product.strides,
+        )  # fmt: skip
+
+    def _own_arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        product, context = self.product, self.workspace.context
+        x, y = product.operands(a, b)
+        own = out if self.sums is None else self.sums
+        step_tiles = self.chunk * product.schedule.tiles_n
+        bias = own if bias is None else bias
+        extra = (self.tile_flags, self.flags, step_tiles, self.received, bias, *self.strides)
+        return (
+            x, None, y, filled(self.c_template, own), *self.no_fix_up, None, extra, context, product.problem,
+            product.strides,
+        )  # fmt: skip
+
+    def _step_arguments(
+        self,
+        raised: int = 0,
+        receivers: int = 0,
+        tiles: tuple[int, int] = (0, 0),
+        awaited: int = 0,
+        senders: int = 0,
+    ) -> tuple[Any, ...]:
+        return (
+            self.flags,
+            self.tile_flags,
+            raised,
+            receivers,
+            *tiles,
+            awaited,
+            senders,
+            self.workspace.context,
+        )
+
+    def _tiles_of(self, step: int, peer: int) -> tuple[int, int]:
+        """[first, last) of the tiles that hold a step's rows of the block of a peer, counted from the neighbour, 0:
+        whole groups, since inside a group of tile rows the columns come first."""
+        group, columns = self.for_peers.config.group_m, self.for_peers.schedule.tiles_n
+        peers = self.world - 1
+        first = peer * self.tiles + step * self.chunk
+        last = peer * self.tiles + min((step + 1) * self.chunk, self.tiles)
+        end = min(-(-last // group) * group, peers * self.tiles)
+        return first // group * group * columns, end * columns
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.peers_gemm.compile(self._peers_arguments(a, b))
+        self.own_gemm.compile(self._own_arguments(a, b, bias, out))
+        for launch in (self.enter, self.step, self.end):
+            launch.compile(self._step_arguments())
+        # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
+        wanted = self.workspace.device.type == "cuda" and target.backend() != "hip"
+        if wanted and trace.recorder() is None and not torch.cuda.is_current_stream_capturing():
+            # What brings the partials to their owners is the same for every call: one launch of a graph instead of
+            # dozens.
+            self.sending = capture(self.workspace, self._send)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        workspace = self.workspace
+        a, b = self.product.readable(a, b)
+        workspace.fork(_MAIN)
+        if self.everywhere:
+            self.pulls.fork()
+        self.peers_gemm(self._peers_arguments(a, b))
+        with workspace.beside(_MAIN):
+            if self.sending is None or torch.cuda.is_current_stream_capturing():
+                self._send()
+            else:
+                self.sending.replay()
+        self.own_gemm(self._own_arguments(a, b, bias, out))
+        if self.everywhere:
+            self.pulls.into(out if self.result is None else self.result)
+        workspace.join(_MAIN)
+        self.end(self._step_arguments())
+
+    def _send(self) -> None:
+        """Copy the partial rows to their owners, step by step, one owner after another: copies that change from peer to
+        peer at each step get in one another's way and reach two thirds of the rate (4 x H200)."""
+        workspace = self.workspace
+        for side in (_TILES, _COPIES):
+            workspace.fork(side)
+        # Copies follow one another with no kernel between them: copy engines take 15 us to start after one.
+        launch = self.enter
+        for peer in range(self.world - 1):
+            for step in range(self.num_steps):
+                to, source, flag = self.copies[step][peer]
+                with workspace.beside(_TILES):
+                    launch(self._step_arguments(tiles=self._tiles_of(step, peer)))
+                    workspace.fork(_COPIES)
+                with workspace.beside(_COPIES):
+                    trace.copy(to.copy_, source)
+                    flag.copy_(self.epoch)
+                launch = self.step
+        for side in (_TILES, _COPIES):
+            workspace.join(side)
