@@ -61,9 +61,17 @@ class Op(enum.IntEnum):
     TEST = 16
 
 
+_numbers: dict[str, int] = {op.name.lower(): int(op) for op in Op}
+
+
+def op_number(name: str) -> int:
+    """The number by which kernels name an op, `Op`'s or, for any other name, one of its own in this process."""
+    return _numbers.setdefault(name, max(_numbers.values()) + 1)
+
+
 def op_name(number: int) -> str:
-    """The lower-case name of an op, or `op <number>` when the number is none of ours."""
-    return Op(number).name.lower() if number in Op._value2member_map_ else f"op {number}"
+    """The name of an op, or `op <number>` when no op has that number."""
+    return next((name for name, known in _numbers.items() if known == number), f"op {number}")
 
 
 def own_process() -> tuple[int, int]:
