@@ -3,7 +3,6 @@
 import ast
 import itertools
 import random
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields, replace
@@ -11,11 +10,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from pyrocshmem import checks
 from pyrocshmem.stream_k.local_gemm import schedule as schedule_module
+from pyrocshmem.stream_k.local_gemm import schedule_plot
 from pyrocshmem.stream_k.local_gemm.schedule import (
     MIN_SPLIT_ITERS,
     SPLITS,
@@ -315,28 +317,23 @@ def test_minimum_of_iterations_is_the_default() -> None:
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    app = typer.Typer()
+    app.command()(schedule_plot.main)
+
+    def run(*options: str) -> Result:
+        return CliRunner().invoke(app, ["--shape", "640,256,768", "--programs", "4", *options])
+
     out = tmp_path / "schedule.svg"
-    command = [
-        sys.executable,
-        "-m",
-        "pyrocshmem.stream_k.local_gemm.schedule_plot",
-        "--shape",
-        "640,256,768",
-        "--programs",
-        "4",
-    ]
-    command += ["--split", "stream_k"]
-    subprocess.run([*command, "--out", str(out)], check=True, cwd=ROOT, timeout=100, capture_output=True)
+    assert run("--split", "stream_k", "--out", str(out)).exit_code == 0
     texts = [node.text for node in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}text")]
     # Both panels name their length; the lower one shows tile 4 and the cut tiles.
     assert "whole tiles: 24 iterations" in texts
     assert "stream_k: 15 iterations" in texts
     assert Counter(texts)["tile 1"] == 3
-    command += ["--out", str(out), "--tile", "1,2"]
-    wrong = subprocess.run(command, check=False, cwd=ROOT, timeout=100, capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert "three integers" in wrong.stderr
-    command += ["--out", "nowhere/at.svg", "--tile", "128,256,64"]
-    wrong = subprocess.run(command, check=False, cwd=ROOT, timeout=100, capture_output=True, text=True)
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert "nowhere/at.svg" in wrong.stderr
+    for options, said in (
+        (("--tile", "1,2"), "three integers"),
+        (("--out", "nowhere/at.svg"), "nowhere/at.svg"),
+    ):
+        wrong = run("--out", str(out), *options)
+        assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+        assert said in wrong.stderr
