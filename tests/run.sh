@@ -100,7 +100,7 @@ no_interpreter() {
 
 # Where there are cores for several tests, a pass has two parts: those that run at once, and those that others disturb.
 apart=()
-[ "$workers" -lt 2 ] || apart=(--alone without -n "$workers")
+[ "$workers" -lt 2 ] || apart=(--alone without -n "$workers" --dist loadgroup --no-loadscope-reorder)
 
 if [ "$backend" != gpu ]; then
   reason=$(no_interpreter)
