@@ -127,7 +127,7 @@ def run(folder: Path, path: Path | None, *command: str, python: str = sys.execut
         env=environment,
         capture_output=True,
         text=True,
-        timeout=support.TIMEOUT_S,
+        timeout=250,
         check=False,
         stdin=subprocess.DEVNULL,
     )
