@@ -1,7 +1,7 @@
 """The project's commands: as a user starts them, or in this process, which has imported everything: 3 s less.
 
-done = commands.start("stream_k", "-n", "2")        # python -m pyrocshmem run -n 2
-done = commands.invoke(app, "-n", "2")              # its typer app
+done = commands.start("pyrocshmem", "run", "-n", "2")  # python -m pyrocshmem run -n 2
+done = commands.invoke(app, "-n", "2")                # its typer app
 assert done.returncode == 0, done.stdout + done.stderr
 """
 
