@@ -20,7 +20,9 @@ from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.epilogue import store_output
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import GatherPlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
 from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, fused_gemm
@@ -202,4 +204,18 @@ def _make_plan(call: Call) -> FusedPlan:
     return GatherPlan(call) if call.config.placement in BY_MESSAGE else _Plan(call)
 
 
-_OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_gathered_bytes_for_blas),
+    Placement("messages", rules.few_gathered_bytes, variants=variants.nothing),
+    Placement(
+        "copy_engine",
+        rules.otherwise,
+        rules.gathered_pieces,
+        rules.gathered_tile,
+        variants.gathered,
+        blocks=True,
+        whole_tiles=True,
+    ),
+)
+_OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True, placements=_PLACEMENTS)

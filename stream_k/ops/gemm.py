@@ -8,7 +8,9 @@ from pyrocshmem import target, trace
 from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.tensors import check_device, kind
 from pyrocshmem.calls.workspace import Workspace, check_workspace, local_workspace
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import Config, check_config
+from pyrocshmem.stream_k.choice.placement import Placement, pending
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
@@ -112,3 +114,9 @@ def run(
     with workspace.begin(None):  # type: ignore[union-attr]
         plan.run(a, b, bias if residual is None else in_one(bias, residual), out)
     return out
+
+
+_PLACEMENTS = (
+    Placement("after", rules.nothing_to_consume, tile=rules.alone, variants=variants.alone, alone=True),
+)
+pending.append(type("_Gemm", (), {"name": "gemm", "placements": _PLACEMENTS}))

@@ -12,7 +12,9 @@ from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
@@ -143,9 +145,35 @@ def _make_plan(call: Call) -> FusedPlan:
     return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_tiles_for_blas),
+    Placement("messages", rules.few_tiles, variants=variants.half_tiles),
+    Placement(
+        "pull", rules.busy_links, rules.pulled_columns, variants=variants.of_several_waves(variants.pulled)
+    ),
+    Placement(
+        "copy_engine",
+        rules.on_sm_90,
+        rules.copied_columns,
+        variants=variants.of_several_waves(variants.longer_steps),
+    ),
+    Placement(
+        "beside", rules.otherwise, rules.pushed_within, variants=variants.of_several_waves(variants.itself)
+    ),
+    Placement(
+        "own_stream",
+        rules.by_name,
+        rules.pushed_beside,
+        variants=variants.of_several_waves(variants.pushed_beside),
+    ),
+    Placement("inside", rules.by_name, rules.pushed_within),
+    Placement("after", rules.by_name, rules.pushed_within, variants=variants.of_one_wave),
+)
 _OP = FusedOp(
     "gemm_all_scatter",
     lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
     _make_plan,
     shared=True,
+    placements=_PLACEMENTS,
 )

@@ -11,7 +11,9 @@ from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
 from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, fused_gemm
@@ -69,10 +71,19 @@ def _make_plan(call: Call) -> FusedPlan:
     return RowsPlan(call, everywhere=False)
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_cut_tiles_for_blas),
+    Placement("messages", rules.few_tiles, variants=variants.nothing),
+    Placement(
+        "copy_engine", rules.otherwise, rules.own_row_blocks, variants=variants.scattered_blocks, blocks=True
+    ),
+)
 _OP = FusedOp(
     "gemm_reduce_scatter",
     _sizes,
     _make_plan,
     shared=False,
     shares_k=True,
+    placements=_PLACEMENTS,
 )

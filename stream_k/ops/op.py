@@ -25,11 +25,11 @@ from pyrocshmem.heap import Heap
 from pyrocshmem.stream_k.choice.config import (
     BY_MESSAGE,
     BY_ROWS,
-    PLACEMENTS_OF,
     Config,
     check_config,
     with_a_free_multiprocessor,
 )
+from pyrocshmem.stream_k.choice.placement import Placement, pending, placement_names
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
@@ -79,6 +79,10 @@ class FusedOp:
     shared: bool
     own_columns: bool = False
     shares_k: bool = False
+    placements: tuple[Placement, ...] = ()
+
+    def __post_init__(self) -> None:
+        pending.append(self)
 
 
 @dataclass(frozen=True)
@@ -281,9 +285,9 @@ def _make_plan(
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
     config = request.config or _chosen(op, request, M, workspace)
-    if config.placement not in PLACEMENTS_OF[name]:
+    if config.placement not in placement_names(name):
         raise ValueError(
-            f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(placement_names(name))}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
     config = with_a_free_multiprocessor(config, heap.device)

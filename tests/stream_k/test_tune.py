@@ -17,7 +17,9 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
+from pyrocshmem.stream_k.choice.placement import placements_by_op
 from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
+from pyrocshmem.stream_k.choice.variants import Variant, num_tiles
 from pyrocshmem.stream_k.run.__main__ import app
 from tests import commands
 from tests.ranks import run_ranks, values
@@ -26,7 +28,7 @@ from tests.stream_k.test_tuned import CPU, HALF, forget
 TIER = 3
 pytestmark = pytest.mark.cpu
 
-OPS = tuple(table.PLACEMENTS_OF)
+OPS = tuple(placements_by_op())
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -51,7 +53,7 @@ def test_candidates(
         table.check(op, config, CPU)
         assert variant.fitted(shape[0], shape[1], processors) == config
         if variant.most_programs:
-            tiles = table.num_tiles(config, shape[0], shape[1])
+            tiles = num_tiles(config, shape[0], shape[1])
             assert config.num_programs == balanced_programs(tiles, variant.most_programs)
 
 
@@ -104,7 +106,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
     """Two configurations, of which the other one is fast and wrong."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     real = stream_k.gemm
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
@@ -123,7 +125,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
 def refuses_on_a_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
         if config == other and rank == 1:
@@ -151,7 +153,7 @@ def times_calls_of(microseconds: float) -> dict[str, Any]:
     made in each graph, of how many copies of B."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     trial._GRAPH_BELOW_S = {"cpu": 200e-6}
     graphs: list[list[int]] = []
     read: list[tuple[int, Config]] = []

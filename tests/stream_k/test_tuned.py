@@ -11,8 +11,8 @@ import torch
 from pyrocshmem import stream_k, target
 from pyrocshmem.stream_k.choice import table as tuned
 from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.ops import library
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -60,7 +60,7 @@ def forget() -> None:
     """What `choose` remembers of a table and of a device."""
     stream_k.choose.cache_clear()
     target.num_multiprocessors.cache_clear()
-    tuned._entries.cache_clear()
+    tuned._read.cache_clear()
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_programs_follow_the_tiles(table: Put) -> None:
 
 
 def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
-    whole = dataclasses.replace(TINY, split="none", num_programs=11, group_m=4)
+    whole = dataclasses.replace(TINY, placement="after", split="none", num_programs=11, group_m=4)
     gemm = {"op": "gemm", "ranks": 1}
     table(entry(whole, **gemm))
     assert choose(op="gemm", world_size=1) == whole
@@ -287,13 +287,8 @@ def test_the_committed_table_is_fit() -> None:
     """Made by runs that it names."""
     found = tuned.Table.read(tuned.FILE)
     for one in found.entries.values():
-        assert one.op in tuned.PLACEMENTS_OF
+        assert one.op in placements_by_op()
         assert found.runs[one.run]["commit"]
         assert 0 < one.us <= one.cost_model_us
         if one.config is not None:
-            assert Config(**one.config).placement in tuned.PLACEMENTS_OF[one.op]
-
-
-def test_every_op_has_its_placements() -> None:
-    ops = {module._OP.name for module in library.MODULES.values()}
-    assert ops | {"gemm"} == set(tuned.PLACEMENTS_OF)
+            assert Config(**one.config).placement in placement_names(one.op)

@@ -16,7 +16,8 @@ import torch
 
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused import norm_bodies
 from tests.fused.cases import STRIDE_0, Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config
@@ -85,7 +86,7 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
 
 
 def _draw_config(collective: str, rng: Random) -> Facts:
-    config: Facts = {"placement": rng.choice(PLACEMENTS_OF[PROBLEMS[collective].op])}
+    config: Facts = {"placement": rng.choice(placement_names(PROBLEMS[collective].op))}
     if config["placement"] in BY_ROWS:
         config["chunk"] = rng.randint(1, 3)
     else:
