@@ -44,13 +44,14 @@ class Decision(NamedTuple):
 
     config: the configuration. facts: what they decided by. placement: the one that decided, or that was asked for.
     asked: the placements that were asked, with what they said, in order: the last one suits; none where the caller
-    asked for a placement by name. tiling: the tile, and why.
+    asked for a placement by name. behind: those behind it, which were not asked. tiling: the tile, and why.
     """
 
     config: Config
     facts: Facts
     placement: Placement
     asked: tuple[tuple[Placement, Verdict], ...]
+    behind: tuple[Placement, ...]
     tiling: Tiling
 
 
@@ -76,19 +77,22 @@ def decide(
         M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles
     )  # fmt: skip
     asked: list[tuple[Placement, Verdict]] = []
+    behind: tuple[Placement, ...] = ()
     if placement is not None:
         chosen = find_placement(op, placement)
     else:
-        for chosen in placements_of(op):
+        placements = placements_of(op)
+        for chosen in placements:
             asked.append((chosen, chosen.suits(facts)))
             if asked[-1][1].suits:
                 break
         else:
-            raise ValueError(f"no placement of {op} suits: its last must, whatever the sizes")
+            raise ValueError(f"no placement of {op} suits {facts}: one of them must, whatever the sizes")
+        behind = placements[len(asked) :]
     tiling = first._replace(config=replace(config, placement=chosen.name))
     if chosen.tile is not None:
         tiling = chosen.tile(tiling, facts)
-    return Decision(chosen.configure(tiling.config, facts), facts, chosen, tuple(asked), tiling)
+    return Decision(chosen.configure(tiling.config, facts), facts, chosen, tuple(asked), behind, tiling)
 
 
 def cost_model(
@@ -118,7 +122,7 @@ def _target() -> str:
 
 def otherwise(facts: Facts) -> Verdict:
     """What remains where nothing before it suits."""
-    return Verdict(True, "no placement before it suits")
+    return Verdict(True, "it suits any sizes")
 
 
 def nothing_to_consume(facts: Facts) -> Verdict:
@@ -134,7 +138,7 @@ def by_name(facts: Facts) -> Verdict:
 def on_sm_90(facts: Facts) -> Verdict:
     """Where kernels are compiled for NVIDIA."""
     if facts.target == "sm_90":
-        return Verdict(True, "kernels run on sm_90, and no placement before it suits")
+        return Verdict(True, "it suits any sizes on sm_90")
     return Verdict(False, f"it was measured on sm_90 alone, this is {facts.target}")
 
 
@@ -272,12 +276,13 @@ def busy_links(facts: Facts) -> Verdict:
         return Verdict(False, f"a rank has {peers} peers: copy engines don't get in one another's way")
     if peers * _PULLED_K <= facts.K:
         return Verdict(
-            False, f"K = {facts.K} is at least {_PULLED_K} for each of {peers} peers: SMs are busier"
+            False,
+            f"K = {facts.K} is at least {peers * _PULLED_K}, {_PULLED_K} a peer: SMs are busier than links",
         )
     if width % 16 != 0:
         return Verdict(False, f"rows of {width} bytes don't begin at multiples of 16")
     return Verdict(
-        True, f"K = {facts.K} is less than {_PULLED_K} for each of {peers} peers: links are busier"
+        True, f"K = {facts.K} is less than {peers * _PULLED_K}, {_PULLED_K} a peer: links are busier than SMs"
     )
 
 
@@ -502,7 +507,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
     for block_m, block_n in _TILES_128 if M <= 128 else _TILES:
         tiles = -(-M // block_m) * -(-N // block_n)
         if tiles <= num_sms:
-            why = f"it is the smallest tile of which there is one wave, {tiles} on {num_sms} SMs"
+            why = f"it is the smallest tile of which there is at most one wave, {tiles} on {num_sms} SMs"
             return Tiling(small_tile(block_m, block_n), why)
     return Tiling(Config(), f"of any smaller tile there is more than a wave on {num_sms} SMs")
 

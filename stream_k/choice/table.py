@@ -206,10 +206,9 @@ def _look_up(
     kind = (architecture(device), num_sms, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
     entries = [entry for entry in _read(str(path)).entries.values() if entry.kind == kind]
     if not entries:
-        arch, wire = kind[0], kind[-1] or "float32"
-        sums = f"{dtype_name(dtype)}, {wire} partial sums"
+        dtypes = describe_dtypes(dtype, config.partial_dtype)
         return Lookup(
-            None, None, f"it has no entry for {op} of {sums}, {ranks} ranks, {arch} with {num_sms} SMs"
+            None, None, f"it has no entry for {op} of {dtypes}, {ranks} ranks, {kind[0]} with {num_sms} SMs"
         )
     entry = min(entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)))
     factor = 2 ** _distance(shape, entry.shape)
@@ -274,6 +273,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def wire_name(partial_dtype: torch.dtype | None) -> str | None:
     """As in the table, where fp32 partials are None."""
     return None if partial_dtype in (None, torch.float32) else dtype_name(partial_dtype)
+
+
+def describe_dtypes(dtype: torch.dtype, partial_dtype: torch.dtype | None) -> str:
+    """For people: "bfloat16", or "bfloat16 with float16 partial sums"."""
+    wire = wire_name(partial_dtype)
+    return dtype_name(dtype) + (f" with {wire} partial sums" if wire else "")
 
 
 @lru_cache(maxsize=16)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k
+from pyrocshmem.stream_k import nn
 from pyrocshmem.stream_k.choice.config import ALGORITHMS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
@@ -98,5 +99,5 @@ def test_programs_of_the_cpu_target() -> None:
 
 
 def test_what_is_loaded_when_asked_for_is_listed() -> None:
-    for package in (stream_k, stream_k.nn):
+    for package in (stream_k, nn):
         assert set(package.__all__) <= set(dir(package))

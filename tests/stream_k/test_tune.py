@@ -20,7 +20,6 @@ from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import placements_by_op
 from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
 from pyrocshmem.stream_k.choice.variants import Variant, num_tiles
-from pyrocshmem.stream_k.run.__main__ import app
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
@@ -220,12 +219,12 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     common = ("-n", "2", "--iters", "1", "--commit", "0123", "--out", str(path))
     options = ("--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16")
-    done = commands.start("stream_k", "tune", *options, *common)
+    done = commands.start("pyrocshmem", "tune", *options, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("gemm_all_reduce 20 x 9 x 8, float16 partials", "cost model", "fastest"):
         assert text in done.stdout
     more = ("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8")
-    done = commands.invoke(app, "tune", *more, *common)
+    done = commands.invoke(tune.app, *more, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     found = table.Table.read(path)
     kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
@@ -263,7 +262,7 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    done = commands.invoke(app, "tune", *arguments, "--out", str(out))
+    done = commands.invoke(tune.app, *arguments, "--out", str(out))
     assert done.returncode == 2
     assert text in done.stdout
     assert not out.exists()
