@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from pyrocshmem import target
 from pyrocshmem.checks import as_integer
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
-from pyrocshmem.target import num_multiprocessors
 
 # Those whose results move in blocks of rows, beside a GEMM that leaves SMs free.
 BY_ROWS = ("copy_engine", "pull")
@@ -132,7 +132,7 @@ def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
     leaves some SMs free. ValueError for one that leaves none."""
     if config.placement not in ("own_stream", *BY_ROWS):
         return config
-    num_sms = num_multiprocessors(device)
+    num_sms = target.num_sms(device)
     if config.num_programs == 0 and num_sms > 1:
         return replace(config, num_programs=max(num_sms - SPARE, num_sms // 2))
     if config.num_programs >= num_sms:

@@ -36,7 +36,6 @@ from pyrocshmem.stream_k.choice.placement import (
     placements_of,
 )
 from pyrocshmem.stream_k.local_gemm.schedule import make_schedule
-from pyrocshmem.target import num_multiprocessors
 
 
 class Decision(NamedTuple):
@@ -68,7 +67,7 @@ def decide(
 ) -> Decision:
     """What `cost_model` gives, and why. The arguments are `stream_k.choose`'s. ValueError for an op without placements,
     and for a placement that the op doesn't have."""
-    num_sms = num_multiprocessors(device)
+    num_sms = target.num_sms(device)
     where = _target()
     first = _first_tile(M, N, dtype, num_sms, where)
     config = replace(first.config, partial_dtype=partial_dtype)

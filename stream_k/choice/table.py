@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyrocshmem import target
 from pyrocshmem.checks import as_integer
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.stream_k.choice.config import Config, with_a_free_multiprocessor
 from pyrocshmem.stream_k.choice.placement import find_placement, placements_of
 from pyrocshmem.stream_k.choice.rules import Decision, decide
 from pyrocshmem.stream_k.choice.variants import Variant, num_tiles
-from pyrocshmem.target import num_multiprocessors
 
 FILE = Path(__file__).with_name("tuned.json")
 
@@ -202,7 +202,7 @@ def _look_up(
         return Lookup(None, None, "PYROCSHMEM_TUNED is none")
     if min(shape) < 1:
         return Lookup(None, None, "it has no entries for empty operands")
-    num_sms = num_multiprocessors(device)
+    num_sms = target.num_sms(device)
     kind = (architecture(device), num_sms, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
     entries = [entry for entry in _read(str(path)).entries.values() if entry.kind == kind]
     if not entries:
@@ -235,7 +235,7 @@ def check(op: str, config: Config, device: torch.device) -> None:
             f"Config.split is {config.split!r}; {op} keeps tiles whole, since their rows come in turn"
         )
     with_a_free_multiprocessor(config, device)
-    programs = config.num_programs or num_multiprocessors(device)
+    programs = config.num_programs or target.num_sms(device)
     if config.placement == "beside" and programs <= config.num_comm_programs:
         raise ValueError(
             f"of {programs} programs {config.num_comm_programs} consume: none is left for the GEMM"

@@ -11,7 +11,7 @@ from pyrocshmem.stream_k import nn
 from pyrocshmem.stream_k.choice.config import ALGORITHMS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
-from pyrocshmem.target import CPU_PROGRAMS, num_multiprocessors
+from pyrocshmem.target import CPU_PROGRAMS, num_sms
 from tests.stream_k.products import DTYPES, device
 
 TIER = 0
@@ -85,7 +85,7 @@ def test_choose_gives_a_fit_one(op: str, dtype: torch.dtype) -> None:
             assert config.partial_dtype in (None, dtype)
             # Alone nothing consumes, so that any number of programs will do.
             assert op != "gemm" or dataclasses.replace(config, num_programs=1).num_programs == 1
-            programs = config.num_programs or num_multiprocessors(device())
+            programs = config.num_programs or num_sms(device())
             blocks = (config.block_m, config.block_n, config.block_k)
             schedule = stream_k.make_schedule(M, N, K, *blocks, programs, split=config.split)
             assert schedule.num_programs <= programs
@@ -94,7 +94,7 @@ def test_choose_gives_a_fit_one(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.cpu
 def test_programs_of_the_cpu_target() -> None:
     """Enough for several waves of a small product, few enough to follow."""
-    assert num_multiprocessors(torch.device("cpu")) == CPU_PROGRAMS
+    assert num_sms(torch.device("cpu")) == CPU_PROGRAMS
     assert CPU_PROGRAMS > 1
 
 

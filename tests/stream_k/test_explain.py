@@ -4,14 +4,18 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pyrocshmem import stream_k, target
+from pyrocshmem.benchmarks.candidates import candidates
+from pyrocshmem.calls import op as registry
 from pyrocshmem.stream_k.choice import rules
+from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import tile_times
-from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
+from pyrocshmem.stream_k.choice.placement import Facts, Placement, Verdict, placement_names, placements_by_op
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from tests.stream_k.test_tuned import INSIDE, SHAPE, Put, entry
 from tests.stream_k.test_tuned import table as table  # noqa: PLC0414  a fixture
@@ -190,3 +194,36 @@ def test_what_choose_refuses() -> None:
         stream_k.explain("gemm_all", 8, 8, 8, HALF, 2, CPU)
     with pytest.raises(ValueError, match="'inside', all_gather_gemm has unfused, messages, copy_engine"):
         stream_k.explain("all_gather_gemm", 8, 8, 8, HALF, 2, CPU, placement="inside")
+
+
+def test_an_op_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its placements are asked, and a configuration may have their names, as long as the op is registered."""
+    large = Placement(
+        "by_carrier",
+        lambda facts: Verdict(facts.M > 64, f"M = {facts.M}, more than 64 are needed"),
+        fewer_warps,
+    )
+    small = Placement("by_hand", rules.otherwise)
+    with monkeypatch.context() as patch:
+        patch.setitem(
+            registry._ops, "gemm_carried", SimpleNamespace(name="gemm_carried", placements=(large, small))
+        )
+        found = stream_k.explain("gemm_carried", 65, 64, 64, HALF, 2, CPU)
+        assert (found.config.placement, found.config.comm_warps) == ("by_carrier", 2)
+        assert found.next_best == ("by_hand", "it suits any sizes")
+        found = stream_k.explain("gemm_carried", 64, 64, 64, HALF, 2, CPU)
+        assert found.config.placement == "by_hand"
+        assert found.refused == (("by_carrier", "M = 64, more than 64 are needed"),)
+        asked = stream_k.choose("gemm_carried", 64, 64, 64, HALF, 2, CPU, placement="by_carrier")
+        assert asked.placement == "by_carrier"
+        assert len(candidates("gemm_carried", (65, 64, 64), HALF, 2, CPU)) == 2
+        # The library's ops don't have it.
+        with pytest.raises(ValueError, match="'by_carrier', gemm_all_reduce has unfused"):
+            stream_k.choose("gemm_all_reduce", 64, 64, 64, HALF, 2, CPU, placement="by_carrier")
+    stream_k.choose.cache_clear()
+    with pytest.raises(ValueError, match=r"Config\.placement is 'by_carrier', allowed are"):
+        Config(placement="by_carrier")
+
+
+def fewer_warps(config: Config, facts: Facts) -> Config:
+    return dataclasses.replace(config, comm_warps=2)
