@@ -94,9 +94,9 @@ def alone() -> int:
                 )
                 report(f"gemm {M} {N} {K} {split}", close(stream_k.gemm(a, b, config=config), expected))
             config = stream_k.Config(
-                block_m=64, block_n=64, block_k=16, num_warps=4, subtiles=1, split="apart"
+                block_m=64, block_n=64, block_k=16, num_warps=4, subtiles=1, split="separate"
             )
-            report(f"gemm {M} {N} {K} apart", close(stream_k.gemm(a, b, config=config), expected))
+            report(f"gemm {M} {N} {K} separate", close(stream_k.gemm(a, b, config=config), expected))
             for op in ("gemm_all_reduce", "gemm_all_scatter"):
                 for placement in ("after", "beside", "own_stream", "inside"):
                     for algorithm in ("one_shot", "two_shot") if op == "gemm_all_reduce" else ("two_shot",):

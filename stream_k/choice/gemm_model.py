@@ -63,7 +63,7 @@ TILES = (
     Tile(128, 64, 64, 4, 4, 1, 0.21, 2, 0.56),
     Tile(64, 128, 128, 4, 4, 1, 0.50),
     Tile(64, 128, 64, 4, 4, 1, 0.21, 2, 0.55),
-    Tile(64, 64, 128, 4, 6, 1, 0.324, split="apart"),
+    Tile(64, 64, 128, 4, 6, 1, 0.324, split="separate"),
     Tile(64, 64, 128, 4, 3, 1, 0.394, 2, 0.62),
     Tile(64, 32, 256, 4, 4, 1, 0.543),
 )
@@ -75,7 +75,7 @@ DEEP = Tile(64, 128, 64, 4, 8, 1, 0.25, split="none")
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
 _START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.28, 4.48, 3.59, 0.5, 3.19
 # What parts take that a second kernel adds.
-_APART = 2.7
+_SEPARATE = 2.7
 # Of memory: microseconds, and megabytes a microsecond from memory and from caches.
 _MEMORY_START, _MEMORY, _CACHES = 1.77, 8.64, 35.67
 
@@ -194,8 +194,8 @@ def _time(tile: Tile, schedule: Schedule, M: int, N: int, K: int, num_sms: int) 
     lo, hi = schedule.program_range(0)
     iterations, ends = whole * iters + hi - lo, whole + (hi > lo)
     busy = _START + ends * _END * tile.area
-    if schedule.has_shared_tiles and tile.split == "apart":
-        busy += _APART
+    if schedule.has_shared_tiles and tile.split == "separate":
+        busy += _SEPARATE
     elif schedule.has_shared_tiles:
         iterations += whole * iters // OUT_OF_STEP
         partials = schedule.num_split_programs // schedule.num_split_tiles - 1

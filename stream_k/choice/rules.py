@@ -606,10 +606,10 @@ def _added_by_a_second_kernel(first: Tiling, M: int, N: int, K: int, num_sms: in
     block_m, stages = (16, 5) if M <= 16 else (32, 6) if M <= 32 else (64, 6)
     cut = replace(
         first.config, block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=stages, subtiles=1,
-        split="apart",
+        split="separate",
     )  # fmt: skip
     few = f"{first.why}; {tiles} tiles of 64 columns are at most a third of {num_sms} SMs"
-    schedule = make_schedule(M, N, K, block_m, 64, 128, num_sms, split="apart")
+    schedule = make_schedule(M, N, K, block_m, 64, 128, num_sms, split="separate")
     if schedule.has_shared_tiles:
         return Tiling(cut, f"{few}, and K = {K} is long enough for a second kernel that adds parts")
     return Tiling(replace(first.config, split="none"), f"{few}, and K = {K} is too short to split")

@@ -305,6 +305,6 @@ def _for_shape(entry: Entry, cost: Config, shape: Shape, num_sms: int) -> Config
         # Its programs are as many as share an SM: those of another size don't.
         size = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
         same = all(getattr(config, name) == getattr(cost, name) for name in size)
-        split = config.split if config.split == "apart" else "auto"
+        split = config.split if config.split == "separate" else "auto"
         return dataclasses.replace(config, num_programs=cost.num_programs if same else 0, split=split)
     return Variant(config, entry.most_programs, entry.comm_each).fitted(*shape[:2], num_sms)

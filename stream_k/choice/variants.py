@@ -105,7 +105,7 @@ def _other_schedules(config: Config, facts: Facts) -> Iterator[Variant]:
     # Programs that share SMs stay as many.
     free = config if config.num_programs > facts.num_sms else replace(config, num_programs=0)
     if not _has_waves(config, facts):
-        for split in ("none", "stream_k", "split_k", "apart"):
+        for split in ("none", "stream_k", "split_k", "separate"):
             yield Variant(replace(free, split=split))
         return
     whole = replace(free, split="none")

@@ -29,7 +29,7 @@ WRONG = [
     ({"comm_rows": 256}, "comm_rows is 256, at most block_m = 128"),
     ({"subtiles": 3}, r"subtiles is 3, allowed are \(1, 2, 4\)"),
     ({"subtiles": 4, "block_n": 32}, "parts of 8 columns, at least 16"),
-    ({"split": "stream-k"}, "split is 'stream-k', allowed are .*'stream_k', 'split_k', 'apart'"),
+    ({"split": "stream-k"}, "split is 'stream-k', allowed are .*'stream_k', 'split_k', 'separate'"),
     (
         {"placement": "before"},
         r"placement is 'before', allowed are \('after', 'unfused', 'messages', 'copy_engine', 'own_stream', 'beside', "

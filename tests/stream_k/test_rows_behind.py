@@ -58,7 +58,7 @@ def rows_read(plan: GemmPlan) -> int:
 
 
 @pytest.mark.num_ranks(1)
-@pytest.mark.parametrize("split", ["none", "stream_k", "split_k", "apart"])
+@pytest.mark.parametrize("split", ["none", "stream_k", "split_k", "separate"])
 def test_read_and_not_needed(split: str) -> None:
     """The same bits as without them, though they are NaN; all of the last tile's are read where they are held."""
     config = small_config(split=split, num_programs=4)

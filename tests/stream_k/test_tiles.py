@@ -105,7 +105,7 @@ def test_choose(h200: torch.device) -> None:
     splits = [
         chosen(M, 1024, K).split for M, K in ((1, 4096), (24, 4096), (64, 4096), (128, 8192), (1, 2048))
     ]
-    assert splits == ["apart", "apart", "apart", "apart", "none"]
+    assert splits == ["separate", "separate", "separate", "separate", "none"]
     # Four warps where TMA stores the result; small steps along K for what is read as fast as memory answers.
     tiles_of = [(c.block_m, c.block_n, c.num_warps) for c in (chosen(768, N, 4096) for N in (8192, 8191))]
     assert tiles_of == [(128, 128, 4), (128, 128, 8)]

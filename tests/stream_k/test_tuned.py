@@ -175,8 +175,8 @@ def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
     assert choose(op="gemm", world_size=1) == whole
     found = choose((576, 512, 256), op="gemm", world_size=1)
     assert (found.split, found.num_programs, found.group_m) == ("auto", 0, 4)
-    table(entry(dataclasses.replace(whole, split="apart"), **gemm))
-    assert choose((576, 512, 256), op="gemm", world_size=1).split == "apart"
+    table(entry(dataclasses.replace(whole, split="separate"), **gemm))
+    assert choose((576, 512, 256), op="gemm", world_size=1).split == "separate"
 
 
 def test_programs_that_share_an_sm_are_those_of_a_size() -> None:
