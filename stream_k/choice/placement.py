@@ -106,6 +106,7 @@ class Placement:
     alone: bool = False
 
 
+# Ops that are not registered yet.
 pending: list[Any] = []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
-from pyrocshmem.stream_k.choice.rules import small_tile, with_tile
+from pyrocshmem.stream_k.choice.tilings import small_tile, with_tile
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 
 Variants = Callable[[Config, Facts], Iterable["Variant"]]

@@ -20,7 +20,7 @@ from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.epilogue import store_output
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
-from pyrocshmem.stream_k.choice import rules, variants
+from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import GatherPlan
@@ -212,7 +212,7 @@ _PLACEMENTS = (
         "copy_engine",
         rules.otherwise,
         rules.gathered_pieces,
-        rules.gathered_tile,
+        tilings.gathered,
         variants.gathered,
         blocks=True,
         whole_tiles=True,

@@ -8,7 +8,7 @@ from pyrocshmem import target, trace
 from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.tensors import check_device, kind
 from pyrocshmem.calls.workspace import Workspace, check_workspace, local_workspace
-from pyrocshmem.stream_k.choice import rules, variants
+from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import Config, check_config
 from pyrocshmem.stream_k.choice.placement import Placement, pending
 from pyrocshmem.stream_k.choice.table import choose
@@ -117,6 +117,6 @@ def run(
 
 
 _PLACEMENTS = (
-    Placement("after", rules.nothing_to_consume, tile=rules.alone, variants=variants.alone, alone=True),
+    Placement("after", rules.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
 )
 pending.append(type("_Gemm", (), {"name": "gemm", "placements": _PLACEMENTS}))

@@ -25,7 +25,14 @@ pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-SHAPES = ((0, 0, 0), (16, 1024, 8192), (128, 4096, 3584), (1000, 4100, 2048), (4096, 3584, 8192))
+SHAPES = (
+    (0, 0, 0),
+    (16, 1024, 8192),
+    (128, 4096, 3584),
+    (1000, 4100, 2048),
+    (4096, 0, 4096),
+    (4096, 3584, 8192),
+)
 
 
 def check_all(device: torch.device) -> None:
@@ -190,7 +197,7 @@ def test_when_and_on_what_it_was_measured(table: Put, tmp_path: Path) -> None:
 
 
 def test_what_choose_refuses() -> None:
-    with pytest.raises(ValueError, match="op is 'gemm_all', allowed are .*gemm_all_reduce"):
+    with pytest.raises(ValueError, match=r"op is 'gemm_all', allowed are .*gemm_all_reduce"):
         stream_k.explain("gemm_all", 8, 8, 8, HALF, 2, CPU)
     with pytest.raises(ValueError, match="'inside', all_gather_gemm has unfused, messages, copy_engine"):
         stream_k.explain("all_gather_gemm", 8, 8, 8, HALF, 2, CPU, placement="inside")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrocshmem.stream_k import Config
-from pyrocshmem.stream_k.choice import gemm_model, rules
+from pyrocshmem.stream_k.choice import gemm_model, rules, tilings
 from pyrocshmem.stream_k.local_gemm.product import make_product
 from pyrocshmem.stream_k.ops import op
 
@@ -85,7 +85,7 @@ def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None
     assert statistics.geometric_mean(ratios) < 1.015
     assert max(ratios) < 1.06
     # Nor would it do to take whole blocks always, or to think that rows are there at once.
-    for module, name, value in ((rules, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
+    for module, name, value in ((tilings, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             assert statistics.geometric_mean(lost()) > 1.03, name
