@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.stream_k.choice.placement import placements_of
+from pyrocshmem.stream_k.choice.placement import Variant, placements_of
 from pyrocshmem.stream_k.choice.rules import decide
 from pyrocshmem.stream_k.choice.table import Shape, check
-from pyrocshmem.stream_k.choice.variants import Variant, itself
+from pyrocshmem.stream_k.choice.variants import itself
 
 
 def candidates(

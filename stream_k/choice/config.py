@@ -10,18 +10,29 @@ Every rank must use the same configuration; the ops check that when they plan a 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from pyrocshmem import target
+from pyrocshmem.calls.op import registered
 from pyrocshmem.checks import as_integer
-from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
 
 # Those whose results move in blocks of rows, beside a GEMM that leaves SMs free.
 BY_ROWS = ("copy_engine", "pull")
 # Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
+# Ops that are not registered yet.
+pending: list[Any] = []
+
+
+def known_placements() -> tuple[str, ...]:
+    """Names of the placements of all registered ops."""
+    found = [getattr(op, "placements", ()) for op in (*registered(), *pending)]
+    return tuple(dict.fromkeys(placement.name for placements in found for placement in placements))
+
+
 ALGORITHMS = ("one_shot", "two_shot")
 
 
@@ -86,7 +97,7 @@ class Config:
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
             ("split", SPLITS),
-            ("placement", placement_names()),
+            ("placement", known_placements()),
             ("algorithm", ALGORITHMS),
             ("partial_dtype", (None, torch.float32, torch.bfloat16, torch.float16)),
         ):

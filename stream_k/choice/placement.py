@@ -13,16 +13,14 @@ configuration, and what `python -m pyrocshmem tune` tries around that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from pyrocshmem.calls.op import registered
-
-if TYPE_CHECKING:
-    from pyrocshmem.stream_k.choice.config import Config
-    from pyrocshmem.stream_k.choice.variants import Variant
+from pyrocshmem.stream_k.choice.config import Config, known_placements, pending
+from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 
 
 class Facts(NamedTuple):
@@ -80,6 +78,33 @@ class Tiling(NamedTuple):
     estimates: tuple[Estimate, ...] = ()
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A configuration whose numbers of programs follow the number of tiles.
+
+    most_programs: what the GEMM's programs are balanced for; 0: they are the config's. comm_each: programs that
+    consume, for every SM that the GEMM leaves free; 0: they are the config's.
+    """
+
+    config: Config
+    most_programs: int = 0
+    comm_each: int = 0
+
+    def fitted(self, M: int, N: int, num_sms: int) -> Config:
+        """The configuration for a result [M, N], neither of them 0. ValueError where there is none."""
+        config = self.config
+        if not self.most_programs:
+            return config
+        programs = balanced_programs(num_tiles(config, M, N), self.most_programs)
+        comm = self.comm_each * (num_sms - programs) or config.num_comm_programs
+        return replace(config, num_programs=programs, num_comm_programs=comm)
+
+
+def num_tiles(config: Config, M: int, N: int) -> int:
+    """Tiles of a result [M, N]."""
+    return -(-M // config.block_m) * -(-N // config.block_n)
+
+
 def _unchanged(config: Config, _: Facts) -> Config:
     return config
 
@@ -104,10 +129,6 @@ class Placement:
     blocks: bool = False
     whole_tiles: bool = False
     alone: bool = False
-
-
-# Ops that are not registered yet.
-pending: list[Any] = []
 
 
 def placements_by_op() -> dict[str, tuple[Placement, ...]]:
@@ -138,4 +159,4 @@ def placement_names(op: str | None = None) -> tuple[str, ...]:
     """Names of an op's placements; None: of all registered ops'."""
     if op is not None:
         return tuple(each.name for each in placements_of(op))
-    return tuple(dict.fromkeys(each.name for all_ in placements_by_op().values() for each in all_))
+    return known_placements()

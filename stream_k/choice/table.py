@@ -24,9 +24,8 @@ from pyrocshmem import target
 from pyrocshmem.checks import as_integer
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.stream_k.choice.config import Config, with_a_free_multiprocessor
-from pyrocshmem.stream_k.choice.placement import find_placement, placements_of
+from pyrocshmem.stream_k.choice.placement import Variant, find_placement, num_tiles, placements_of
 from pyrocshmem.stream_k.choice.rules import Decision, decide
-from pyrocshmem.stream_k.choice.variants import Variant, num_tiles
 
 FILE = Path(__file__).with_name("tuned.json")
 

@@ -6,43 +6,15 @@ Every function takes that configuration and the facts. Numbers of SMs are shares
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
-from pyrocshmem.stream_k.choice.placement import Facts
+from pyrocshmem.stream_k.choice.placement import Facts, Variant, num_tiles
 from pyrocshmem.stream_k.choice.tilings import small_tile, with_tile
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 
-Variants = Callable[[Config, Facts], Iterable["Variant"]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A configuration whose numbers of programs follow the number of tiles.
-
-    most_programs: what the GEMM's programs are balanced for; 0: they are the config's. comm_each: programs that
-    consume, for every SM that the GEMM leaves free; 0: they are the config's.
-    """
-
-    config: Config
-    most_programs: int = 0
-    comm_each: int = 0
-
-    def fitted(self, M: int, N: int, num_sms: int) -> Config:
-        """The configuration for a result [M, N], neither of them 0. ValueError where there is none."""
-        config = self.config
-        if not self.most_programs:
-            return config
-        programs = balanced_programs(num_tiles(config, M, N), self.most_programs)
-        comm = self.comm_each * (num_sms - programs) or config.num_comm_programs
-        return replace(config, num_programs=programs, num_comm_programs=comm)
-
-
-def num_tiles(config: Config, M: int, N: int) -> int:
-    """Tiles of a result [M, N]."""
-    return -(-M // config.block_m) * -(-N // config.block_n)
+Variants = Callable[[Config, Facts], Iterable[Variant]]
 
 
 def nothing(config: Config, facts: Facts) -> Iterator[Variant]:

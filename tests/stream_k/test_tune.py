@@ -17,10 +17,9 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
-from pyrocshmem.stream_k.choice.placement import placements_by_op
+from pyrocshmem.stream_k.choice.placement import Variant, num_tiles, placements_by_op
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import _SHARED_BYTES
-from pyrocshmem.stream_k.choice.variants import Variant, num_tiles
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
