@@ -10,7 +10,6 @@ Every rank must use the same configuration; the ops check that when they plan a 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
@@ -23,13 +22,11 @@ from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
 BY_ROWS = ("copy_engine", "pull")
 # Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
-# Ops that are not registered yet.
-pending: list[Any] = []
 
 
 def known_placements() -> tuple[str, ...]:
     """Names of the placements of all registered ops."""
-    found = [getattr(op, "placements", ()) for op in (*registered(), *pending)]
+    found = [getattr(op, "placements", ()) for op in registered()]
     return tuple(dict.fromkeys(placement.name for placements in found for placement in placements))
 
 

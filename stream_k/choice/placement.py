@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pyrocshmem.calls.op import registered
-from pyrocshmem.stream_k.choice.config import Config, known_placements, pending
+from pyrocshmem.stream_k.choice.config import Config, known_placements
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 
 
@@ -133,7 +133,7 @@ class Placement:
 
 def placements_by_op() -> dict[str, tuple[Placement, ...]]:
     """The placements of all registered ops that begin with a GEMM, by the op's name."""
-    found = {op.name: getattr(op, "placements", ()) for op in (*registered(), *pending)}
+    found = {op.name: getattr(op, "placements", ()) for op in registered()}
     return {name: placements for name, placements in found.items() if placements}
 
 
