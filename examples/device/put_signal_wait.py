@@ -14,7 +14,7 @@ from common import run
 from pyrocshmem import device, signal
 
 OP = tl.constexpr(pyrocshmem.op_number("put_signal_wait"))
-NUM_ELEMENTS, BLOCK, WAIT_S = 1000, 256, 2.0
+NUM_ELEMENTS, BLOCK, WAIT_S = 1000, 256, 3.0
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def rank_main(rank: int, world_size: int, late: bool) -> None:
             send(out, slots, x, workspace)
             heap.synchronize()  # raises the fault that the kernel recorded
             assert bool((out == 2 + 2 * ((rank - 1) % world_size)).all()), f"rank {rank}, call {call}"
-        time.sleep(3 * WAIT_S if late else 0)  # a rank that is late is still there
+        time.sleep(2 * WAIT_S if late else 0)  # a rank that is late is still there
 
 
 if __name__ == "__main__":

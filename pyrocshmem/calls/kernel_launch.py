@@ -61,7 +61,7 @@ class Launch:
         module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
         kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
         recorder = trace.recorder()
-        self._recorded = recorder is not None
+        self._recorded = recorder is not None and self._marks
         if target.interpreted():
             return None
         arguments = (*args, *self._events(None if recorder is None else recorder.sample))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import trace
+from pyrocshmem import target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace, check_workspace
 
@@ -61,7 +61,7 @@ def launch(
         workspace.planned_together(call, lambda: planned.compile(args))
         workspace.plans[key] = found = call, planned
     call, planned = found
-    counts = workspace.device.type == "cpu" and any(each is workspace.context for each in args)
+    counts = target.interpreted() and any(each is workspace.context for each in args)
     before = workspace.epoch() if counts else 0
     with workspace.begin(call):
         planned(args)
