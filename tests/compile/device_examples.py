@@ -1,5 +1,8 @@
 """What the examples of device kernels become, as a user would ask for it. In a prepared process (`worker.prepare`)."""
 
+import contextlib
+import io
+import re
 import sys
 from typing import Any
 
@@ -75,3 +78,15 @@ def compile_one(target_name: str) -> list[Any]:
     except TypeError as error:
         found.append(str(error))
     return found
+
+
+def run_page() -> list[str]:
+    """What the code of docs/device-kernels.md that compiles the put prints, but for assembly."""
+    sys.path.insert(0, str(ROOT / "examples" / "device"))
+    import put  # type: ignore[import-not-found]
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/device-kernels.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "compile_for" in block]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code.replace("print(compiled.text)\n", ""), {"put": put.put, "put_kernel": put.put_kernel})
+    return printed.getvalue().splitlines()

@@ -66,3 +66,9 @@ def test_one_kernel(target: str, process: ProcessPoolExecutor) -> None:
     assert 0 < four.registers <= 255
     assert bool(four.cubin) == four.nvidia
     assert said == "kernel is a function, a @triton.jit function is needed"
+
+
+def test_the_page_says_how(process: ProcessPoolExecutor) -> None:
+    one, called = process.submit(device_examples.run_page).result()
+    assert [len(one.split()), called.split()[0]] == [3, "put_kernel"]
+    assert called.endswith(" 0"), "spills"
