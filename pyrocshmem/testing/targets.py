@@ -99,7 +99,7 @@ def pretend(name: str) -> Iterator[Target]:
             f"this process runs kernels ({own_target.describe()}), so it can't compile them for {name}: start one with "
             "TRITON_INTERPRET=0 and PYROCSHMEM_BACKEND=cpu in its environment"
         )
-    from pyrocshmem.stream_k.ops import gemm as ops_gemm
+    from pyrocshmem.stream_k.local_gemm import plan
 
     target = _TARGETS[name]
     triton.runtime.driver.set_active(_Driver(target))
@@ -107,8 +107,8 @@ def pretend(name: str) -> Iterator[Target]:
     with (
         mock.patch.object(own_target, "backend", return_value=backend),
         mock.patch.object(own_target, "CPU_PROGRAMS", target.num_multiprocessors),
-        # Operands lie on the CPU here, whatever the target. By name: the package's `gemm` is the function.
-        mock.patch.object(ops_gemm, "check_device"),
+        # Operands lie on the CPU here, whatever the target.
+        mock.patch.object(plan, "check_device"),
     ):
         _forget()
         try:
