@@ -87,28 +87,33 @@ class Bar(NamedTuple):
 def draw(files: Iterable[File], folder: Path) -> list[Path]:
     """Draw every picture that the records allow into `folder`; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    groups = stats.groups(files)
-    corpora = [group for group in groups if group.shapes in CORPORA]
-    whole = _whole_ops([group for group in groups if group.shapes not in CORPORA])
-    figures: dict[str, Any] = {}
+    paths = []
     with mpl.rc_context(_STYLE):
-        for op in whole:
-            if op.op != "barrier":  # a point, at no bytes
-                figures |= _of_op(op)
-        for group in corpora:
-            figures[f"{group.shapes}-{group.dtype}-utilisation"] = utilisation(group)
-        figures |= _numbered("roofline", [rooflines(part) for part in _parts(_machines(whole))])
-        figures["speedup-over-peers"] = speedup_bars([*whole, *corpora])
-        figures[FRONT.removesuffix(".svg")] = front_bars(whole)
-        paths = []
-        for name, figure in figures.items():
-            if figure is not None:
-                paths.append(folder / f"{name}.svg")
-                figure.savefig(paths[-1], metadata={"Date": None})
+        for name, figure in figures(files).items():
+            paths.append(folder / f"{name}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None})
     return paths
 
 
-def _numbered(name: str, figures: Sequence[Any]) -> dict[str, Any]:
+def figures(files: Iterable[File]) -> dict[str, Figure]:
+    """Every picture that the records allow, by name."""
+    groups = stats.groups(files)
+    corpora = [group for group in groups if group.shapes in CORPORA]
+    whole = _whole_ops([group for group in groups if group.shapes not in CORPORA])
+    found: dict[str, Figure | None] = {}
+    with mpl.rc_context(_STYLE):
+        for op in whole:
+            if op.op != "barrier":  # a point, at no bytes
+                found |= _of_op(op)
+        for group in corpora:
+            found[f"{group.shapes}-{group.dtype}-utilisation"] = utilisation(group)
+        found |= _numbered("roofline", [rooflines(part) for part in _parts(_machines(whole))])
+        found["speedup-over-peers"] = speedup_bars([*whole, *corpora])
+        found[FRONT.removesuffix(".svg")] = front_bars(whole)
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _numbered(name: str, figures: Sequence[Figure]) -> dict[str, Figure]:
     """Numbers are part of the names where there is more than one."""
     return {f"{name}-{i}" if len(figures) > 1 else name: each for i, each in enumerate(figures, 1)}
 
@@ -159,7 +164,7 @@ def _bytes(case: dict[str, Any]) -> int:
     return tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))
 
 
-def _of_op(group: Group) -> dict[str, Any]:
+def _of_op(group: Group) -> dict[str, Figure]:
     """Figures by name. A collective has one of two panels, others a panel for each (N, K)."""
     cpu = "-cpu" if group.device == "cpu" else ""
     name = f"{group.op}-{group.dtype}-{group.ranks}{cpu}".replace("_", "-")
@@ -176,7 +181,7 @@ def _of_op(group: Group) -> dict[str, Any]:
     # Panels of similar rows stand in one picture.
     ordered = sorted(by_size.items(), key=lambda item: max(case["M"] for case in item[1]))
     sizes = [(words.format(*size_of), cases) for size_of, cases in ordered]
-    figures = _numbered(
+    times = _numbered(
         f"{name}-time",
         [
             lines(group, [_time_panel(*each) for each in part], f"{title}: time of a call (lower is better)")
@@ -184,8 +189,8 @@ def _of_op(group: Group) -> dict[str, Any]:
         ],
     )
     if not any(stats.efficiencies(group, provider) for provider in ("ours", *stats.peers(group))):
-        return figures
-    return figures | _numbered(
+        return times
+    return times | _numbered(
         f"{name}-efficiency",
         [
             lines(
@@ -228,7 +233,7 @@ def _look(provider: str, best: str | None) -> dict[str, Any]:
     return pale | {"color": _PALE_OF.get(provider, _ALONE), "ls": "--"}
 
 
-def lines(group: Group, panels: Sequence[Panel], title: str) -> Any:
+def lines(group: Group, panels: Sequence[Panel], title: str) -> Figure:
     """A line for each provider, a panel each of `panels`, which are cases of `group`."""
     collective = TIMED[group.op].kind == "collective"
     x_label = {"collective": "bytes of the whole tensor", "layer": "tokens"}.get(TIMED[group.op].kind, "M")
@@ -277,7 +282,7 @@ def _rows(case: dict[str, Any]) -> int:
     return int(case["M"])
 
 
-def _key(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+def _key(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Below the panels, in columns that are no wider than the picture."""
     columns = len(labels)
     # matplotlib fills columns as `_parts` does; a line and its gap are as wide as 8 letters.
@@ -338,7 +343,7 @@ def _machines(groups: Sequence[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-def rooflines(machines: Sequence[Sequence[Group]]) -> Any:
+def rooflines(machines: Sequence[Sequence[Group]]) -> Figure:
     """Rate against work for each byte sent, a panel for each machine: ours by op, and the unfused ops.
 
     Roofs: the best rate of a GEMM alone among the cases shown, and the link.
@@ -387,7 +392,7 @@ def _of_tiles(case: dict[str, Any], provider: str) -> float | None:
     return median(case, provider)
 
 
-def utilisation(group: Group) -> Any:
+def utilisation(group: Group) -> Figure | None:
     """Rate over the best of the set, against arithmetic intensity, as the Stream-K paper shows it. None where
     nothing was timed."""
     width = 4 if group.dtype == "float32" else 2
@@ -418,7 +423,7 @@ def _bar(label: str, found: Sequence[float]) -> Bar:
     return Bar(escape.plot(label), geometric_mean(found), min(found))
 
 
-def speedup_bars(groups: Sequence[Group]) -> Any:
+def speedup_bars(groups: Sequence[Group]) -> Figure | None:
     """Speed over the strongest peer of each op, and over what most people use where that is another: a panel for fused
     ops, collectives alone, and layers, sorted. None of nothing."""
     panels: dict[str, list[tuple[Bar, Bar | None, str]]] = {}
@@ -477,7 +482,7 @@ def _equal(axis: Any, labels: Sequence[str], longest: float) -> None:
     axis.tick_params(axis="y", length=0)
 
 
-def front_bars(groups: Sequence[Group]) -> Any:
+def front_bars(groups: Sequence[Group]) -> Figure | None:
     """Speed over the BLAS and the library's collective, a bar for each fused op, and the GEMM alone over the BLAS. Of
     the GPUs, number of ranks and dtype that most cases were measured on; None where there are none."""
     fused: dict[tuple[str, int, str], list[tuple[Group, list[float]]]] = {}
