@@ -34,6 +34,7 @@ from pyrocshmem.benchmarks.tables import size
 
 FRONT = "speedup.svg"
 MAX_PANELS = 4
+# Of the key's font, in the width of a picture.
 _KEY_LETTERS = 98
 
 # Inches, 768 pixels of a browser: letters of 10 points are as large as those of the text around the picture.
@@ -211,7 +212,7 @@ def _time_panel(title: str, cases: list[dict[str, Any]]) -> Panel:
 
 
 def _strongest(group: Group) -> str | None:
-    """The peer that is the fastest one in most cases; of several, the one that is least behind in the others."""
+    """The peer that is the fastest one in most cases; of several, the one that is least behind in all."""
     behind: dict[str, list[float]] = {}
     for case in group.cases:
         times = {peer: us for peer in stats.peers(group) if (us := median(case, peer))}
@@ -283,7 +284,7 @@ def _rows(case: dict[str, Any]) -> int:
 
 
 def _key(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the panels, in columns that are no wider than the picture."""
+    """Below the panels, in as many columns as the picture is wide enough for."""
     columns = len(labels)
     # matplotlib fills columns as `_parts` does; a line and its gap are as wide as 8 letters.
     while columns > 1 and sum(max(map(len, part)) + 8 for part in _parts(labels, columns)) > _KEY_LETTERS:
@@ -509,7 +510,7 @@ def front_bars(groups: Sequence[Group]) -> Figure | None:
     axis.set_xlim(0, 1.15 * max(1.0, *(bar.mean for bar in bars)))
     axis.tick_params(labelsize=11)
     axis.xaxis.set_major_locator(MultipleLocator(0.5))
-    libraries = "cuBLAS + NCCL" if device.startswith("NVIDIA") else "the BLAS + the collectives library"
+    libraries = "cuBLAS + NCCL" if device.startswith("NVIDIA") else "the libraries"
     machine = escape.plot(f"{ranks} x {device.removeprefix('NVIDIA ')}, {dtype}")
     axis.set_title(f"Times as fast as {libraries} on {machine}", fontsize=12, loc="left")
     handles = [

@@ -1,6 +1,6 @@
 """Draws a schedule: programs down, K-iterations across; above it the same product in whole tiles.
 
-Usage: python -m stream_k.local_gemm.schedule_plot --shape 2432,256,1088 --programs 8 --out schedule.svg
+Usage: python -m pyrocshmem.stream_k.local_gemm.schedule_plot --shape 2432,256,1088 --programs 8 --out schedule.svg
 """
 
 from __future__ import annotations
