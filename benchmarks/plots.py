@@ -453,8 +453,8 @@ def speedup_bars(groups: Sequence[Group]) -> Figure | None:
                 if bar is not None:
                     axis.barh(at, bar.mean, height=0.4, color=colour)
                     axis.plot([bar.worst] * 2, [at - 0.2, at + 0.2], color="black", lw=1.8)
-            text = f"  {strong.mean:.2f} over {peer}"
-            axis.text(max(strong.mean, 1.0), middle, text, va="center", fontsize=8.5)
+            text = f"{strong.mean:.2f} over {peer}"
+            _beside(axis, max(strong.mean, 1.0), middle, text, fontsize=8.5)
         _equal(
             axis,
             [strong.label for strong, _, _ in bars],
@@ -465,12 +465,17 @@ def speedup_bars(groups: Sequence[Group]) -> Figure | None:
     handles = [
         Patch(color=_OURS),
         Patch(color=_BASE),
-        Line2D([], [], color="black", lw=1.8, marker="|", ls=""),
+        Line2D([], [], color="black", marker="|", ms=10, mew=1.8, ls=""),
         Line2D([], [], color="black", lw=1, ls="--"),
     ]
     names = ["over the strongest peer", "over blas, unfused, torch_tp", "worst case", "1.0 = equal"]
     _key(figure, handles, names)
     return figure
+
+
+def _beside(axis: Any, x: float, y: float, text: str, **font: Any) -> None:
+    """Text behind the end of a bar."""
+    axis.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", **font)
 
 
 def _equal(axis: Any, labels: Sequence[str], longest: float) -> None:
@@ -505,7 +510,7 @@ def front_bars(groups: Sequence[Group]) -> Figure | None:
     for place, bar in enumerate(bars):
         axis.barh(place, bar.mean, height=0.66, color=_OURS)
         axis.plot([bar.worst] * 2, [place - 0.33, place + 0.33], color="black", lw=2.4)
-        axis.text(bar.mean, place, f" {bar.mean:.2f}", va="center", fontsize=12, weight="bold")
+        _beside(axis, bar.mean, place, f"{bar.mean:.2f}", fontsize=12, weight="bold")
     _equal(axis, [bar.label for bar in bars], max(bar.mean for bar in bars))
     axis.set_xlim(0, 1.15 * max(1.0, *(bar.mean for bar in bars)))
     axis.tick_params(labelsize=11)
@@ -515,7 +520,7 @@ def front_bars(groups: Sequence[Group]) -> Figure | None:
     axis.set_title(f"Times as fast as {libraries} on {machine}", fontsize=12, loc="left")
     handles = [
         Patch(color=_OURS),
-        Line2D([], [], color="black", lw=2.4, marker="|", ms=12, mew=2.4, ls=""),
+        Line2D([], [], color="black", marker="|", ms=12, mew=2.4, ls=""),
         Line2D([], [], color="black", lw=1, ls="--"),
     ]
     _key(figure, handles, ["geometric mean of all shapes", "worst shape", "1.0 = equal"])
