@@ -226,7 +226,7 @@ def test_only_files_in_another_format(root: Path, tmp_path: Path) -> None:
 
 def test_as_a_process_it_ends_in_one_line_too(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", made_up.ENVIRONMENT, b"[" * 100000)
-    done = processes.start("benchmarks", "summary", str(path))
+    done = processes.start("pyrocshmem.benchmarks", "summary", str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {path}:2: it nests too deep; allowed is an object in JSON, in UTF-8\n"
 
