@@ -12,6 +12,7 @@ from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
+from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
@@ -119,9 +120,9 @@ class _Plan(FusedPlan):
         if not pushed:
             rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
-        act = call.epilogue_options(0)
-        move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, int(self.one_shot), int(call.request.squared_partials), *move)
+        self.activation = call.request.activation
+        beside = config.placement == "beside"
+        options = tiles.Options(self.one_shot, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
         consumer = {
@@ -147,27 +148,7 @@ class _Plan(FusedPlan):
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Arguments, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        results = out if self.result is None else self.result
-        extra = (
-            self.partials,
-            self.slot_elements,
-            results,
-            self.flags,
-            self.squares,
-            bias if bias is not None else out,
-        )
-        gemm_arguments = (
-            x,
-            None,
-            y,
-            self.c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            product.problem,
-            product.strides,
-        )
-        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
+        of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)
+        return of_gemm, (self.context, self.product.problem), (extra, self.context, self.product.problem)

@@ -12,6 +12,7 @@ from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
+from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
@@ -88,9 +89,9 @@ class _Plan(FusedPlan):
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
         self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
-        act = call.epilogue_options(self.c_how)
-        move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, 0, int(call.request.squared_partials), *move)
+        self.activation = call.request.activation
+        beside = config.placement == "beside"
+        options = tiles.Options(self.c_how, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
         announce = None if inside else tiles.announce_output
@@ -116,25 +117,11 @@ class _Plan(FusedPlan):
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Arguments, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        columns = self._columns(out)
-        c = filled(self.c_template, columns)
-        results = out if self.result is None else self.result
-        extra = (results, self.flags, self.local, self.squares, bias if bias is not None else results, 1)
-        gemm_arguments = (
-            x,
-            None,
-            y,
-            c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            product.problem,
-            product.strides,
-        )
-        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+        c = filled(self.c_template, self._columns(out))
+        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
+        of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)
+        return of_gemm, (self.context, self.product.problem), (extra, self.context, self.product.problem)
 
 
 def _make_plan(call: Call) -> FusedPlan:

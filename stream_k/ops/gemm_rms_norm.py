@@ -261,7 +261,7 @@ class _Plan:
         self.widens = target.interpreted() and a.dtype == torch.bfloat16
         # Of a result, but for its memory.
         self.like = shape_of(a, shape)
-        out, finish = results(self.like, residual, weight, eps, bias)
+        out, after = results(self.like, residual, weight, eps, bias)
         self.sent = SentProduct(
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
@@ -271,7 +271,7 @@ class _Plan:
             allow_tf32,
             config.wire_dtype(a.dtype),
             out,
-            finish,
+            after,
         )
         self.graphs = Graphs(workspace, self.sent.gemm.replayable)
 
@@ -286,12 +286,11 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = self._operands(a, b)
-        out, finish = results(self.like, residual, weight, eps, bias)
+        out, after = results(self.like, residual, weight, eps, bias)
         with self.workspace.begin(self.called):
-            tensors = (a, b, out, *finish.tensors())
-            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
-        assert finish.total is not None
-        return out, finish.total
+            tensors = (a, b, out, *after.tensors())
+            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
+        return out, after.total
 
     def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As the GEMM gets them: see `_computed`."""

@@ -20,6 +20,7 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
+from pyrocshmem.collectives.epilogue import Finish, Options
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.ops.op import Call
@@ -144,14 +145,14 @@ class RowsPlan(FusedPlan):
         self.fix_up = peers.fix_up(self.workspace)
         # Partials get no bias and no activation: one machine code for all.
         self.peers_gemm = peers.launch(
-            op, world, row_blocks.store_rows, (0, 0, how), announce=row_blocks.announce_rows, order="PEERS"
+            op, world, row_blocks.store_rows, Options(how), announce=row_blocks.announce_rows, order="PEERS"
         )
         out = call.out if self.sums is None else self.sums
         self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
         self.strides = (out.stride(0), out.stride(1))
         self.no_fix_up = product.fix_up(self.workspace)
         announce = row_blocks.announce_rows if self.everywhere else None
-        options = (*call.epilogue_options(POINTER), op)
+        options, self.activation = row_blocks.SumOptions(POINTER, op), call.request.activation
         self.own_gemm = product.launch(
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
@@ -162,26 +163,19 @@ class RowsPlan(FusedPlan):
         )
 
     def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        product, context = self.for_peers, self.workspace.context
-        x, y = product.operands(a, b)
-        return (
-            x, None, y, self.for_peers_c, *self.fix_up, None, (self.tile_flags,), context, product.problem,
-            product.strides,
-        )  # fmt: skip
+        extra, context = row_blocks.PeersRows(self.tile_flags), self.workspace.context
+        return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
     def _own_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Any, ...]:
-        product, context = self.product, self.workspace.context
-        x, y = product.operands(a, b)
-        own = out if self.sums is None else self.sums
-        step_tiles = self.chunk * product.schedule.tiles_n
-        bias = own if bias is None else bias
-        extra = (self.tile_flags, self.flags, step_tiles, self.received, bias, *self.strides)
-        return (
-            x, None, y, filled(self.c_template, own), *self.no_fix_up, None, extra, context, product.problem,
-            product.strides,
-        )  # fmt: skip
+        product = self.product
+        c = filled(self.c_template, out if self.sums is None else self.sums)
+        step_tiles, finish = self.chunk * product.schedule.tiles_n, Finish.of(bias, self.activation)
+        extra = row_blocks.OwnRows(
+            self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
+        )
+        return product.arguments(a, b, c, self.no_fix_up, extra, self.workspace.context)
 
     def _step_arguments(
         self,
