@@ -23,7 +23,7 @@ from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.whole_tensors import all_reduce, check, check_algorithm, check_kind
-from pyrocshmem.elements import DTYPES
+from pyrocshmem.elements import DTYPES, names
 
 
 def all_reduce_rms_norm(
@@ -123,7 +123,7 @@ def check_norm(
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
     if weight.dtype not in DTYPES:
-        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {names()}")
     check_plain("weight", weight)
     N = shape[-1]
     if weight.shape != (N,) or weight.device != x.device or not weight.is_contiguous():

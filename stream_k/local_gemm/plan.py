@@ -27,6 +27,7 @@ from pyrocshmem.collectives.epilogue import (
     store_output,
     store_with_squares,
 )
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -68,7 +69,7 @@ def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
     config, schedule = product.config, product.schedule
     staged = (config.block_m + config.block_n) * config.block_k * b.element_size() * config.num_stages
     copied = product.copies is not None and product.copies.of_b
-    read = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not copied
+    read = not ELEMENTS[b.dtype].wide and product.b_how in (ROW, COLUMN) and not copied
     if not read or product.split or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
         return 0
     blocks = _AHEAD_BYTES // (config.block_n * config.block_k * b.element_size())
@@ -110,7 +111,7 @@ class GemmPlan:
         # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.
         adds_residual = bias is not None and bias.ndim == 2
         self.product = product = make_product(
-            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32 or adds_residual,
+            a, b, config, allow_tf32, stores_fp32=ELEMENTS[out.dtype].wide or adds_residual,
             workspace=workspace if workspace.heap is not None else None,
         )  # fmt: skip
         # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.

@@ -25,6 +25,7 @@ from pyrocshmem.calls.tensors import (
 )
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.order import Problem
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.signal import Context
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
@@ -225,7 +226,7 @@ def make_product(
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
-    tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
+    tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
     a, b, a_how, b_how, copies = _as_read(
@@ -316,7 +317,7 @@ def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:
     return (
         fits
         and schedule.tiles_n * K >= _MASKED_FROM
-        and a.element_size() == 2
+        and not ELEMENTS[a.dtype].wide
         and a.stride(0) % 16 == 0
         and schedule.iters_per_tile * config.block_k == K
     )

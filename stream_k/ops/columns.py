@@ -16,6 +16,7 @@ from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import as_argument, how_to_write
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
@@ -31,7 +32,7 @@ class ColumnsPlan(FusedPlan):
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.rank, self.world = workspace, heap.rank, heap.world_size
-        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        self.product = product = call.product(stores_fp32=ELEMENTS[call.a.dtype].wide)
         M, N = product.M, product.N
         self.result: torch.Tensor | None = None
         if not takes_rows(call.out):

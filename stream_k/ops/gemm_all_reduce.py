@@ -13,6 +13,7 @@ from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
 from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
@@ -96,7 +97,7 @@ class _Plan(FusedPlan):
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
         dtype = config.wire_dtype(call.a.dtype)
-        product = call.product(stores_fp32=dtype == torch.float32)
+        product = call.product(stores_fp32=ELEMENTS[dtype].wide)
         self.product = product
         tile_elements = config.block_m * config.block_n
         num_tiles = product.schedule.num_tiles

@@ -13,6 +13,7 @@ from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
 from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
@@ -70,7 +71,7 @@ class _Plan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
         inside = config.placement == "inside"
-        product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        product = call.product(stores_fp32=ELEMENTS[call.a.dtype].wide)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles

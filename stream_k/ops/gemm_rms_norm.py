@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, target, trace
+from pyrocshmem import status, trace
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.operators import dispatched, name_of, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
@@ -25,6 +25,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_product, left_kind
@@ -235,7 +236,7 @@ def _computed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The operands as a GEMM gets them: bf16 as fp32 in Triton's interpreter, which multiplies it wrongly, as in
     `gemm`."""
-    if target.interpreted() and a.dtype == torch.bfloat16:
+    if ELEMENTS[a.dtype].widened:
         a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
     return *with_inner_size(a, b), bias
 
@@ -258,7 +259,7 @@ class _Plan:
         workspace: Workspace,
     ) -> None:
         self.workspace, shape = workspace, (a.shape[0], b.shape[1])
-        self.widens = target.interpreted() and a.dtype == torch.bfloat16
+        self.widens = ELEMENTS[a.dtype].widened
         # Of a result, but for its memory.
         self.like = shape_of(a, shape)
         out, after = results(self.like, residual, weight, eps, bias)

@@ -21,6 +21,7 @@ from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.ops.op import Call
@@ -60,7 +61,7 @@ class RowsPlan(FusedPlan):
         self.rank, self.world = heap.rank, heap.world_size
         dtype = config.wire_dtype(call.a.dtype)
         peers = self.world - 1
-        self.for_peers = call.product(dtype == torch.float32, row_blocks=self.world, num_blocks=peers)
+        self.for_peers = call.product(ELEMENTS[dtype].wide, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
         # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
