@@ -255,8 +255,8 @@ def _launch(
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
     aligned = (x, out, after.finish.residual, after.total, after.weight)
     places = [t.data_ptr() for t in aligned if t is not None]
-    sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
-    places += [out.element_size() * size for size in sizes]
+    sizes = (x.numel(), piece.first, piece.out_first, piece.width, piece.x_part, piece.extra, piece.limit)
+    places += [out.element_size() * size for size in (*sizes, piece.out_part, piece.out_width)]
     constants = {
         "SUMS": sums,
         "GATHERS": gathers,

@@ -18,7 +18,7 @@ from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
 from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
-from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
 
@@ -132,24 +132,18 @@ class _Plan(FusedPlan):
             "beside": tiles.reduce_groups,
             "inside": tiles.reduce_own_tiles,
         }[config.placement]
-        self.launches = [
-            product.launch(
-                op,
-                world,
-                epilogue,
-                options,
-                announce=None if pushed else tiles.announce_partial,
-                consumer=consumer,
-                lag=1,
-            )
-        ]
+        announce = None if pushed else tiles.announce_partial
+        gemm = product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=1)
+        self.launches = ByRole(gemm)
         if consumer is None:
-            self.launches += consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
+            *gate, sums = consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
+            self.launches = ByRole(gemm, *gate, consumer=sums)
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
+    ) -> ByRole:
         results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
         extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
         of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)
-        return of_gemm, (self.context, self.product.problem), (extra, self.context, self.product.problem)
+        sizes = self.context, self.product.problem
+        return ByRole(of_gemm, sizes, (extra, *sizes))

@@ -19,7 +19,7 @@ from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
 from pyrocshmem.stream_k.ops.gradients import Options, differentiable
 from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
-from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 
 
 def gemm_all_scatter(
@@ -104,11 +104,11 @@ class _Plan(FusedPlan):
         }[config.placement]
         # A gate counts the programs of a rank alone only where they have a LAG (`stream_k.local_gemm.kernel`).
         lag = 0 if inside or world == 1 else -1
-        self.launches = [
-            product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
-        ]
+        gemm = product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
+        self.launches = ByRole(gemm)
         if consumer is None:
-            self.launches += consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
+            *gate, pushes = consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
+            self.launches = ByRole(gemm, *gate, consumer=pushes)
 
     def _columns(self, out: torch.Tensor) -> torch.Tensor:
         """This rank's block of columns of the result."""
@@ -117,12 +117,13 @@ class _Plan(FusedPlan):
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
+    ) -> ByRole:
         c = filled(self.c_template, self._columns(out))
         results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
         extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
         of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)
-        return of_gemm, (self.context, self.product.problem), (extra, self.context, self.product.problem)
+        sizes = self.context, self.product.problem
+        return ByRole(of_gemm, sizes, (extra, *sizes))
 
 
 def _make_plan(call: Call) -> FusedPlan:
