@@ -40,9 +40,6 @@ from pyrocshmem.collectives.order import block_start, block_tiles
 from pyrocshmem.device import remote
 
 _LANES = tl.constexpr(256)
-# How many bits of an element's partials, of all peers, are loaded ahead, while another part of the tile is added: as
-# many as registers are left for. Worth 1% of an op of two ranks.
-_BITS_AHEAD = tl.constexpr(32)
 
 
 class PeersRows(NamedTuple):
@@ -153,8 +150,6 @@ def sum_rows(
     M, N, partials = problem.M, problem.N, extra.partials
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
-    WIDTH: tl.constexpr = partials.dtype.element_ty.primitive_bitwidth
-    AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH)  # parts
     rank = tl.load(context.control + signal.RANK)
     # Before the wait, where it costs no time, and the fewest registers: behind the partials it would take all of them.
     residual = extra.finish.residual
@@ -169,24 +164,21 @@ def sum_rows(
     )  # fmt: skip
     row_end = tl.where(came, row_end, 0)
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
-    blocks = ()
-    for part in tl.static_range(len(parts) + AHEAD):
-        if part < len(parts):
-            for peer in tl.static_range(PEERS):
-                col = tile_n * BLOCK_N + part * PART_N
-                block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
-                blocks = blocks + (block,)  # type: ignore[assignment]
-        if part >= AHEAD:
-            total = tl.zeros((BLOCK_M, PART_N), tl.float32)
-            for peer in tl.static_range(PEERS):
-                total = tl.where(peer == rank, total + own[part - AHEAD], total)
-                total += blocks[(part - AHEAD) * PEERS + peer].to(tl.float32)
-            total = tl.where(rank == PEERS, total + own[part - AHEAD], total)
-            col = tile_n * BLOCK_N + (part - AHEAD) * PART_N
-            total = finished(total, extra.finish, col, N, PART_N)
-            store_block(
-                c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
-            )  # fmt: skip
+    for part in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + part * PART_N
+        blocks = ()
+        for peer in tl.static_range(PEERS):
+            block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
+            blocks = blocks + (block,)  # type: ignore[assignment]
+        total = tl.zeros((BLOCK_M, PART_N), tl.float32)
+        for peer in tl.static_range(PEERS):
+            total = tl.where(peer == rank, total + own[part], total)
+            total += blocks[peer].to(tl.float32)
+        total = tl.where(rank == PEERS, total + own[part], total)
+        total = finished(total, extra.finish, col, N, PART_N)
+        store_block(
+            c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
+        )  # fmt: skip
 
 
 @triton.jit
