@@ -3,7 +3,7 @@
 `store_output` is the one of a plain GEMM, `store_with_squares` that of a GEMM whose rows are normalized next; those
 that feed collectives are in their files. To write another, give a jit function with the signature that
 `stream_k.local_gemm.kernel` describes to `Product.launch`. What is done to a finished tile is one thing, a `Finish`,
-which every epilogue has in its `extra`; `finished`, `add_residual`, `row_squares` and `store_block` do it.
+which every epilogue has in its `extra`; `scaled`, `finished`, `add_residual`, `row_squares` and `store_block` do it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _ACTIVATION = {name: tl.constexpr(number) for number, name in enumerate(ACTIVATI
 
 
 class Finish(NamedTuple):
-    """What is done to a finished tile, in fp32: activation(scales * sum + bias) + residual. That is rounded once, to
-    the type of the memory that it is stored in. A kernel is compiled for what is there: None costs nothing.
+    """What is done to a finished tile, in fp32: activation(sum + bias) + residual, where the sum is of `scales` times
+    each rank's product. That is rounded once, to the type of the memory that it is stored in. A kernel is compiled for
+    what is there: None costs nothing.
 
     scales: None; the place for those of 8-bit operands. bias: [N], added to every row. residual: [M, N], contiguous.
     activation: index into `ACTIVATIONS`, a constant.
@@ -94,10 +95,16 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def scaled(part, finish):
+    """An fp32 block of this rank's product, before it is added to anything."""
+    tl.static_assert(finish.scales is None, "no element type is scaled")
+    return part
+
+
+@triton.jit
 def finished(part, finish, col, N, WIDTH: tl.constexpr):
-    """An fp32 block [*, WIDTH] of a GEMM, from column `col` on, biased and activated: all of `finish` but the
-    residual."""
-    tl.static_assert(finish.scales is None, "no epilogue scales")
+    """An fp32 block [*, WIDTH] of scaled products' sum, from column `col` on, biased and activated: all that is left of
+    `finish` but the residual."""
     if finish.bias is not None:
         part = add_bias(part, finish.bias, col, N, WIDTH)
     return activate(part, finish.activation)
@@ -158,7 +165,7 @@ def store_output(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(parts[i], extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
         value = add_residual(value, extra.finish.residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(
             c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
@@ -178,7 +185,8 @@ def store_with_squares(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = rounded(finished(parts[i], extra.finish, col, N, PART_N), DTYPE)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = rounded(value, DTYPE)
         sums += row_squares(value.to(tl.float32), col, N, PART_N)
         store_block(
             c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N

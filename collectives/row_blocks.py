@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
-from pyrocshmem.collectives.epilogue import Output, add_residual, finished, store_block, store_output
+from pyrocshmem.collectives.epilogue import Output, add_residual, finished, scaled, store_block, store_output
 from pyrocshmem.collectives.order import block_start, block_tiles
 from pyrocshmem.device import remote
 
@@ -43,9 +43,11 @@ _LANES = tl.constexpr(256)
 
 
 class PeersRows(NamedTuple):
-    """`extra` of `store_rows`. tile_flags: a flag for each tile, for this rank's own streams."""
+    """`extra` of `store_rows`. tile_flags: a flag for each tile, for this rank's own streams. finish: of partial tiles,
+    hence without a bias, a residual and an activation."""
 
     tile_flags: Any
+    finish: Any
 
 
 class OwnRows(NamedTuple):
@@ -86,9 +88,8 @@ def store_rows(
     N = problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
-        store_block(
-            c, row, tile_n * BLOCK_N + i * PART_N, parts[i], row_end, N, N, 1, OPTIONS.c_how, BLOCK_M, PART_N
-        )
+        col, value = tile_n * BLOCK_N + i * PART_N, scaled(parts[i], extra.finish)
+        store_block(c, row, col, value, row_end, N, N, 1, OPTIONS.c_how, BLOCK_M, PART_N)
 
 
 @triton.jit
@@ -158,7 +159,8 @@ def sum_rows(
     own = ()
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        own = own + (add_residual(parts[part], residual, row, row_end, col, N, BLOCK_M, PART_N),)  # type: ignore[assignment]
+        value = scaled(parts[part], extra.finish)
+        own = own + (add_residual(value, residual, row, row_end, col, N, BLOCK_M, PART_N),)  # type: ignore[assignment]
     came = _came(
         tile, epoch, extra.flags, extra.step_tiles, context, problem, OPTIONS.op, WORLD, BLOCK_M, BLOCK_N
     )  # fmt: skip

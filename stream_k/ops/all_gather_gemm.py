@@ -142,7 +142,7 @@ class _Plan(FusedPlan):
         self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
         if self.stand_in is not None:
             call = replace(call, a=self.stand_in)
-        self.product = product = call.product(ELEMENTS[call.a.dtype].wide, row_blocks=world, keeps_a=True)
+        self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.

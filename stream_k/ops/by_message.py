@@ -121,7 +121,7 @@ class MessagePlan(FusedPlan):
             call.b,
             config,
             request.allow_tf32,
-            config.wire_dtype(call.a.dtype) if self.sums else call.a.dtype,
+            config.wire_dtype(call.out.dtype) if self.sums else call.out.dtype,
             written,
             self._after(request.bias),
             bias,

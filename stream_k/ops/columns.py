@@ -32,14 +32,14 @@ class ColumnsPlan(FusedPlan):
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.rank, self.world = workspace, heap.rank, heap.world_size
-        self.product = product = call.product(stores_fp32=ELEMENTS[call.a.dtype].wide)
+        self.product = product = call.product(stores_fp32=ELEMENTS[call.out.dtype].wide)
         M, N = product.M, product.N
         self.result: torch.Tensor | None = None
         if not takes_rows(call.out):
             size = M * N * self.world
-            buffer = workspace.buffer("own results", size, call.a.dtype, local=True)
+            buffer = workspace.buffer("own results", size, call.out.dtype, local=True)
             self.result = buffer[:size].view(M, N * self.world)
-        self.columns = workspace.buffer("columns", M * N, call.a.dtype)[: M * N].view(M, N)
+        self.columns = workspace.buffer("columns", M * N, call.out.dtype)[: M * N].view(M, N)
         c_how = how_to_write(self.columns)
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
         self.chunk = min(config.chunk, product.schedule.tiles_m)

@@ -96,7 +96,7 @@ class _Plan(FusedPlan):
         world = heap.world_size
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
-        dtype = config.wire_dtype(call.a.dtype)
+        dtype = config.wire_dtype(call.out.dtype)
         product = call.product(stores_fp32=ELEMENTS[dtype].wide)
         self.product = product
         tile_elements = config.block_m * config.block_n
@@ -111,7 +111,7 @@ class _Plan(FusedPlan):
         if not call.direct and not (self.one_shot and call.out.is_contiguous()):
             # In a one-shot no peer writes it: off the heap, since only this rank may need it.
             size, name = product.M * product.N, "own results" if self.one_shot else "results"
-            buffer = workspace.buffer(name, size, call.a.dtype, local=self.one_shot)
+            buffer = workspace.buffer(name, size, call.out.dtype, local=self.one_shot)
             self.result = buffer[:size].view(product.M, product.N)
         squares = product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]

@@ -71,7 +71,7 @@ class _Plan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
         inside = config.placement == "inside"
-        product = call.product(stores_fp32=ELEMENTS[call.a.dtype].wide)
+        product = call.product(stores_fp32=ELEMENTS[call.out.dtype].wide)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
@@ -80,7 +80,7 @@ class _Plan(FusedPlan):
         self.result: torch.Tensor | None = None
         if not call.direct:
             size = product.M * product.N * world
-            self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(
+            self.result = workspace.buffer("results", size, call.out.dtype)[:size].view(
                 product.M, product.N * world
             )
         squares = world * product.schedule.tiles_n * product.M if call.request.squared_partials else 1

@@ -59,7 +59,7 @@ class RowsPlan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
-        dtype = config.wire_dtype(call.a.dtype)
+        dtype = config.wire_dtype(call.out.dtype)
         peers = self.world - 1
         self.for_peers = call.product(ELEMENTS[dtype].wide, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
@@ -83,12 +83,14 @@ class RowsPlan(FusedPlan):
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
         if everywhere and not takes_rows(call.out):
-            self.result = workspace.buffer("own results", M * N, call.a.dtype, local=True)[: M * N].view(M, N)
+            self.result = workspace.buffer("own results", M * N, call.out.dtype, local=True)[: M * N].view(
+                M, N
+            )
         self.sums: torch.Tensor | None = None
         steps: list[Pull] = []
         if everywhere:
             most = -(-M // self.world)
-            self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
+            self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
         rows = self.partials.view(-1, N)
@@ -164,7 +166,8 @@ class RowsPlan(FusedPlan):
         )
 
     def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        extra, context = row_blocks.PeersRows(self.tile_flags), self.workspace.context
+        extra = row_blocks.PeersRows(self.tile_flags, Finish.of())
+        context = self.workspace.context
         return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
     def _own_arguments(
