@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
 from pyrocshmem.stream_k.choice import table
+from pyrocshmem.stream_k.local_gemm import plan as gemm_plan
 from pyrocshmem.stream_k.nn import pointwise
-from pyrocshmem.stream_k.ops import gemm as ops_gemm
 from tests.compile import assembly, target_names
 
 
@@ -99,8 +99,8 @@ def pretend(name: str) -> Iterator[Target]:
     with (
         mock.patch.object(own_target, "backend", return_value=backend),
         mock.patch.object(own_target, "CPU_PROGRAMS", target.num_multiprocessors),
-        # Operands lie on the CPU here, whatever the target. By name: the package's `gemm` is the function.
-        mock.patch.object(ops_gemm, "check_device"),
+        # Operands lie on the CPU here, whatever the target.
+        mock.patch.object(gemm_plan, "check_device"),
     ):
         _forget()
         try:
