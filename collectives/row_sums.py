@@ -67,13 +67,12 @@ def send(
 ):
     """Send this rank's fp32 sums [ROWS] of a block of rows to every rank, itself too. RANKS: WORLD, or the next
     power of two."""
-    control, abort, record, heap_bases = context
     ranks = tl.arange(0, RANKS)
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD)[:, None] & (row < M)
     word = tl.broadcast_to(sums.to(tl.int32, bitcast=True)[None, :], [RANKS, ROWS])
-    places = remote(notes, tl.minimum(ranks, WORLD - 1), heap_bases)[:, None]
-    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * M + row) * 2
+    places = remote(notes, tl.minimum(ranks, WORLD - 1), context.heap_bases)[:, None]
+    places += (tl.cast(tl.load(context.control + signal.RANK), tl.int64) * M + row) * 2
     note.push(places, word, number, there)
 
 
@@ -95,6 +94,6 @@ def receive(
 def report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Record that sums of a rank did not come, if so (absent [RANKS]: 1): once a program, after its last block."""
     if tl.max(absent, axis=0) != 0:
-        waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
+        waited = (now_ns() - deadline) // 1000 + tl.load(context.control + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)
         signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)

@@ -28,7 +28,6 @@ from pyrocshmem.calls.tensors import aligned, kind, left_kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
-from pyrocshmem.collectives.epilogue import ACTIVATIONS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
@@ -201,11 +200,6 @@ class Call:
             keeps_a=keeps_a,
             workspace=self.workspace,
         )
-
-    def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
-        """The three first OPTIONS of every epilogue."""
-        bias = self.request.bias
-        return ACTIVATIONS.index(self.request.activation), 0 if bias is None else bias.ndim, c_how
 
 
 def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
@@ -462,9 +456,9 @@ def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
 
 def consumer_launches(
     product: Product, op: int, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
-) -> list[Launch]:
-    """The launches of a consumer that isn't part of the GEMM's: after it, on all multiprocessors, or on a stream of
-    its own, behind a gate."""
+) -> tuple[Launch | None, Launch]:
+    """(gate, launch) of a consumer that isn't part of the GEMM's launch: after it, on all multiprocessors, without a
+    gate, or on a stream of its own behind one."""
     config = product.config
     constants = {
         "CONSUMER": consumer,
@@ -477,6 +471,6 @@ def consumer_launches(
     processors = num_multiprocessors(device)
     if config.placement == "after":
         grid = min(product.schedule.num_tiles, config.num_programs or processors)
-        return [Launch(consumer_kernel, grid, constants, config.num_warps, 1)]
+        return None, Launch(consumer_kernel, grid, constants, config.num_warps, 1)
     grid = min(product.schedule.num_tiles, config.num_comm_programs)
-    return [gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]
+    return gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)
