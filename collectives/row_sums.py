@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pyrocshmem import note, signal, target
 from pyrocshmem.device import remote
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from pyrocshmem.trace import now_ns
 
 # Elements that a program holds at a time, 16 for each thread of 8 warps; and the most rows in a block.
@@ -43,7 +43,7 @@ class Blocks:
     @classmethod
     def of(cls, M: int, N: int, device: torch.device) -> Blocks:
         """Few rows: one a program. Many: as many as keep all programs busy, at most 16."""
-        share = num_multiprocessors(device) * (1 if target.interpreted() else _SHARE)
+        share = num_sms(device) * (1 if target.interpreted() else _SHARE)
         rows = min(_MAX_ROWS, triton.next_power_of_2(max(1, -(-M // share))))
         columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
         count = -(-M // rows)

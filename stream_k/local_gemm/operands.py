@@ -71,16 +71,17 @@ def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Te
 def check_output(
     out: torch.Tensor | None,
     shape: tuple[int, int],
+    allowed: tuple[torch.dtype, ...],
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """TypeError or ValueError unless `out`, if given, can take a result of `shape` from checked operands."""
+    """TypeError or ValueError unless `out`, if given, can take a result of `shape`, of an allowed dtype, from checked
+    operands."""
     if out is None:
         return
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
-    allowed = ELEMENTS[a.dtype].results
     if out.dtype not in allowed:
         raise TypeError(f"out has dtype {out.dtype}, allowed is {names(allowed)}, the operands'")
     if out.shape != shape:

@@ -216,7 +216,7 @@ def run_gemm(
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)
         check_config(config)
-        check_output(out, (M, N), a, b, bias)
+        check_output(out, (M, N), ELEMENTS[a.dtype].results, a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)
         workspace.check()

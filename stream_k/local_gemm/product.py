@@ -34,7 +34,7 @@ from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived, nothing, stream_k_kernel
 from pyrocshmem.stream_k.local_gemm.mainloop import Strides
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 
 Order = Literal["", "PEERS", "GATHERS", "SUMS"]
 
@@ -342,7 +342,7 @@ def schedule_of(
 ) -> Schedule:
     """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer.
     ValueError when none is left."""
-    programs = (config.num_programs or num_multiprocessors(device)) - comm_programs
+    programs = (config.num_programs or num_sms(device)) - comm_programs
     if programs < 1:
         raise ValueError(
             f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: "

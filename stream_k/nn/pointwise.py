@@ -24,7 +24,7 @@ from pyrocshmem.calls.operators import is_watched, once
 from pyrocshmem.calls.tensors import as_rows, kind, tell_autograd
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.elements import DTYPES
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from pyrocshmem.torch_contexts import on_device
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
@@ -173,7 +173,7 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
         if launch is None:
             if len(_launches) == _KEPT:
                 _launches.clear()
-            programs = min(blocks, _SHARE * num_multiprocessors(args[0].device))
+            programs = min(blocks, _SHARE * num_sms(args[0].device))
             lanes = 64 if target.backend() == "hip" else 32
             launch = Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
             launch.compile(args)

@@ -34,7 +34,8 @@ class FusedPlan:
 
     product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: each a
     `Launch`. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape: of the result. graphs:
+    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape, dtype: of the
+    result. graphs:
     of repeated calls.
     """
 
@@ -45,6 +46,7 @@ class FusedPlan:
     squares: torch.Tensor
     called: str
     shape: tuple[int, int]
+    dtype: torch.dtype
     workspace: Workspace
     graphs: Graphs
 
