@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pyrocshmem import target
+from pyrocshmem.reference import report
 from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
 from pyrocshmem.reference.norm_problems import NORMS, Setting
 from pyrocshmem.reference.problems import PROBLEMS, find_problem
@@ -71,6 +72,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     device = target.device(rank)
     if job.collective in NORMS:
         return _run_norm(Setting(rank, world_size, device, job.shape, job.dtype, job.seed), job)
+    say = report.step_of(rank)
     problem = find_problem(job.collective)
     M, N, K = job.shape
     # The whole of A and B on every rank: the check needs them, and the shares are cut from them.
@@ -78,8 +80,9 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
     a_share, b_share = (x.contiguous() for x in problem.shares(a, b, rank, world_size))
     call, out = problem.prepare(a_share, b_share, (M, N, K), rank, world_size)
-    seconds = time_in_turn({"reference": (call, out)}, job.iters, device)["reference"]
+    seconds = time_in_turn({"reference": (call, out)}, job.iters, device, say)["reference"]
 
+    say("checking against float64")
     # One product of the whole operands on this device: independent of the shares and of the collective.
     rows, columns = problem.part((M, N, K), rank, world_size)
     baseline = torch.matmul(a, b)[rows, columns]
@@ -94,5 +97,7 @@ def _run_norm(setting: Setting, job: Job) -> Result:
     op = problem.make(setting)
     out = torch.empty(0, dtype=job.dtype, device=setting.device)
     calls = {"reference": (lambda: out.set_(op.reference()), out)}
-    seconds = time_in_turn(calls, job.iters, setting.device)["reference"]
+    say = report.step_of(setting.rank)
+    seconds = time_in_turn(calls, job.iters, setting.device, say)["reference"]
+    say("checking against float64")
     return Result(op.check(out, op.plain(), setting.num_ranks if problem.sums else 0), seconds)

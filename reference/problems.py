@@ -21,10 +21,11 @@ from pyrocshmem.reference import ops
 
 Shape = tuple[int, int, int]
 
-# A Llama-70B layer: hidden size 8192, and 3584 of the intermediate width a rank.
-_GPU_SHAPE, _GPU_SHARE = (8192, 8192, 8192), 3584
-# Small, and still cut into Stream-K's split tiles: six tiles of ten K-iterations on five programs.
-_CPU_SHAPE = (128, 192, 640)
+# Sizes of a rank's product whose tiles Stream-K splits, in every op (tests/scripts/test_default_shapes.py). Few rows of
+# a layer of hidden size 5120: 80 tiles on the 132 SMs of an H100 or H200.
+_GPU_SHAPE = (64, 5120, 5120)
+# Small: three tiles of 32 K-iterations on the six programs of the CPU target.
+_CPU_SHAPE = (64, 192, 2048)
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Problem:
     def default_shape(self, num_ranks: int, on_gpu: bool) -> Shape:
         """Global sizes to run when none are asked for: a rank's work is the same for any number of ranks."""
         base = dict(zip("MNK", _GPU_SHAPE if on_gpu else _CPU_SHAPE, strict=True))
-        share = _GPU_SHARE if on_gpu else base[self.b_cut]
-        base[self.b_cut] = num_ranks * share
+        base[self.b_cut] *= num_ranks
+        if self.a_cut == "M":  # as many rows on every rank: then they come by messages
+            base["M"] -= base["M"] % num_ranks
         return base["M"], base["N"], base["K"]
 
     def describe_share(self, shape: Shape, num_ranks: int) -> str:

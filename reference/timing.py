@@ -29,17 +29,22 @@ _GPU_WARM_UP, _CPU_WARM_UP = 3, 1
 COLD_BYTES = 128 << 20
 
 
-def time_in_turn(calls: Calls, iters: int, device: torch.device) -> dict[str, tuple[float, ...]]:
+def time_in_turn(
+    calls: Calls, iters: int, device: torch.device, say: Callable[[str], object] = lambda text: None
+) -> dict[str, tuple[float, ...]]:
     """Seconds on this rank of `iters` calls of each provider, in turn (A B A B ...), after a warm-up.
 
     calls: by name, the call and the tensor that it writes, which holds NaN before each. All ranks of the
-    default process group, where there is one, time the same calls.
+    default process group, where there is one, time the same calls. say: is told what begins.
     """
     on_gpu = device.type == "cuda"
     flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
     token = torch.zeros(1, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    say("compiling, warming up" if on_gpu else "warming up")
     for i in range(-(_GPU_WARM_UP if on_gpu else _CPU_WARM_UP), iters):
+        if i == 0:
+            say(f"timing {iters} calls of {' and '.join(calls)}")
         for name, (call, out) in calls.items():
             out.fill_(float("nan"))
             flush.fill_(i & 1)

@@ -60,9 +60,11 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     with Heap(_HEAP_BYTES + 8 * size + messages) as heap:
         calls = job.problem.prepare(Setting(heap, job.shape, job.dtype, job.seed))
         providers = {"ours": (calls.ours, calls.result), "reference": (calls.reference, calls.expected)}
-        seconds = time_in_turn(providers, job.iters, heap.device)
+        say = report.step_of(rank)
+        seconds = time_in_turn(providers, job.iters, heap.device, say)
         timeline = record_call(calls.ours, heap) if job.trace else None
         heap.synchronize()
+        say("checking against float64")
         return Result(calls.check(), seconds, timeline if rank == 0 else None)
 
 
@@ -70,8 +72,8 @@ def run(
     console: Console,
     problem: Standalone,
     num_ranks: int,
-    shape: str | None,
-    dtype: str,
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype,
     seed: int,
     iters: int,
     json_path: Path | None,
@@ -80,23 +82,22 @@ def run(
     """Run a collective and print everything; whether every rank's result is right. ValueError for sizes that make no
     sense."""
     on_gpu = target.backend() != "host"
-    sizes = problem.gpu_shape if on_gpu else problem.cpu_shape
+    sizes = shape or (problem.gpu_shape if on_gpu else problem.cpu_shape)
     letters = "MNK"[: len(sizes)]
-    if shape:
-        sizes = _parse(shape, letters)
     if problem.even and sizes[1] % num_ranks != 0:
         raise ValueError(f"N is {sizes[1]}, a multiple of the {num_ranks} ranks is needed")
-    if iters < 1:
-        raise ValueError(f"iters is {iters}, allowed 1 or more")
+    name = str(dtype).removeprefix("torch.")
     facts = {
         "runs on": target.describe(),
         "reference": f"{problem.steps} ({'NCCL/RCCL' if on_gpu else 'gloo'})",
-        "sizes": f"{' '.join(letters)} = {' '.join(map(str, sizes))}, {dtype}, {num_ranks} ranks, seed {seed}",
+        "sizes": f"{' '.join(letters)} = {' '.join(map(str, sizes))}, {name}, {num_ranks} ranks, seed {seed}",
         "per rank": problem.holds,
         "bound": problem.bound,
     }
+    report.print_where(console)
     report.print_facts(console, problem.function or f"collectives.{problem.collective}", facts)
-    job = Job(problem, sizes, getattr(torch, dtype), seed, iters, trace_path is not None)
+    job = Job(problem, sizes, dtype, seed, iters, trace_path is not None)
+    report.print_step(f"starting {num_ranks} ranks")
     results = spawn(run_rank, num_ranks, job)
     accuracy = [result.accuracy for result in results]
     timings = [
@@ -107,18 +108,11 @@ def run(
     if len(sizes) == 3:
         report.print_times(console, timings, 2.0 * math.prod(sizes))
     else:
-        size = math.prod(sizes) * getattr(torch, dtype).itemsize
+        size = math.prod(sizes) * dtype.itemsize
         report.print_times(console, timings, size, "GB/s of the tensor")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
         timeline_files.report(console, timeline, trace_path, f"{problem.collective}, {facts['sizes']}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
-    return all(found.ok for found in accuracy)
-
-
-def _parse(text: str, letters: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if len(parts) != len(letters) or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--shape must be {','.join(letters)} here, sizes of 1 or more, got {text!r}")
-    return tuple(map(int, parts))
+    return report.print_verdict(console, accuracy)

@@ -13,6 +13,7 @@ import torch
 from pyrocshmem import stream_k, target
 from pyrocshmem.calls.timeline import Timeline, record_call
 from pyrocshmem.heap import Heap
+from pyrocshmem.reference import report
 from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
 from pyrocshmem.reference.problems import Problem, Shape, find_problem
 from pyrocshmem.reference.timing import time_in_turn
@@ -149,12 +150,15 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         def ours() -> torch.Tensor:
             return op(a_share, b_share, group=heap, out=mine, config=config, **sizes)
 
-        seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
+        say = report.step_of(rank)
+        providers = {"ours": (ours, mine), "reference": (reference, expected)}
+        seconds = time_in_turn(providers, job.iters, device, say)
         timeline = record_call(ours, heap) if job.trace else None
         heap.synchronize()
         wire = config.wire_dtype(job.dtype)
         roundings = {"num_partials": world_size, "partial_roundings": int(wire != torch.float32)}
         rows, columns = problem.part(shape, rank, world_size)
+        say("checking against float64")
         accuracy = check(mine, a[rows], b[:, columns], expected, **roundings, partial_dtype=wire)
         assert heap.workspace is not None or world_size == 1
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0

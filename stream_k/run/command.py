@@ -1,0 +1,167 @@
+"""The work of `pyrocshmem run`, whose options `pyrocshmem.run_command` has checked as far as that goes without torch.
+
+Prints where it runs and why, the problem, each rank's share, the schedule, the error beside its bound, our time and the
+reference's, and last whether all ranks are right. Each step is a line on stderr as it begins.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from pyrocshmem import launching, target
+from pyrocshmem.calls import timeline_files
+from pyrocshmem.options import MAX_RANKS, Backend, program_name
+from pyrocshmem.reference import report
+from pyrocshmem.reference.problems import PROBLEMS, find_problem
+from pyrocshmem.results import RanksFailed
+from pyrocshmem.stream_k.run import collective_job
+from pyrocshmem.stream_k.run import job as fused
+from pyrocshmem.stream_k.run.collective_problems import STANDALONE
+from pyrocshmem.stream_k.run.norm_problems import NORMS
+
+_CPU_RANKS = 4
+# An interpreted step takes about so long, whatever its size; ranks that don't end within the time limit are killed.
+_STEP_S, _CPU_LIMIT_S = 0.4e-3, 600.0
+
+
+def run(
+    *,
+    num_ranks: int | None,
+    collective: str,
+    sizes: tuple[int, ...] | None,
+    dtype: str | None,
+    backend: Backend,
+    block: tuple[int, ...] | None,
+    placement: str,
+    partial_dtype: str | None,
+    seed: int,
+    iters: int | None,
+    json_path: Path | None,
+    trace_path: Path | None,
+) -> bool:
+    """Run the job and print everything; whether every rank's result is right. ValueError for what makes no sense."""
+    on_gpu = target.backend() != "host"
+    if backend is not Backend.auto and (backend is Backend.gpu) != on_gpu:
+        raise ValueError(f"--backend {backend}, but torch {torch.__version__} sees no GPU here")
+    present = target.num_devices()
+    ranks = num_ranks if num_ranks is not None else min(MAX_RANKS, present) if on_gpu else _CPU_RANKS
+    if on_gpu and ranks > present:
+        raise ValueError(f"{ranks} GPUs asked for, this machine has {present}")
+    kind = getattr(torch, dtype or ("bfloat16" if on_gpu else "float16"))
+    calls = iters if iters is not None else 20 if on_gpu else 3
+    if trace_path is not None:
+        timeline_files.check_path(trace_path)
+    console = Console()
+    # Some have a namesake with a GEMM before it: two sizes are a tensor's.
+    alone = collective not in PROBLEMS or (sizes is not None and len(sizes) == 2)
+    if alone:
+        if placement != "auto" or block or partial_dtype:
+            why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
+            raise ValueError(f"{collective} {why}: leave --block, --placement and --partial-dtype out")
+        problem = {**STANDALONE, **NORMS}[collective]
+        return collective_job.run(console, problem, ranks, sizes, kind, seed, calls, json_path, trace_path)
+    wire = getattr(torch, partial_dtype) if partial_dtype not in (None, "float32") else None
+    shape = sizes or find_problem(collective).default_shape(ranks, on_gpu)
+    job = fused.Job(
+        collective,
+        shape,
+        kind,
+        placement,
+        seed,
+        calls,
+        wire,
+        trace=trace_path is not None,
+        block=block,
+    )
+    fused.check_job(job)
+    return _run_job(console, job, ranks, json_path, trace_path)
+
+
+def _run_job(
+    console: Console, job: fused.Job, num_ranks: int, json_path: Path | None, trace_path: Path | None
+) -> bool:
+    """Run a fused op and print what came of it; whether every rank's result is right."""
+    op, sizes = find_problem(job.collective).op, job.shape
+    facts = _facts(job, num_ranks)
+    if target.interpreted():
+        _check_time(job, num_ranks)
+    report.print_where(console)
+    report.print_facts(console, "stream_k." + op, facts)
+    report.print_step(f"starting {num_ranks} ranks")
+    try:
+        results = launching.spawn(fused.run_rank, num_ranks, job)
+    except RanksFailed as failed:
+        # What a tile needs of the device is known once its kernel is compiled.
+        if job.block is not None and isinstance(failed.__cause__, ValueError):
+            raise failed.__cause__ from None
+        raise
+    accuracy = [result.accuracy for result in results]
+    timings = [
+        report.Timing(who, report.slowest([result.seconds[who] for result in results]))
+        for who in results[0].seconds
+    ]
+    report.print_errors(console, accuracy)
+    report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
+    console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
+    timeline = results[0].timeline
+    if timeline is not None and trace_path is not None:
+        timeline_files.report(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
+    if json_path is not None:
+        report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
+    return report.print_verdict(console, accuracy)
+
+
+def _check_time(job: fused.Job, num_ranks: int) -> None:
+    """ValueError, with a command that works, for a product that takes too long in Triton's interpreter."""
+    schedule = fused.make_schedule(job, num_ranks, target.device())
+    steps = schedule.num_tiles * schedule.iters_per_tile
+    seconds = _STEP_S * steps * num_ranks / min(num_ranks, os.cpu_count() or 1)
+    if seconds * (job.iters + 1) > _CPU_LIMIT_S:
+        small = ",".join(map(str, find_problem(job.collective).default_shape(num_ranks, on_gpu=False)))
+        raise ValueError(
+            f"a call of M N K = {' '.join(map(str, job.shape))} takes about {seconds / 60:.0f} minutes in Triton's "
+            f"interpreter; this works: {program_name('run')} -n {num_ranks} -c {job.collective} --shape {small}"
+        )
+
+
+def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
+    """What is printed before the run."""
+    problem = find_problem(job.collective)
+    device = target.device(0)
+    config = fused.make_config(job, num_ranks, device)
+    schedule = fused.make_schedule(job, num_ranks, device)
+    beside = (
+        f", {config.num_comm_programs} beside it" if config.placement == "beside" and num_ranks > 1 else ""
+    )
+    algorithm = f"{config.algorithm}, " if problem.op == "gemm_all_reduce" else ""
+    ways = {
+        "copy_engine": "by copy engines",
+        "pull": f"{config.num_comm_programs} programs pull beside it",
+        "own_stream": "a kernel on a stream of its own, beside the GEMM",
+        "messages": "by messages, before or after the GEMM",
+        "unfused": "by messages, before or after a product of the BLAS where it can",
+    }
+    where = ways.get(config.placement, f"{config.placement} the GEMM")
+    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
+    dtype = str(job.dtype).removeprefix("torch.")
+    tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
+    steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
+    M, N, K = job.shape
+    wire = str(config.wire_dtype(job.dtype)).removeprefix("torch.").replace("float32", "fp32")
+    bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
+    if problem.sums and wire != "fp32":
+        bound += f" + a rounding of each rank's partial to {wire}"
+    return {
+        "runs on": target.describe(),
+        "reference": f"{problem.steps} ({library})",
+        "C = A x B": f"M N K = {M} {N} {K}, {dtype}, {num_ranks} ranks, seed {job.seed}",
+        "per rank": problem.describe_share(job.shape, num_ranks),
+        "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
+        "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
+        "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
+        "bound": bound,
+    }
