@@ -29,7 +29,7 @@ _COMMANDS = {
     "run": ("pyrocshmem.run_command", "A fused op or a collective on this machine, checked and timed."),
     "reference": ("pyrocshmem.reference.__main__", "The same with torch.distributed alone."),
     "bench": ("pyrocshmem.benchmarks.__main__", "Every op beside its peers; reports of the records."),
-    "tune": ("pyrocshmem.benchmarks.tune", "Measure configurations, for stream_k.choose to look up."),
+    "tune": ("pyrocshmem.benchmarks.tune_command", "Measure configurations, for stream_k.choose to look up."),
 }
 
 Plain = Annotated[bool, typer.Option("--plain", help="No colours, 120 columns: for logs.")]
@@ -62,6 +62,7 @@ for _name, (_, _help) in _COMMANDS.items():
 @app.command(cls=options.Command)
 def info(plain: Plain = False) -> None:
     """Print what this machine offers."""
+    options.settle_target()
     from pyrocshmem import info as tables
 
     tables.show(_console(plain))
@@ -83,6 +84,7 @@ def doctor(
             raise ValueError(f"seconds is {seconds:g}, allowed more than 0, at most {options.MOST_SECONDS:g}")
     except ValueError as error:
         options.refuse(error)
+    options.settle_target()
     from pyrocshmem.doctor import FAULT, NOTE, OK, default_ranks, examine
 
     styles = {OK: "green", NOTE: "yellow", FAULT: "bold red"}

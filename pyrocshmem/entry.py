@@ -27,8 +27,8 @@ def _is_console_script() -> bool:
 
 
 def checks_options_first() -> bool:
-    """Whether this is `pyrocshmem ...` or `python -m pyrocshmem ...`, which answers bad options before it imports torch.
-    The processes that it starts import all at once, as programs do."""
+    """Whether this is `pyrocshmem ...` or `python -m pyrocshmem ...`, which answer bad options without torch. The
+    processes that it starts import all at once, as programs do."""
     if parent_process() is not None or not sys.argv:
         return False
     return _module() in ("pyrocshmem", "pyrocshmem.__main__") or _is_console_script()

@@ -72,6 +72,7 @@ def heap_table() -> Table:
 def versions_table() -> Table:
     """What runs here."""
     table = Table("software", "version", title="versions")
+    table.add_row("pyrocshmem", __version__)
     table.add_row("Python", platform.python_version())
     for package, names in _PACKAGES.items():
         found = [version for name in names if (version := _version(name))]

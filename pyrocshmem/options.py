@@ -8,12 +8,14 @@ second, each in one line on stderr that says what was typed and what is allowed,
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,9 +63,20 @@ def _text(error: Any) -> str:
         names = (max(each.opts, key=len) for each in context.command.params if each.opts[0].startswith("-"))
         allowed = dict.fromkeys([*names, "--help"])
         return f"there is no option {error.option_name}, allowed are {', '.join(allowed)}"
-    text = " ".join(error.format_message().split())
+    text = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
+    if value := _value(context, getattr(error, "param", None)):
+        text += "" if value in text else f", got {value!r}"
     commands = getattr(context and context.command, "commands", None)
     return f"{text} Allowed are {', '.join(commands)}." if commands and "command" in text else text
+
+
+def _value(context: Any, param: Any) -> str:
+    """What was typed as the value of an option; "" where that is not known."""
+    typed = context.meta.get(_TYPED, []) if context else []
+    for name, value in itertools.pairwise(typed):
+        if name in getattr(param, "opts", ()):
+            return str(value)
+    return ""
 
 
 class Command(TyperCommand):
@@ -98,21 +111,21 @@ class Group(TyperGroup):
         return _main(super().main, (args, prog_name, complete_var), standalone_mode)
 
 
-_HELP = {"help_option_names": ["-h", "--help"]}
+HELP = {"help_option_names": ["-h", "--help"]}
 # Arguments of `app.command`: `refuse_words` answers what is no option.
-COMMAND: Mapping[str, Any] = {"cls": Command, "context_settings": _HELP | {"allow_extra_args": True}}
+COMMAND: Mapping[str, Any] = {"cls": Command, "context_settings": HELP | {"allow_extra_args": True}}
 
 
 def app(**more: Any) -> typer.Typer:
     """An empty application: plain text, which logs can hold, and `-h` beside `--help`."""
     plain = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
-    return typer.Typer(cls=Group, context_settings=_HELP, **(plain | more))
+    return typer.Typer(cls=Group, context_settings=HELP, **(plain | more))
 
 
 def run(main: Callable[..., None]) -> None:
     """Run a program that is one function, with the options of its signature."""
     program = app()
-    program.command(cls=Command, context_settings=_HELP)(main)
+    program.command(cls=Command, context_settings=HELP)(main)
     program()
 
 
@@ -138,6 +151,14 @@ def refuse_words(context: typer.Context, names: Collection[str], given: bool) ->
         raise ValueError(f"{word!r} is no option: see {context.command_path} --help")
     typed.insert(len(typed) - 1 - typed[::-1].index(word), "-c")
     raise ValueError(f"{word!r} is no option; did you mean: {context.command_path} {shlex.join(typed)}")
+
+
+def settle_target(backend: Backend = Backend.auto) -> None:
+    """Decide where kernels run, before any import of Triton, as importing `pyrocshmem` does in other processes. Imports
+    torch. The ranks inherit the choice."""
+    if backend is not Backend.auto:
+        os.environ["PYROCSHMEM_BACKEND"] = backend.value
+    import_module("pyrocshmem.target")
 
 
 def check_ranks(ranks: int, least: int = 1) -> int:

@@ -7,7 +7,6 @@ with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for op
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -55,9 +54,7 @@ def main(
         options.check_count("iters", iters)
         for path in (json, trace):
             options.check_file(path)
-        if backend is not Backend.auto:
-            # Read when pyrocshmem.target is imported, here and in the ranks: hence before the import below.
-            os.environ["PYROCSHMEM_BACKEND"] = backend.value
+        options.settle_target(backend)
         from pyrocshmem.stream_k.run import command
 
         ok = command.run(

@@ -7,7 +7,6 @@ with 0 when every rank's result is right, 1 when one is wrong or fails, 2 for op
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,9 +46,7 @@ def main(
         dtype = options.check_dtype(dtype)
         options.check_count("iters", iters)
         options.check_file(json)
-        if backend is not Backend.auto:
-            # Read when pyrocshmem.target is imported, here and in the ranks: hence before the imports below.
-            os.environ["PYROCSHMEM_BACKEND"] = backend.value
+        options.settle_target(backend)
         ok = _run(num_gpus, collective, sizes, dtype, seed, iters, json)
     except (ValueError, OSError) as error:
         options.refuse(error)

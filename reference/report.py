@@ -46,7 +46,9 @@ def slowest(samples_of_ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def print_where(console: Console) -> None:
     """On a CPU: what times there are worth."""
     if target.backend() == "host":
-        console.print("On this CPU Triton's interpreter runs the kernels: times here mean nothing.", soft_wrap=True)
+        console.print(
+            "On this CPU Triton's interpreter runs the kernels: times here mean nothing.", soft_wrap=True
+        )
 
 
 def print_step(text: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrocshmem import Heap
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from pyrocshmem.stream_k.run.collective_job import Job, run_rank
 from pyrocshmem.stream_k.run.collective_problems import STANDALONE, Setting
 from tests import commands

@@ -34,7 +34,7 @@ from pyrocshmem import (
 from pyrocshmem.calls.ledger import Ledger
 from pyrocshmem.forming import SYSTEM_BYTES
 from pyrocshmem.groups import Group
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from tests.faults.heap_support import (
     MIB,
     assert_next_job_works,

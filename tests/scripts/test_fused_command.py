@@ -10,8 +10,8 @@ import pytest
 
 from pyrocshmem import launching, target
 from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.run_command import app
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.stream_k.run.__main__ import app
 from pyrocshmem.stream_k.run.collective_problems import STANDALONE
 from pyrocshmem.stream_k.run.job import with_block
 from pyrocshmem.stream_k.run.norm_problems import NORMS

@@ -8,7 +8,7 @@ import pytest
 
 from pyrocshmem.calls import timeline_files
 from pyrocshmem.calls.timeline import COPY, MMA, Span, Timeline
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from tests import commands
 
 TIER = 2

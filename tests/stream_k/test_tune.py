@@ -14,11 +14,11 @@ from pyrocshmem.benchmarks import trial, tune
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.benchmarks.trial import Case, tune_case
 from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.run_command import app
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
-from pyrocshmem.stream_k.run.__main__ import app
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
