@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pyrocshmem import __version__, finegrained_alloc, target
+from pyrocshmem import entry, finegrained_alloc, target
 from pyrocshmem.doctor import gib
 from pyrocshmem.machine import links
 
@@ -72,7 +72,7 @@ def heap_table() -> Table:
 def versions_table() -> Table:
     """What runs here."""
     table = Table("software", "version", title="versions")
-    table.add_row("pyrocshmem", __version__)
+    table.add_row("pyrocshmem", entry.version())
     table.add_row("Python", platform.python_version())
     for package, names in _PACKAGES.items():
         found = [version for name in names if (version := _version(name))]

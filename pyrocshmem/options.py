@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,10 +41,11 @@ class Backend(StrEnum):
     cpu = "cpu"
 
 
-def _main(main: Callable[..., Any], arguments: Any, standalone: bool) -> Any:
+def _main(main: Callable[..., Any], arguments: tuple[Any, ...], more: dict[str, Any]) -> Any:
     """`main`, which is click's, with errors in one line."""
+    standalone = more.pop("standalone_mode", True)
     try:
-        status = main(*arguments, standalone_mode=False)
+        status = main(*arguments, standalone_mode=False, **more)
     except _OptionError as error:
         print(f"error: {_text(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -82,15 +82,8 @@ def _value(context: Any, param: Any) -> str:
 class Command(TyperCommand):
     """A command whose errors are one line each."""
 
-    def main(
-        self,
-        args: Any = None,
-        prog_name: Any = None,
-        complete_var: Any = None,
-        standalone_mode: bool = True,
-        **_: Any,
-    ) -> Any:
-        return _main(super().main, (args, prog_name, complete_var), standalone_mode)
+    def main(self, *args: Any, **more: Any) -> Any:
+        return _main(super().main, args, more)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_TYPED] = list(args)
@@ -100,15 +93,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """Commands under one name; errors are one line each."""
 
-    def main(
-        self,
-        args: Any = None,
-        prog_name: Any = None,
-        complete_var: Any = None,
-        standalone_mode: bool = True,
-        **_: Any,
-    ) -> Any:
-        return _main(super().main, (args, prog_name, complete_var), standalone_mode)
+    def main(self, *args: Any, **more: Any) -> Any:
+        return _main(super().main, args, more)
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -158,7 +144,7 @@ def settle_target(backend: Backend = Backend.auto) -> None:
     torch. The ranks inherit the choice."""
     if backend is not Backend.auto:
         os.environ["PYROCSHMEM_BACKEND"] = backend.value
-    import_module("pyrocshmem.target")
+    from pyrocshmem import target  # noqa: F401
 
 
 def check_ranks(ranks: int, least: int = 1) -> int:

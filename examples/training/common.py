@@ -73,9 +73,9 @@ def command(
 ) -> None:
     """Run `train_rank(settings)` in this process, which torchrun started, with options from the command line."""
 
-    def main(**options: Any) -> None:
+    def main(**values: Any) -> None:
         try:
-            settings = settings_type(**options)
+            settings = settings_type(**values)
             from_torchrun()
             losses = train_rank(settings)
             if settings.compare and not compare(settings, losses):

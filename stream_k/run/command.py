@@ -65,10 +65,10 @@ def run(
         problem = {**STANDALONE, **NORMS}[collective]
         return collective_job.run(console, problem, ranks, sizes, kind, seed, calls, json_path, trace_path)
     wire = getattr(torch, partial_dtype) if partial_dtype not in (None, "float32") else None
-    shape = sizes or find_problem(collective).default_shape(ranks, on_gpu)
+    M, N, K = sizes or find_problem(collective).default_shape(ranks, on_gpu)
     job = fused.Job(
         collective,
-        shape,
+        (M, N, K),
         kind,
         placement,
         seed,
