@@ -141,10 +141,13 @@ def refuse_words(context: typer.Context, names: Collection[str], given: bool) ->
 
 def settle_target(backend: Backend = Backend.auto) -> None:
     """Decide where kernels run, before any import of Triton, as importing `pyrocshmem` does in other processes. Imports
-    torch. The ranks inherit the choice."""
+    torch. The ranks inherit the choice. ValueError where that was decided before, in another way."""
     if backend is not Backend.auto:
         os.environ["PYROCSHMEM_BACKEND"] = backend.value
-    from pyrocshmem import target  # noqa: F401
+    from pyrocshmem import target
+
+    if backend is not Backend.auto and (backend is Backend.gpu) != (target.backend() != "host"):
+        raise ValueError(f"--backend {backend}, but this process runs kernels on {target.describe()}")
 
 
 def check_ranks(ranks: int, least: int = 1) -> int:

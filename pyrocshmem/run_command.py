@@ -62,7 +62,6 @@ def main(
             collective=collective,
             sizes=sizes,
             dtype=dtype,
-            backend=backend,
             block=tile,
             placement=placement,
             partial_dtype=partial_dtype,

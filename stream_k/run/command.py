@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pyrocshmem import launching, target
 from pyrocshmem.calls import timeline_files
-from pyrocshmem.options import MAX_RANKS, Backend, program_name
+from pyrocshmem.options import MAX_RANKS, program_name
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import PROBLEMS, find_problem
 from pyrocshmem.results import RanksFailed
@@ -34,7 +34,6 @@ def run(
     collective: str,
     sizes: tuple[int, ...] | None,
     dtype: str | None,
-    backend: Backend,
     block: tuple[int, ...] | None,
     placement: str,
     partial_dtype: str | None,
@@ -45,8 +44,6 @@ def run(
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right. ValueError for what makes no sense."""
     on_gpu = target.backend() != "host"
-    if backend is not Backend.auto and (backend is Backend.gpu) != on_gpu:
-        raise ValueError(f"--backend {backend}, but torch {torch.__version__} sees no GPU here")
     present = target.num_devices()
     ranks = num_ranks if num_ranks is not None else min(MAX_RANKS, present) if on_gpu else _CPU_RANKS
     if on_gpu and ranks > present:

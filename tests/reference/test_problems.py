@@ -53,8 +53,10 @@ def test_the_local_product_is_the_largest(problem: Problem) -> None:
 @every_op
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_default_shapes_are_the_same_work_for_a_rank(problem: Problem, on_gpu: bool) -> None:
-    local = {problem.local_shape(problem.default_shape(ranks, on_gpu), ranks) for ranks in RANKS}
-    assert len(local) == 1
+    local = [problem.local_shape(problem.default_shape(ranks, on_gpu), ranks) for ranks in RANKS]
+    assert {shape[1:] for shape in local} == {local[0][1:]}
+    rows = [M - M % ranks if problem.a_cut == "M" else M for M, ranks in zip([64] * 4, RANKS, strict=True)]
+    assert [shape[0] for shape in local] == rows, "as many on every rank that brings some"
 
 
 def test_the_table_names_what_exists() -> None:

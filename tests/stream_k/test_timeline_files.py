@@ -132,4 +132,4 @@ def test_option_of_the_command_for_other_ops(
 def test_command_refuses_other_files(tmp_path: Path) -> None:
     done = commands.invoke(app, "-n", "1", "--trace", str(tmp_path / "out.png"))
     assert done.returncode == 2
-    assert ".json or .json.gz file" in done.stdout
+    assert ".json or .json.gz file" in done.stderr
