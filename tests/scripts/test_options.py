@@ -128,6 +128,21 @@ def test_a_script_is_named_as_it_was_called(without_torch: str) -> None:
     assert done.stderr.endswith("did you mean: ./run.sh -n 2 -c all_reduce --seed 1\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("./run.sh -n 2 all_reduce", "did you mean: ./run.sh -n 2 -c all_reduce\n"),
+        ("./run.sh -n 99", "99 ranks asked for, allowed are 1 to 8\n"),
+        ("reference/run.sh all_reduce", "did you mean: reference/run.sh -c all_reduce\n"),
+        ("reference/run.sh -n 99", "99 ranks asked for, allowed are 1 to 8\n"),
+    ],
+)
+def test_scripts(without_torch: str, command: str, text: str) -> None:
+    done = support.bash(support.ROOT, command, PYROCSHMEM_NO_VENV="1", PYTHONPATH=without_torch)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(text)
+
+
 def test_version(without_torch: str) -> None:
     done = start(without_torch, "--version")
     line = next(
