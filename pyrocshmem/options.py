@@ -28,7 +28,7 @@ MOST_SECONDS = 86400.0
 # Names of types of elements, and what else they are called.
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
-# Typer has its own copy of click since 0.16: of either, the class of all errors in options.
+# Newer versions of typer have their own copy of click: of either, the class of all errors in options.
 _OptionError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _TYPED = "pyrocshmem.typed"
 

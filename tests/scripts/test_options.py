@@ -48,7 +48,7 @@ def start(path: str, *arguments: str, **environment: str) -> subprocess.Complete
         ),
         ("run -n 0", "0 ranks asked for, allowed are 1 to 8"),
         ("run -n 99", "99 ranks asked for, allowed are 1 to 8"),
-        ("run -n two", "got 'two'"),
+        ("run -n two", "'two'"),
         ("run -n", "'-n'"),
         ("run -c multicast", "collective is 'multicast', allowed all_gather, all_reduce, all_scatter"),
         ("run --dtype fp8", "dtype is 'fp8', allowed float16 (fp16), bfloat16 (bf16), float32 (fp32)"),
