@@ -119,15 +119,10 @@ def _problem(
     collective: str, shape: str | None, num_ranks: int, on_gpu: bool
 ) -> tuple[tuple[int, ...], str, str]:
     """(its sizes, M N K or M N, as asked for or the default ones; its steps; what each rank has), in words."""
-    from pyrocshmem.reference.norm_problems import NORMS
     from pyrocshmem.reference.problems import find_problem
 
-    if collective in NORMS:
-        norm = NORMS[collective]
-        usual = norm.gpu_shape if on_gpu else norm.cpu_shape
-        return parse_sizes(shape, "MNK"[: len(usual)]) if shape else usual, norm.steps, norm.holds
-    problem = find_problem(collective)
-    sizes = parse_shape(shape) if shape else problem.default_shape(num_ranks, on_gpu)
+    problem = find_problem(collective, len(shape.split(",")) if shape else None)
+    sizes = parse_sizes(shape, problem.letters) if shape else problem.default_shape(num_ranks, on_gpu)
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
 
 

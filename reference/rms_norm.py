@@ -151,8 +151,13 @@ def check_total(
         h, magnitude = sums + residual.double(), magnitude + residual.double().abs()
     rounding = torch.finfo(out.dtype).eps / 2 * h.abs()
     error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding + rounded
-    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
-    passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
     ref64 = in_float64(h, weight, eps)
     allowed = accuracy.bound(ref64, baseline, ref64.abs(), h.shape[1] + 16, out.dtype)
-    return accuracy.compare(out, ref64, baseline, allowed + passed * scale * weight.double().abs())
+    return accuracy.compare(out, ref64, baseline, allowed + passed(error, h, weight, eps))
+
+
+def passed(error: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """What the norm of rows h [M, H] makes of errors of h, to first order: of the value and of the root. float64."""
+    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
+    moved = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
+    return moved * scale * weight.double().abs()

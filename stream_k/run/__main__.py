@@ -8,6 +8,7 @@ options that make no sense here. `python -m pyrocshmem tune` is another command:
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pyrocshmem.reference.__main__ import Backend, Dtype, check_file, parse_shape, parse_sizes, refuse
+from pyrocshmem.reference.__main__ import Backend, Dtype, check_file, parse_sizes, refuse
 
 MAX_RANKS = 8
 _CPU_RANKS = 4
@@ -101,11 +102,8 @@ def _run(
 
     from pyrocshmem import target
     from pyrocshmem.calls import timeline_files
-    from pyrocshmem.reference.problems import PROBLEMS, find_problem
-    from pyrocshmem.stream_k.run import collective_job as standalone
-    from pyrocshmem.stream_k.run.collective_problems import STANDALONE
+    from pyrocshmem.reference.problems import find_problem
     from pyrocshmem.stream_k.run.job import Job, check_job
-    from pyrocshmem.stream_k.run.norm_problems import NORMS
 
     on_gpu = target.backend() != "host"
     present = target.num_devices()
@@ -116,23 +114,10 @@ def _run(
         raise ValueError(f"{num_ranks} GPUs asked for, this machine has {present}")
     name = dtype.value if dtype else ("bfloat16" if on_gpu else "float16")
     calls = iters if iters is not None else 20 if on_gpu else 3
-    # Some have a namesake with a GEMM before it: two sizes are a tensor's.
     if trace_path is not None:
         timeline_files.check_path(trace_path)
-    alone = collective not in PROBLEMS or (shape is not None and shape.count(",") == 1)
-    whole = {**STANDALONE, **NORMS}
-    if collective in whole and alone:
-        if options["placement"] != "auto" or options["block"] or partial_dtype:
-            why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
-            raise ValueError(f"{collective} {why}: leave --block, --placement and --partial-dtype out")
-        problem, seed = whole[collective], options["seed"]
-        paths = json_path, trace_path
-        return standalone.run(console, problem, num_ranks, shape, name, seed, calls, *paths)
-    if collective not in PROBLEMS:
-        names = dict.fromkeys((*PROBLEMS, *whole))
-        raise ValueError(f"collective is {collective!r}, allowed {', '.join(names)}")
-    product = find_problem(collective)
-    sizes = parse_shape(shape) if shape else product.default_shape(num_ranks, on_gpu)
+    problem = find_problem(collective, len(shape.split(",")) if shape else None)
+    sizes = _parse(shape, problem.letters) if shape else problem.default_shape(num_ranks, on_gpu)
     wire = (
         getattr(torch, partial_dtype.value) if partial_dtype and partial_dtype is not Dtype.float32 else None
     )
@@ -140,24 +125,30 @@ def _run(
     job = Job(
         collective, sizes, getattr(torch, name), iters=calls, partial_dtype=wire, trace=traced, **options
     )
-    check_job(job)
+    check_job(job, num_ranks)
     return _run_job(console, job, num_ranks, json_path, trace_path)
+
+
+def _parse(text: str, letters: str) -> tuple[int, ...]:
+    sizes = parse_sizes(text, letters)
+    if min(sizes) < 1:
+        raise ValueError(f"--shape is {text!r}, allowed sizes of 1 or more")
+    return sizes
 
 
 def _run_job(
     console: Console, job: Any, num_ranks: int, json_path: Path | None, trace_path: Path | None
 ) -> bool:
-    """Run a fused op, a `stream_k.run.job.Job`, and print what came of it; whether every rank's result is right."""
+    """Run a `stream_k.run.job.Job` and print what came of it; whether every rank's result is right."""
     from pyrocshmem import RanksFailed
     from pyrocshmem.calls import timeline_files
     from pyrocshmem.launching import spawn
     from pyrocshmem.reference import report
-    from pyrocshmem.reference.problems import find_problem
     from pyrocshmem.stream_k.run.job import run_rank
 
-    op, sizes = find_problem(job.collective).op, job.shape
+    problem, sizes = job.problem, job.shape
     facts = _facts(job, num_ranks)
-    report.print_facts(console, "stream_k." + op, facts)
+    report.print_facts(console, f"{problem.package}.{problem.op}", facts)
     try:
         results = spawn(run_rank, num_ranks, job)
     except RanksFailed as failed:
@@ -171,11 +162,14 @@ def _run_job(
         for who in results[0].seconds
     ]
     report.print_errors(console, accuracy)
-    report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
+    if problem.gemm:
+        report.print_times(console, timings, 2.0 * math.prod(sizes))
+    else:
+        report.print_times(console, timings, math.prod(sizes) * job.dtype.itemsize, "GB/s of the tensor")
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        timeline_files.report(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
+        timeline_files.report(console, timeline, trace_path, f"{problem.op}, {sizes}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return all(found.ok for found in accuracy)
@@ -184,11 +178,28 @@ def _run_job(
 def _facts(job: Any, num_ranks: int) -> dict[str, object]:
     """What is printed before the run."""
     from pyrocshmem import target
-    from pyrocshmem.reference.problems import find_problem
+
+    problem = job.problem
+    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
+    dtype = str(job.dtype).removeprefix("torch.")
+    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}"
+    chosen, wire = _chosen(job, num_ranks) if problem.configured else ({}, "")
+    return {
+        "runs on": target.describe(),
+        "reference": f"{problem.steps} ({library})",
+        "C = A x B" if problem.gemm else "sizes": f"{sizes}, {dtype}, {num_ranks} ranks, seed {job.seed}",
+        "per rank": problem.describe_share(job.shape, num_ranks),
+        **chosen,
+        "bound": problem.describe_bound(wire),
+    }
+
+
+def _chosen(job: Any, num_ranks: int) -> tuple[dict[str, object], str]:
+    """(facts of the configuration, what partial sums are rounded to, "" for fp32)."""
+    from pyrocshmem import target
     from pyrocshmem.stream_k.run.job import make_config, make_schedule
 
-    problem = find_problem(job.collective)
-    device = target.device(0)
+    problem, device = job.problem, target.device(0)
     config = make_config(job, num_ranks, device)
     schedule = make_schedule(job, num_ranks, device)
     beside = (
@@ -203,25 +214,15 @@ def _facts(job: Any, num_ranks: int) -> dict[str, object]:
         "unfused": "by messages, before or after a product of the BLAS where it can",
     }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
-    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
-    dtype = str(job.dtype).removeprefix("torch.")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
     steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
-    M, N, K = job.shape
     wire = str(config.wire_dtype(job.dtype)).removeprefix("torch.").replace("float32", "fp32")
-    bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
-    if problem.sums and wire != "fp32":
-        bound += f" + a rounding of each rank's partial to {wire}"
-    return {
-        "runs on": target.describe(),
-        "reference": f"{problem.steps} ({library})",
-        "C = A x B": f"M N K = {M} {N} {K}, {dtype}, {num_ranks} ranks, seed {job.seed}",
-        "per rank": problem.describe_share(job.shape, num_ranks),
+    facts: dict[str, object] = {
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
         "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
-        "bound": bound,
     }
+    return facts, "" if wire == "fp32" else wire
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
