@@ -1,4 +1,4 @@
-"""What is measured: ops, sets of shapes, and the bytes that an op has to move.
+"""What is measured: ops and sets of shapes.
 
     cases = cases_of("gemm_all_reduce", "llama3", ranks=4, dtype="bfloat16", on_gpu=True)
 
@@ -15,6 +15,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pyrocshmem.reference.problems import ALL
 
 # Bytes a second that a GPU can send to its peers together: what a floor divides by. From 4 x H200, where the copy
 # engine pushes 385 GB/s to one peer and pulls 367.
@@ -77,36 +79,12 @@ LAYER_SIZES = {
 class Op:
     """An op. kind: "gemm", "row" (sums over ranks), "column", "collective" (no product), or "layer" (many of them).
 
-    gathers: which operand or result a rank receives whole: "a", "c" or nothing. sets: its default shape sets.
+    sets: its default shape sets.
     """
 
     name: str
     kind: str
     sets: tuple[str, ...]
-
-    def link_bytes(self, M: int, N: int, K: int, ranks: int, itemsize: int) -> float:
-        """Bytes that each rank must send at least, without multicast. M, N, K of the local product."""
-        share = (ranks - 1) / ranks
-        return itemsize * {
-            "gemm": 0.0,
-            "all_gather_gemm": share * M * K,
-            "gemm_reduce_scatter": share * M * N,
-            "gemm_all_reduce": 2 * share * M * N,
-            "gemm_all_scatter": (ranks - 1.0) * M * N,
-            # Beside columns, the sum of squares of a row, in fp32.
-            "gemm_rms_norm_all_scatter": (ranks - 1.0) * M * (N + 4 / itemsize),
-            "rms_norm": (ranks - 1.0) * M * 4 / itemsize,
-            "rms_norm_replicated": (ranks - 1.0) * M * (N + 4 / itemsize),
-            "barrier": 0.0,
-            "all_reduce": 2 * share * M * N,
-            "all_reduce_rms_norm": 2 * share * M * N,
-            "gemm_all_reduce_rms_norm": 2 * share * M * N,
-            "all_gather": (ranks - 1.0) * M * N,
-            "all_scatter": (ranks - 1.0) * M * N,
-            "reduce_scatter": share * M * N,
-            # The others pass it on.
-            "broadcast": float(ranks > 1) * M * N,
-        }[self.name]  # fmt: skip
 
 
 OPS = {
@@ -131,9 +109,9 @@ OPS = {
     )
 }
 # Those that end with a residual and a norm.
-NORMS = ("gemm_all_reduce_rms_norm", "all_reduce_rms_norm")
+NORMS = tuple(each.name for each in ALL if each.norm == "sum")
 # Those with a norm of rows whose columns lie on all ranks, N on each.
-COLUMN_NORMS = ("rms_norm", "rms_norm_replicated", "gemm_rms_norm_all_scatter")
+COLUMN_NORMS = tuple(each.name for each in ALL if each.norm == "columns")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS

@@ -30,7 +30,7 @@ from pyrocshmem.reference.timing import Run, cold_copies
 SAMPLED_ROWS = 192
 SAMPLED_COLUMNS = 1 << 20
 # A library's roundings of a value of typical size, on each rank.
-_LIBRARY_ROUNDINGS = 16
+LIBRARY_ROUNDINGS = 16
 
 Block = tuple[torch.Tensor, torch.Tensor]
 
@@ -214,7 +214,7 @@ class Operands:
         """What is allowed to a library besides, as `check` takes it: it rounds partial results before it adds them and
         after each addition; PyTorch's norm rounds what it normalizes, and before the weight."""
         roundings = (self.num_ranks if self.problem.sums else 0) + (2 if self.problem.norm else 0)
-        return {"roundings": roundings, "library": _LIBRARY_ROUNDINGS * self.num_ranks}
+        return {"roundings": roundings, "library": LIBRARY_ROUNDINGS * self.num_ranks}
 
     def check(self, out: torch.Tensor, **allowed: Any) -> Accuracy:
         """Hold every element of this rank's result to the bound; `allowed` as in `Truth.check`. In blocks of rows, so
@@ -360,4 +360,5 @@ def _of_terms(value: torch.Tensor, magnitude: torch.Tensor, partials: torch.Tens
 
 def _of_columns(truth: Truth, columns: torch.Tensor | slice) -> Truth:
     parts = (truth.value, truth.slack, truth.own, truth.partials, truth.typical)
-    return Truth(*(part[:, columns] for part in parts), moved=truth.moved)
+    value, slack, own, partials, typical = (part[:, columns] for part in parts)
+    return Truth(value, slack, own, partials, typical, truth.moved)

@@ -6,6 +6,7 @@ Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.floa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,8 +139,8 @@ def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
     """The schedule that the run follows, for printing."""
     config = make_config(job, num_ranks, device)
     comm = config.num_comm_programs if config.placement == "beside" and num_ranks > 1 else 0
-    local = job.problem.local_shape(job.shape, num_ranks)
-    return schedule_of(config, *local, device, comm)
+    M, N, K = job.problem.local_shape(job.shape, num_ranks)
+    return schedule_of(config, M, N, K, device, comm)
 
 
 def run_rank(rank: int, world_size: int, job: Job) -> Result:
@@ -147,11 +148,12 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     problem, device = job.problem, target.device(rank)
     shape = problem.even_shape(job.shape, world_size)
     operands = Operands(problem, shape, job.dtype, job.seed, rank, world_size, device)
-    options, bound = {}, {}
+    options: dict[str, Any] = {}
+    bound: dict[str, Any] = {}
     if problem.configured:
         config = make_config(job, world_size, device)
         wire = config.wire_dtype(job.dtype)
-        options["config"] = config
+        options = {"config": config}
         bound = {"roundings": int(wire != torch.float32), "partial_dtype": wire}
     with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
         ours, reference = our_run(operands, heap, **options), _reference(operands, heap)
