@@ -32,6 +32,9 @@ Collectives, of C = A x B on R ranks:
                           Each rank's columns of C, their RMSNorm over all columns, gathered on every rank
 
 Without a product:
+  all_gather, all_reduce, all_scatter, reduce_scatter
+                          With --shape M,N: of a tensor of M x N on each rank
+  broadcast               M x N of rank 0, on every rank
   all_reduce_rms_norm     The RMSNorm of the sum over ranks of x [M, N], plus a residual, on every rank
   rms_norm                The RMSNorm of x + residual [M, N], whose columns are spread over ranks, each rank its own
   rms_norm_replicated     The same, all columns on every rank

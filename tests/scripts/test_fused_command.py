@@ -1,7 +1,6 @@
 """`python -m pyrocshmem run`, which run.sh starts: every collective runs, is checked and timed; mistakes exit with
 2."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -9,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from pyrocshmem import launching, target
-from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.reference.problems import ALL, COMMANDS, PROBLEMS
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.run.__main__ import app
-from pyrocshmem.stream_k.run.collective_problems import STANDALONE
 from pyrocshmem.stream_k.run.job import with_block
-from pyrocshmem.stream_k.run.norm_problems import NORMS
 from tests import commands
 from tests.scripts import support
 
 TIER = 2
+NORMS = {problem.command: problem for problem in ALL if problem.gemm and problem.norm}
 pytestmark = pytest.mark.gpu_a_rank("commands start a rank a GPU")
 
 
@@ -58,7 +56,7 @@ def test_run_with_a_norm(collective: str, tmp_path: Path) -> None:
     options = ("--shape", "3,44,131", "--dtype", "float16", "--iters", "2", "--json", str(out))
     done = commands.invoke(app, "-n", "2", "-c", collective, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in (NORMS[collective].function, NORMS[collective].steps, "M N K = 3 44 131", "GFLOP/s"):
+    for part in (f"stream_k.{NORMS[collective].op}", NORMS[collective].steps, "M N K = 3 44 131", "GFLOP/s"):
         assert part in done.stdout
     assert done.stdout.count("right") == 2
     result = json.loads(out.read_text())
@@ -89,7 +87,6 @@ def test_a_tile_that_is_too_large_for_the_device(monkeypatch: pytest.MonkeyPatch
         error = ValueError("stream_k_kernel needs 262152 bytes of shared memory a program")
         raise launching.RanksFailed([launching.RankResult(0, exception=error)]) from error
 
-    importlib.import_module("pyrocshmem.stream_k.run.collective_job")  # it would keep this spawn
     monkeypatch.setattr(launching, "spawn", spawn)
     done = commands.invoke(app, "-n", "1", "--block", "256,256,256")
     assert done.returncode == 2
@@ -131,8 +128,11 @@ def test_default_shape_on_one_rank(collective: str) -> None:
             "is 'multicast', allowed all_gather, all_reduce, all_scatter, reduce_scatter, broadcast, barrier",
         ),
         (("-c", "all_reduce", "--shape", "7,50", "--placement", "inside"), "all_reduce has no GEMM"),
-        (("-c", "broadcast", "--shape", "7,50,3"), "must be M,N here, sizes of 1 or more, got '7,50,3'"),
-        (("-c", "gemm_rms_norm", "--shape", "7,50"), "must be M,N,K here, sizes of 1 or more, got '7,50'"),
+        (("-c", "broadcast", "--shape", "7,50,3"), "--shape must be M,N, 2 sizes of 0 or more, got '7,50,3'"),
+        (
+            ("-c", "gemm_rms_norm", "--shape", "7,50"),
+            "--shape must be M,N,K, 3 sizes of 0 or more, got '7,50'",
+        ),
         (("-c", "gemm_rms_norm", "--placement", "messages"), "gemm_rms_norm chooses its GEMM itself"),
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
         (
@@ -216,4 +216,4 @@ def test_a_mistake_has_no_traceback() -> None:
 def test_help_has_every_collective() -> None:
     usage = (support.ROOT / "stream_k/run/usage.txt").read_text()
     names = (line.split()[0] for line in usage.splitlines() if line.startswith("  ") and line.split())
-    assert not {**PROBLEMS, **STANDALONE, **NORMS}.keys() - set(names)
+    assert not set(COMMANDS) - set(names)
