@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyrocshmem.reference.problems import ALL
-
 # Bytes a second that a GPU can send to its peers together: what a floor divides by. From 4 x H200, where the copy
 # engine pushes 385 GB/s to one peer and pulls 367.
 LINK_BYTES_PER_S = 370e9
@@ -109,9 +107,9 @@ OPS = {
     )
 }
 # Those that end with a residual and a norm.
-NORMS = tuple(each.name for each in ALL if each.norm == "sum")
+NORMS = ("gemm_all_reduce_rms_norm", "all_reduce_rms_norm")
 # Those with a norm of rows whose columns lie on all ranks, N on each.
-COLUMN_NORMS = tuple(each.name for each in ALL if each.norm == "columns")
+COLUMN_NORMS = ("rms_norm", "rms_norm_replicated", "gemm_rms_norm_all_scatter")
 MODELS = ("llama3-8b", "llama3-70b")
 LAYERS = {name: Op(name, "layer", MODELS) for name in ("layer_forward", "layer_training", "layer_decode")}
 TIMED = OPS | LAYERS

@@ -166,11 +166,18 @@ class Operands:
         problem, more = self.problem, self.arguments()
         if problem.joins == "meet":
             raise ValueError(f"{problem.name} needs a heap")
-        if problem.norm:
-            return self._normed(getattr(rms_norm, problem.reference), more)
-        if not problem.reference:
+        if problem.in_place:
             return self._in_place()
-        function: Callable[..., Any] = getattr(ops, problem.reference)
+        function = problem.reference
+        if not isinstance(function, str):  # of an op from outside
+            return Run(lambda: first(function(self.a, self.b)), None, returns=True)
+        if problem.norm:
+            return self._normed(getattr(rms_norm, function), more)
+        return self._written(getattr(ops, function))
+
+    def _written(self, function: Callable[..., Any]) -> Run:
+        """A function that writes a result that it is given."""
+        problem = self.problem
         lengths = dict(zip("MNK", self.shape, strict=False))
         lengths |= {"R": self.num_ranks, "W": -(-lengths["N"] // self.num_ranks)}
         out = self.new(*self.result_shape())

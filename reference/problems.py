@@ -6,7 +6,7 @@
     rows, columns = problem.part((M, N, K), rank, 4)           # of A @ B: this rank's result
 
 `reference.operands.Operands` makes a rank's tensors of a problem, calls the reference and checks a result. The command
-lines, the benchmarks and the tests read this table; it imports no torch.
+lines, the benchmarks and the tests read this table, which is made of the registry of ops (`pyrocshmem.calls.op`).
 
 C = A x B, M N K global sizes, R ranks. A cut is the letter of the size that is shared out among the ranks, by
 `pyrocshmem.shards.shard_range`, or "" where every rank has the whole. Ops without a GEMM take x [M, N] of each rank;
@@ -15,14 +15,16 @@ of `rms_norm`, whose columns are cut, M N are the sizes of what all ranks bring 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
+
+from pyrocshmem import collectives, stream_k  # noqa: F401  whose ops are registered then
+from pyrocshmem.calls.op import Op, registered
 from pyrocshmem.shards import shard_range
-
-if TYPE_CHECKING:
-    import torch
+from pyrocshmem.stream_k.ops.op import GemmOp
 
 Shape = tuple[int, ...]  # M, N, and K where there is a GEMM
 
@@ -33,44 +35,39 @@ ROOT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One op. name: of the problem, in tables and records. op: the public function, in the package `package`; "" is the
-    name. command: its name on the command lines, "" where it has none.
+    """What is known of one op. name, package, command, reference, steps: as the registry has them; op: the public
+    function, which two problems may share. words: what a rank brings and gets; of a configured op, what it gets.
 
-    reference: the function of `reference.ops`, or `reference.rms_norm` where there is a norm; steps: what it does; ""
-    for a collective that torch.distributed has in place.
-    gemm: whether A and B are multiplied. a_cut, b_cut, out_cut: the cuts of A, of B and of the result; b_cut is the
-    local GEMM's, too; of ops without a GEMM it is the cut of x. joins: how the ranks' blocks make the result: "sum",
-    "columns" (side by side), "rows" (one below the other), "root" (rank 0's), "meet" (there is none: a barrier), or ""
-    (each rank's own). norm: RMSNorm at the end, of the "sum" plus a residual, or of rows whose "columns" lie on all
-    ranks; "" where there is none.
-    holds: what a rank brings and gets, in words; of a GEMM without a norm, what it gets. gpu_share, cpu_share: a rank's
-    part of the sizes that are run when none are asked for. even: N must be a multiple of the ranks.
-    sizes: arguments of `reference` that are global sizes, by their letters; op_sizes: those of the op. scratch: scratch
-    tensors of `reference`, by the letters of their shapes, with R for the ranks and W for ceil(N/R).
+    gemm: whether A and B are multiplied; configured: whether the op takes a `stream_k.Config`. a_cut, b_cut, out_cut:
+    the cuts of A, of B and of the result; b_cut is the local GEMM's, too; of ops without a GEMM it is the cut of x.
+    joins: how the ranks' blocks make the result: "sum", "columns" (side by side), "rows" (one below the other), "root"
+    (rank 0's), "meet" (there is none: a barrier), or "" (each rank's own). norm: RMSNorm at the end, of the "sum" plus
+    a residual, or of rows whose "columns" lie on all ranks; "" where there is none.
+    gpu_share, cpu_share: a rank's part of the sizes that are run when none are asked for. even: N must be a multiple of
+    the ranks. sizes: arguments of the reference that are global sizes, by their letters; op_sizes: those of the op.
+    scratch: scratch tensors of the reference, by the letters of their shapes, with R for the ranks and W for ceil(N/R).
     """
 
     name: str
-    op: str = ""
-    package: str = "stream_k"
-    command: str = ""
-    reference: str = ""
-    steps: str = ""
-    gemm: bool = True
+    op: str
+    package: str
+    command: str
+    reference: Callable[..., Any] | str
+    steps: str
+    words: str
+    gemm: bool = False
+    configured: bool = False
     a_cut: str = ""
     b_cut: str = ""
     out_cut: str = ""
     joins: str = ""
     norm: str = ""
-    holds: str = ""
     gpu_share: Shape
     cpu_share: Shape
     even: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     op_sizes: Mapping[str, str] = field(default_factory=dict)
     scratch: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "op", self.op or self.name)
 
     @property
     def letters(self) -> str:
@@ -83,9 +80,9 @@ class Problem:
         return self.joins == "sum"
 
     @property
-    def configured(self) -> bool:
-        """Whether the op takes a `stream_k.Config`: a GEMM and a collective that a caller may place."""
-        return self.gemm and not self.norm
+    def in_place(self) -> bool:
+        """Whether torch.distributed leaves the result in what it is given."""
+        return not self.gemm and not self.norm and not self.out_cut and self.joins in ("sum", "root")
 
     @property
     def moves(self) -> bool:
@@ -122,12 +119,12 @@ class Problem:
     def describe_share(self, shape: Shape, num_ranks: int) -> str:
         """What rank 0 brings and what it holds at the end, in words."""
         if not self.configured:
-            return self.holds
+            return self.words
         a, b, out = (
             [part.stop - part.start for part in self.slices(cut, shape, 0, num_ranks)]
             for cut in (self.a_cut, self.b_cut, self.out_cut)
         )
-        return f"A {a[0]} x {a[2]}, B {b[2]} x {b[1]}; result {out[0]} x {out[1]}, {self.holds}"
+        return f"A {a[0]} x {a[2]}, B {b[2]} x {b[1]}; result {out[0]} x {out[1]}, {self.words}"
 
     def describe_bound(self, wire: str = "") -> str:
         """What the error of a result is held to, in words. wire: the dtype to which each rank's part of a sum is
@@ -196,169 +193,93 @@ class Problem:
 
 # A rank's work of a Llama-70B layer: hidden size 8192, 3584 of the intermediate width. On a CPU small, and still cut
 # into Stream-K's split tiles: six tiles of ten K-iterations on five programs.
+_GPU_SHARES = {"K": (8192, 8192, 3584), "N": (8192, 3584, 8192)}
 _CPU_SHARE = (128, 192, 640)
-_ROW_PARALLEL: dict[str, Any] = {
-    "a_cut": "K", "b_cut": "K", "joins": "sum", "gpu_share": (8192, 8192, 3584), "cpu_share": _CPU_SHARE
-}  # fmt: skip
-_COLUMN_PARALLEL: dict[str, Any] = {
-    "b_cut": "N", "joins": "columns", "gpu_share": (8192, 3584, 8192), "cpu_share": _CPU_SHARE
-}  # fmt: skip
-_X: dict[str, Any] = {
-    "package": "collectives", "gemm": False, "gpu_share": (4096, 8192), "cpu_share": (64, 512)
-}  # fmt: skip
-# 8192 columns on 8 GPUs.
-_X_COLUMNS = _X | {
-    "b_cut": "N",
-    "joins": "columns",
-    "norm": "columns",
-    "op": "rms_norm",
-    "reference": "rms_norm",
-}
-_X_COLUMNS |= {"gpu_share": (8192, 1024), "cpu_share": (64, 128)}
-_NORM_STEPS = "add the residual, square, all_reduce of the sums, scale"
 
-ALL = (
-    Problem(
-        name="all_gather_gemm",
-        command="all_gather",
-        reference="all_gather_gemm",
-        steps="all_gather, then matmul",
-        holds="its own columns",
-        sizes={"num_rows": "M"},
-        op_sizes={"num_rows": "M"},
-        scratch={"gathered": "MK"},
-        **_COLUMN_PARALLEL | {"a_cut": "M", "out_cut": "N", "joins": ""},
-    ),
-    Problem(
-        name="gemm_all_reduce",
-        command="all_reduce",
-        reference="gemm_all_reduce",
-        steps="matmul, then all_reduce",
-        holds="the sum over ranks",
-        **_ROW_PARALLEL,
-    ),
-    Problem(
-        name="gemm_all_scatter",
-        command="all_scatter",
-        reference="gemm_all_gather",
-        steps="matmul, then all_gather of the column blocks",
-        holds="the columns of all ranks",
-        sizes={"num_columns": "N"},
-        scratch={"block": "MW", "gathered": "RMW"},
-        **_COLUMN_PARALLEL,
-    ),
-    Problem(
-        name="gemm_reduce_scatter",
-        command="reduce_scatter",
-        reference="gemm_reduce_scatter",
-        steps="matmul, then reduce_scatter",
-        holds="its own rows of the sum over ranks",
-        scratch={"partial": "MN"},
-        **_ROW_PARALLEL | {"out_cut": "M"},
-    ),
-    Problem(
-        name="all_gather",
-        command="all_gather",
-        reference="all_gather",
-        steps="all_gather",
-        joins="rows",
-        holds="x; the x of all, by rows",
-        **_X,
-    ),
-    Problem(
-        name="all_reduce",
-        command="all_reduce",
-        steps="all_reduce",
-        joins="sum",
-        holds="x; the sum over ranks",
-        **_X,
-    ),
-    Problem(
-        name="all_scatter",
-        command="all_scatter",
-        reference="all_scatter",
-        steps="all_gather, then a copy of the column blocks",
-        joins="columns",
-        holds="x; the x of all, by columns",
-        scratch={"gathered": "RMN"},
-        **_X,
-    ),
-    Problem(
-        name="reduce_scatter",
-        command="reduce_scatter",
-        reference="reduce_scatter",
-        steps="reduce_scatter",
-        out_cut="M",
-        joins="sum",
-        holds="x; its own rows of the sum over ranks",
-        **_X,
-    ),
-    Problem(
-        name="broadcast",
-        command="broadcast",
-        steps="broadcast",
-        joins="root",
-        holds=f"x; the x of rank {ROOT}",
-        **_X,
-    ),
-    # Its sizes are those of a word for each rank.
-    Problem(
-        name="barrier",
-        command="barrier",
-        steps="an all_reduce of one number",
-        b_cut="N",
-        joins="meet",
-        holds="a word that it writes to every rank before; behind it, the words of all ranks",
-        **_X | {"gpu_share": (1, 1), "cpu_share": (1, 1)},
-    ),
-    Problem(
-        name="rms_norm",
-        command="rms_norm",
-        steps=_NORM_STEPS,
-        out_cut="N",
-        holds="its columns of x and of the residual; its columns of the result",
-        **_X_COLUMNS,
-    ),
-    Problem(
-        name="rms_norm_replicated",
-        command="rms_norm_replicated",
-        steps=f"{_NORM_STEPS}, all_gather of the columns",
-        holds="its columns of x and of the residual; all columns of the result",
-        **_X_COLUMNS,
-    ),
-    Problem(
-        name="all_reduce_rms_norm",
-        command="all_reduce_rms_norm",
-        reference="all_reduce_rms_norm",
-        steps="all_reduce, add, rms_norm",
-        joins="sum",
-        norm="sum",
-        holds="x, the residual; the RMSNorm of the sum over ranks plus the residual",
-        **_X | {"gpu_share": (64, 8192), "cpu_share": (16, 512)},
-    ),
+# What references of GEMMs are given besides A, B and the result: sizes, and scratch.
+_SIZES = {"all_gather_gemm": {"num_rows": "M"}, "gemm_all_gather": {"num_columns": "N"}}
+_SCRATCH = {
+    "all_gather_gemm": {"gathered": "MK"},
+    "gemm_all_gather": {"block": "MW", "gathered": "RMW"},
+    "gemm_reduce_scatter": {"partial": "MN"},
+}
+
+# What the registry does not say of ops that a caller can't configure, by their names.
+_X: dict[str, Any] = {"gpu_share": (4096, 8192), "cpu_share": (64, 512)}
+# 8192 columns on 8 GPUs.
+_X_COLUMNS: dict[str, Any] = {
+    "b_cut": "N", "joins": "columns", "norm": "columns", "gpu_share": (8192, 1024), "cpu_share": (64, 128)
+}  # fmt: skip
+_NORM_STEPS = "add the residual, square, all_reduce of the sums, scale"
+_MORE: Mapping[str, dict[str, Any]] = {
+    "all_gather": _X | {"joins": "rows"},
+    "all_reduce": _X | {"joins": "sum"},
+    "all_scatter": _X | {"joins": "columns", "scratch": {"gathered": "RMN"}},
+    "reduce_scatter": _X | {"joins": "sum", "out_cut": "M"},
+    "broadcast": _X | {"joins": "root"},
+    # Of a word for each rank, which says whether what that rank did before is seen.
+    "barrier": {"b_cut": "N", "joins": "meet", "gpu_share": (1, 1), "cpu_share": (1, 1)},
+    "rms_norm": _X_COLUMNS
+    | {
+        "out_cut": "N",
+        "steps": _NORM_STEPS,
+        "words": "its columns of x and of the residual; its columns of the result",
+    },
+    "all_reduce_rms_norm": {"joins": "sum", "norm": "sum", "gpu_share": (64, 8192), "cpu_share": (16, 512)},
     # Decoding: tokens of Llama-70B's down projection, or columns of its hidden size, on 8 GPUs; a small GEMM.
-    Problem(
-        name="gemm_all_reduce_rms_norm",
-        command="gemm_rms_norm",
-        reference="gemm_all_reduce_rms_norm",
-        steps="matmul, all_reduce, add, rms_norm",
-        norm="sum",
-        holds="K/R columns of A and rows of B, the residual; the RMSNorm of the sum over ranks, and the sum",
-        **_ROW_PARALLEL | {"gpu_share": (32, 8192, 3584), "cpu_share": (4, 192, 160)},
-    ),
-    Problem(
-        name="gemm_rms_norm_all_scatter",
-        command="gemm_rms_norm_all_scatter",
-        reference="gemm_rms_norm_all_gather",
-        steps="matmul, square, all_reduce of the sums, scale, all_gather of the columns",
-        norm="columns",
-        holds="A, N/R columns of B; the RMSNorm of all columns",
-        even=True,
-        **_COLUMN_PARALLEL | {"gpu_share": (32, 1024, 8192), "cpu_share": (16, 48, 640)},
-    ),
-    # On one rank, without a reference.
-    Problem(name="gemm", gpu_share=(8192, 8192, 8192), cpu_share=_CPU_SHARE),
-)
+    "gemm_all_reduce_rms_norm": {
+        "gemm": True, "a_cut": "K", "b_cut": "K", "joins": "sum", "norm": "sum",
+        "gpu_share": (32, 8192, 3584), "cpu_share": (4, 192, 160),
+    },
+    "gemm_rms_norm_all_scatter": {
+        "gemm": True, "b_cut": "N", "joins": "columns", "norm": "columns", "even": True,
+        "gpu_share": (32, 1024, 8192), "cpu_share": (16, 48, 640),
+    },
+}  # fmt: skip
+
+
+def problem_of(op: Op) -> Problem:
+    """What an op that is registered computes. ValueError for one that this module can't tell it of: an op without a
+    GEMM from outside the library."""
+    common: dict[str, Any] = {"name": op.name, "op": op.name, "package": op.package, "command": op.command}
+    common |= {"reference": op.reference, "steps": op.steps}
+    if not isinstance(op, GemmOp):
+        if op.name not in _MORE:
+            raise ValueError(f"{op.name} has no problem: it is no GemmOp, and {__name__} does not know it")
+        return Problem(**common | {"words": f"{op.holds}; {op.result}"} | _MORE[op.name])
+    name = op.reference if isinstance(op.reference, str) else ""
+    return Problem(
+        **common,
+        gemm=True,
+        configured=True,
+        a_cut=op.a_cut,
+        b_cut=op.b_cut,
+        out_cut=op.out_cut,
+        joins="sum" if op.sums else "columns" if op.b_cut == "N" and op.is_replicated else "",
+        words=op.result.rpartition(", ")[0] or op.result,
+        gpu_share=_GPU_SHARES.get(op.b_cut, (8192, 8192, 8192)),
+        cpu_share=_CPU_SHARE,
+        sizes=_SIZES.get(name, {}),
+        op_sizes={"num_rows": "M"} if op.a_cut == "M" else {},
+        scratch=_SCRATCH.get(name, {}),
+    )
+
+
+def _all() -> Iterator[Problem]:
+    """Those of the library; first the GEMMs that a caller may configure, which have namesakes without a GEMM."""
+    for op in sorted(registered(), key=lambda op: not isinstance(op, GemmOp)):
+        if op.package not in ("collectives", "stream_k"):
+            continue
+        problem = problem_of(op)
+        yield problem
+        if op.name == "rms_norm":
+            words = "its columns of x and of the residual; all columns of the result"
+            steps = f"{_NORM_STEPS}, all_gather of the columns"
+            name = "rms_norm_replicated"
+            yield replace(problem, name=name, command=name, out_cut="", words=words, steps=steps)
+
+
+ALL = tuple(_all())
 BY_NAME: Mapping[str, Problem] = {problem.name: problem for problem in ALL}
 # The GEMMs that a caller may configure, by their names on the command lines.
 PROBLEMS: Mapping[str, Problem] = {each.command: each for each in ALL if each.configured and each.command}

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from pyrocshmem import collectives, stream_k
+from pyrocshmem.calls.op import Op
 from pyrocshmem.reference import operands
 from pyrocshmem.reference.operands import Operands
-from pyrocshmem.reference.problems import ALL, PROBLEMS, Problem, find_problem
+from pyrocshmem.reference.problems import ALL, PROBLEMS, Problem, find_problem, problem_of
+from pyrocshmem.stream_k.ops.op import GemmOp
 
 TIER = 0
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +78,10 @@ def test_the_table_names_what_exists() -> None:
 def test_shares_in_words() -> None:
     words = {name: problem.describe_share((M, N, K), 3) for name, problem in PROBLEMS.items()}
     assert words == {
-        "all_gather": "A 3 x 13, B 13 x 4; result 7 x 4, its own columns",
+        "all_gather": "A 3 x 13, B 13 x 4; result 7 x 4, all rows, its own columns",
         "all_reduce": "A 7 x 5, B 5 x 11; result 7 x 11, the sum over ranks",
         "all_scatter": "A 7 x 13, B 13 x 4; result 7 x 11, the columns of all ranks",
-        "reduce_scatter": "A 7 x 5, B 5 x 11; result 3 x 11, its own rows of the sum over ranks",
+        "reduce_scatter": "A 7 x 5, B 5 x 11; result 3 x 11, its M/R rows of the sum over ranks",
     }
 
 
@@ -126,6 +128,25 @@ def test_samples_and_blocks_are_parts_of_the_whole(problem: Problem, monkeypatch
     out[-1, -1] *= 1.5
     found = x.check(out)
     assert (found.num_bad, found.first_bad) == (1, (out.shape[0] - 1, out.shape[1] - 1))
+
+
+def test_an_op_from_outside() -> None:
+    """Its cuts say what ranks have, and what they must hold; its reference is a function of its own."""
+    words = {
+        "name": "mine",
+        "package": "elsewhere",
+        "holds": "M x K/R, K/R x N",
+        "result": "a block of rows, M/R x N",
+    }
+    op = GemmOp(**words, a_cut="K", b_cut="K", out_cut="M", steps="matmul", reference=torch.matmul)
+    problem = problem_of(op)
+    assert problem.describe_share((7, 8, 9), 2) == "A 7 x 5, B 5 x 8; result 4 x 8, a block of rows"
+    x = Operands(problem, (7, 8, 9), torch.float32)
+    run = x.reference()
+    run.call()
+    assert x.check(run.result()).ok
+    with pytest.raises(ValueError, match="mine has no problem"):
+        problem_of(Op(**words))
 
 
 def test_calls_of_a_graph_read_copies_in_turn() -> None:
