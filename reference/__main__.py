@@ -110,16 +110,10 @@ def _problem(
     collective: str, shape: tuple[int, ...] | None, num_ranks: int, on_gpu: bool
 ) -> tuple[tuple[int, ...], str, str]:
     """(its sizes, M N K or M N, as asked for or the default ones; its steps; what each rank has), in words."""
-    from pyrocshmem.reference.norm_problems import NORMS
     from pyrocshmem.reference.problems import find_problem
 
-    if collective in NORMS:
-        norm = NORMS[collective]
-        usual = norm.gpu_shape if on_gpu else norm.cpu_shape
-        return shape or usual, norm.steps, norm.holds
-    problem = find_problem(collective)
-    M, N, K = shape or problem.default_shape(num_ranks, on_gpu)
-    sizes = (M, N, K)
+    problem = find_problem(collective, len(shape) if shape else None)
+    sizes = shape or problem.default_shape(num_ranks, on_gpu)
     return sizes, problem.steps, problem.describe_share(sizes, num_ranks)
 
 

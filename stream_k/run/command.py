@@ -6,6 +6,7 @@ reference's, and last whether all ranks are right. Each step is a line on stderr
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -16,12 +17,9 @@ from pyrocshmem import launching, target
 from pyrocshmem.calls import timeline_files
 from pyrocshmem.options import MAX_RANKS, program_name
 from pyrocshmem.reference import report
-from pyrocshmem.reference.problems import PROBLEMS, find_problem
+from pyrocshmem.reference.problems import find_problem
 from pyrocshmem.results import RanksFailed
-from pyrocshmem.stream_k.run import collective_job
 from pyrocshmem.stream_k.run import job as fused
-from pyrocshmem.stream_k.run.collective_problems import STANDALONE
-from pyrocshmem.stream_k.run.norm_problems import NORMS
 
 _CPU_RANKS = 4
 # An interpreted step takes about so long, whatever its size; ranks that don't end within the time limit are killed.
@@ -52,20 +50,11 @@ def run(
     calls = iters if iters is not None else 20 if on_gpu else 3
     if trace_path is not None:
         timeline_files.check_path(trace_path)
-    console = Console()
-    # Some have a namesake with a GEMM before it: two sizes are a tensor's.
-    alone = collective not in PROBLEMS or (sizes is not None and len(sizes) == 2)
-    if alone:
-        if placement != "auto" or block or partial_dtype:
-            why = "chooses its GEMM itself" if collective in NORMS else "has no GEMM"
-            raise ValueError(f"{collective} {why}: leave --block, --placement and --partial-dtype out")
-        problem = {**STANDALONE, **NORMS}[collective]
-        return collective_job.run(console, problem, ranks, sizes, kind, seed, calls, json_path, trace_path)
     wire = getattr(torch, partial_dtype) if partial_dtype not in (None, "float32") else None
-    M, N, K = sizes or find_problem(collective).default_shape(ranks, on_gpu)
+    problem = find_problem(collective, len(sizes) if sizes else None)
     job = fused.Job(
         collective,
-        (M, N, K),
+        sizes or problem.default_shape(ranks, on_gpu),
         kind,
         placement,
         seed,
@@ -74,20 +63,20 @@ def run(
         trace=trace_path is not None,
         block=block,
     )
-    fused.check_job(job)
-    return _run_job(console, job, ranks, json_path, trace_path)
+    fused.check_job(job, ranks)
+    return _run_job(Console(), job, ranks, json_path, trace_path)
 
 
 def _run_job(
     console: Console, job: fused.Job, num_ranks: int, json_path: Path | None, trace_path: Path | None
 ) -> bool:
-    """Run a fused op and print what came of it; whether every rank's result is right."""
-    op, sizes = find_problem(job.collective).op, job.shape
+    """Run an op and print what came of it; whether every rank's result is right."""
+    problem, sizes = job.problem, job.shape
     facts = _facts(job, num_ranks)
-    if target.interpreted():
+    if problem.configured and target.interpreted():
         _check_time(job, num_ranks)
     report.print_where(console)
-    report.print_facts(console, "stream_k." + op, facts)
+    report.print_facts(console, f"{problem.package}.{problem.op}", facts)
     report.print_step(f"starting {num_ranks} ranks")
     try:
         results = launching.spawn(fused.run_rank, num_ranks, job)
@@ -102,11 +91,14 @@ def _run_job(
         for who in results[0].seconds
     ]
     report.print_errors(console, accuracy)
-    report.print_times(console, timings, 2.0 * sizes[0] * sizes[1] * sizes[2])
+    if problem.gemm:
+        report.print_times(console, timings, 2.0 * math.prod(sizes))
+    else:
+        report.print_times(console, timings, math.prod(sizes) * job.dtype.itemsize, "GB/s of the tensor")
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        timeline_files.report(console, timeline, trace_path, f"{op}, {facts['C = A x B']}")
+        timeline_files.report(console, timeline, trace_path, f"{problem.op}, {sizes}")
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return report.print_verdict(console, accuracy)
@@ -118,7 +110,7 @@ def _check_time(job: fused.Job, num_ranks: int) -> None:
     steps = schedule.num_tiles * schedule.iters_per_tile
     seconds = _STEP_S * steps * num_ranks / min(num_ranks, os.cpu_count() or 1)
     if seconds * (job.iters + 1) > _CPU_LIMIT_S:
-        small = ",".join(map(str, find_problem(job.collective).default_shape(num_ranks, on_gpu=False)))
+        small = ",".join(map(str, job.problem.default_shape(num_ranks, on_gpu=False)))
         raise ValueError(
             f"a call of M N K = {' '.join(map(str, job.shape))} takes about {seconds / 60:.0f} minutes in Triton's "
             f"interpreter; this works: {program_name('run')} -n {num_ranks} -c {job.collective} --shape {small}"
@@ -127,8 +119,24 @@ def _check_time(job: fused.Job, num_ranks: int) -> None:
 
 def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
     """What is printed before the run."""
-    problem = find_problem(job.collective)
-    device = target.device(0)
+    problem = job.problem
+    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
+    dtype = str(job.dtype).removeprefix("torch.")
+    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}"
+    chosen, wire = _chosen(job, num_ranks) if problem.configured else ({}, "")
+    return {
+        "runs on": target.describe(),
+        "reference": f"{problem.steps} ({library})",
+        "C = A x B" if problem.gemm else "sizes": f"{sizes}, {dtype}, {num_ranks} ranks, seed {job.seed}",
+        "per rank": problem.describe_share(job.shape, num_ranks),
+        **chosen,
+        "bound": problem.describe_bound(wire),
+    }
+
+
+def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
+    """(facts of the configuration, what partial sums are rounded to, "" for fp32)."""
+    problem, device = job.problem, target.device(0)
     config = fused.make_config(job, num_ranks, device)
     schedule = fused.make_schedule(job, num_ranks, device)
     beside = (
@@ -143,22 +151,12 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
         "unfused": "by messages, before or after a product of the BLAS where it can",
     }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
-    library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
-    dtype = str(job.dtype).removeprefix("torch.")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
     steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
-    M, N, K = job.shape
     wire = str(config.wire_dtype(job.dtype)).removeprefix("torch.").replace("float32", "fp32")
-    bound = "error of the reference + sqrt(K) 2^-23 |A| @ |B| + one rounding"
-    if problem.sums and wire != "fp32":
-        bound += f" + a rounding of each rank's partial to {wire}"
-    return {
-        "runs on": target.describe(),
-        "reference": f"{problem.steps} ({library})",
-        "C = A x B": f"M N K = {M} {N} {K}, {dtype}, {num_ranks} ranks, seed {job.seed}",
-        "per rank": problem.describe_share(job.shape, num_ranks),
+    facts: dict[str, object] = {
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
         "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
-        "bound": bound,
     }
+    return facts, "" if wire == "fp32" else wire

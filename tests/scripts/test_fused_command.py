@@ -12,15 +12,14 @@ import pytest
 from pyrocshmem import launching, options, signal, target
 from pyrocshmem.calls.op import registered
 from pyrocshmem.reference.accuracy import Accuracy
-from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.reference.problems import ALL, PROBLEMS
 from pyrocshmem.run_command import USAGE, app
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.stream_k.run.collective_problems import STANDALONE
 from pyrocshmem.stream_k.run.job import Result, with_block
-from pyrocshmem.stream_k.run.norm_problems import NORMS
 from tests import commands
 
 TIER = 2
+NORMS = {problem.command: problem for problem in ALL if problem.gemm and problem.norm}
 pytestmark = pytest.mark.gpu_a_rank("commands start a rank a GPU")
 
 
@@ -73,7 +72,7 @@ def test_run_with_a_norm(collective: str, tmp_path: Path) -> None:
     options = ("--shape", "3,44,131", "--dtype", "float16", "--iters", "2", "--json", str(out))
     done = commands.invoke(app, "-n", "2", "-c", collective, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in (NORMS[collective].function, NORMS[collective].steps, "M N K = 3 44 131", "GFLOP/s"):
+    for part in (f"stream_k.{NORMS[collective].op}", NORMS[collective].steps, "M N K = 3 44 131", "GFLOP/s"):
         assert part in done.stdout
     check_what_a_run_says(done, 2)
     result = json.loads(out.read_text())
@@ -216,7 +215,9 @@ def test_help_has_the_collectives_that_there_are() -> None:
     """The option -c is checked by it, before torch can be imported."""
     found = options.collectives(USAGE.read_text())
     assert {name for name, letters in found.items() if "MNK" in letters} == {*PROBLEMS, *NORMS}
-    assert {name for name, letters in found.items() if "MN" in letters} == {*STANDALONE}
+    assert {name for name, letters in found.items() if "MN" in letters} == {
+        problem.command for problem in ALL if problem.command and not problem.gemm
+    }
     ours = {op.command for op in registered() if op.package in ("stream_k", "collectives")} - {""}
     assert ours == set(found) - {"rms_norm_replicated"}, "which is rms_norm with an argument"
 

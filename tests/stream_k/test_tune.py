@@ -142,7 +142,7 @@ def passes_over_a_sum(rank: int, world_size: int) -> tuple[bool, bool]:
         base = cost_model(case.op, case.M, case.N, case.K, HALF, world_size, CPU, HALF)
         right = found.is_right(base)
         assert found.expected is not None
-        found.expected[:32, :32] -= (found.a @ found.b)[:32, :32]
+        found.expected[:32, :32] -= (found.operands.a @ found.operands.b)[:32, :32]
         return right, found.is_right(base)
 
 
