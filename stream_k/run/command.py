@@ -19,6 +19,7 @@ from pyrocshmem.options import MAX_RANKS, program_name
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import find_problem
 from pyrocshmem.results import RanksFailed
+from pyrocshmem.stream_k.choice.explain import explain
 from pyrocshmem.stream_k.run import job as fused
 
 _CPU_RANKS = 4
@@ -159,4 +160,9 @@ def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
         "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
     }
+    if job.block is None:
+        local = problem.local_shape(job.shape, num_ranks)
+        placement = None if job.placement == "auto" else job.placement
+        why = explain(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype, placement)
+        facts["why"] = why.line()
     return facts, "" if wire == "fp32" else wire
