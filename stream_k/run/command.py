@@ -161,8 +161,8 @@ def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
         "communication": f"{algorithm}{where}" + (f", partials in {wire}" if problem.sums else ""),
     }
     if job.block is None:
-        local = problem.local_shape(job.shape, num_ranks)
+        M, N, K = problem.local_shape(job.shape, num_ranks)
         placement = None if job.placement == "auto" else job.placement
-        why = explain(problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype, placement)
+        why = explain(problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype, placement)
         facts["why"] = why.line()
     return facts, "" if wire == "fp32" else wire
