@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -43,6 +44,7 @@ _OPENER = """
 import sys
 if sys.argv[1] != "host":
     import torch
+sys.path.append(sys.argv[3])  # last: modules there have names of the standard library's
 import finegrained_alloc
 with finegrained_alloc.open_handle(bytes.fromhex(sys.stdin.read()), int(sys.argv[2])) as mapping:
     print(mapping.nbytes)
@@ -117,7 +119,7 @@ def check_ipc() -> Iterator[Finding]:
     device = 1 if target.num_devices() > 1 else 0
     with finegrained_alloc.alloc(_BLOCK, backend) as memory:
         done = subprocess.run(
-            [sys.executable, "-c", _OPENER, backend, str(device)],
+            [sys.executable, "-c", _OPENER, backend, str(device), str(Path(__file__).parent)],
             input=memory.export().hex(),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
@@ -251,7 +253,7 @@ def exchange_for(rank: int, world_size: int, seconds: float) -> tuple[float, flo
         control[int(signal.BUDGET_US.value)] = 10_000_000
         data = heap.zeros(_BLOCK, dtype=torch.int32)
         wrong = torch.zeros(1, dtype=torch.int32, device=heap.device)
-        arguments = (data, wrong, (control, heap.system, heap.status, heap.heap_bases))
+        arguments = (data, wrong, signal.Context(control, heap.system, heap.status, heap.heap_bases))
         if not target.interpreted():  # loaded before any rank can wait
             ring_kernel.warmup(*arguments, WORLD=world_size, BLOCK=_BLOCK, grid=(1,))
         heap.barrier()

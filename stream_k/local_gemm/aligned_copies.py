@@ -8,7 +8,7 @@ log-uniform in 128 to 8192): 2.6 times less, geometric mean.
 
 Where A's last rows don't fill a tile, TMA puts zeros for the others, slowly: as if all programs fetched these rows from
 one place, some 20 a nanosecond. A product of few rows takes up to twice as long for it. A copy with memory for whole
-tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`stream_k.local_gemm.operands.rows_held`).
+tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`pyrocshmem.calls.tensors.rows_held`).
 
 Copies live from their launch to the GEMM's, in memory of PyTorch's allocator: calls on several streams don't share
 them, and a captured graph keeps its own. One that is made for the rows behind it alone, on a workspace whose calls
@@ -28,6 +28,7 @@ import triton.language as tl
 from pyrocshmem import dependent_launch, target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import POINTER
+from pyrocshmem.elements import ELEMENTS
 
 # Elements of a line of a copy are a multiple of this: 128 bytes, what memory is read in.
 _LINE = 64
@@ -99,7 +100,7 @@ class _Copied:
 
 def worth_a_copy(x: torch.Tensor, how: int) -> bool:
     """Whether `x`, which would be read in the way `how`, is better copied."""
-    return how == POINTER and x.element_size() == 2 and target.backend() != "hip"
+    return how == POINTER and not ELEMENTS[x.dtype].wide and target.backend() != "hip"
 
 
 # From readings of 360 products of 1 to 256 rows on H200 (docs/log.md): rows outside, a microsecond; bytes of B, in a

@@ -3,22 +3,17 @@ by pointers otherwise."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pyrocshmem.calls.tensors import (
     _check_same_device,
     check_plain,
     check_writable,
-    kind,
     share_memory,
     tell_autograd,
 )
 from pyrocshmem.collectives.epilogue import ACTIVATIONS
-from pyrocshmem.elements import DTYPES
-
-_ALLOWED = ", ".join(map(str, DTYPES))
+from pyrocshmem.elements import ELEMENTS, names
 
 
 def check_product(
@@ -35,13 +30,13 @@ def check_product(
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {_ALLOWED}")
+        if x.dtype not in ELEMENTS:
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {names()}")
         if x.ndim != 2:
             raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
         check_plain(name, x)
     if a.dtype != b.dtype:
-        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {_ALLOWED}, one for both")
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {names()}, one for both")
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ"
@@ -53,9 +48,9 @@ def check_product(
         if not isinstance(bias, torch.Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
         check_plain("bias", bias)
-        if bias.dtype not in (a.dtype, torch.float32):
-            allowed = ", ".join(map(str, dict.fromkeys((a.dtype, torch.float32))))
-            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {allowed}")
+        allowed = ELEMENTS[a.dtype].biases
+        if bias.dtype not in allowed:
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {names(allowed)}")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
@@ -76,17 +71,19 @@ def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Te
 def check_output(
     out: torch.Tensor | None,
     shape: tuple[int, int],
+    allowed: tuple[torch.dtype, ...],
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """TypeError or ValueError unless `out`, if given, can take a result of `shape` from checked operands."""
+    """TypeError or ValueError unless `out`, if given, can take a result of `shape`, of an allowed dtype, from checked
+    operands."""
     if out is None:
         return
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
-    if out.dtype != a.dtype:
-        raise TypeError(f"out has dtype {out.dtype}, allowed is {a.dtype}, the operands'")
+    if out.dtype not in allowed:
+        raise TypeError(f"out has dtype {out.dtype}, allowed is {names(allowed)}, the operands'")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
     check_plain("out", out)
@@ -108,31 +105,3 @@ def claim(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
                 f"out shares memory with {name}, which is still read while out is written; give another out"
             )
     tell_autograd(out)
-
-
-# Heights of tiles, largest first.
-_HEIGHTS = (256, 128, 64, 32, 16)
-
-
-def rows_held(x: torch.Tensor) -> int:
-    """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
-    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
-    many rows that the last tile's hardly count, its own.
-    """
-    rows, cols = x.shape
-    pitch, step = x.stride()
-    if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
-        return rows
-    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    held = (size - cols) // pitch + 1
-    if held > rows:
-        for height in _HEIGHTS:
-            whole = -(-rows // height) * height
-            if whole <= held:
-                return whole
-    return rows
-
-
-def left_kind(a: Any) -> Any:
-    """`kind` of a left operand, and of which rows behind its own a plan depends on."""
-    return kind(a), rows_held(a) if isinstance(a, torch.Tensor) and a.ndim == 2 else 0

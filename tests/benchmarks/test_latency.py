@@ -11,11 +11,11 @@ import torch
 
 from pyrocshmem import Heap, target
 from pyrocshmem.benchmarks import check, providers
-from pyrocshmem.benchmarks.collective_providers import meeting
 from pyrocshmem.benchmarks.operands import Operands
-from pyrocshmem.benchmarks.provider import Unavailable
+from pyrocshmem.benchmarks.provider import Unavailable, provided
 from pyrocshmem.benchmarks.shapes import OPS, Case
 from pyrocshmem.reference.timing import COLD_BYTES, cold_copies
+from pyrocshmem.stream_k.run.calls import meeting
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -53,13 +53,13 @@ def spoilt(rank: int, world_size: int) -> list[str]:
             run.call()
             # A library's bound is wider for sums: that of ours is put to the test, and there on exact results.
             run.library, run.roundings = False, 0
-            truth = operands.truth("result")
-            if truth.magnitude.any():
-                run.out = truth.ref64.to(run.result().dtype).view(run.result().shape)
-            if check.error_of(run, truth, world_size)["num_bad"]:
+            sample = operands.sampled("result")
+            if not sample.truth.moved:
+                run.out = sample.truth.value.to(run.result().dtype).view(run.result().shape)
+            if check.error_of(run, sample, world_size)["num_bad"]:
                 wrong.append(f"{op}: wrong as it is")
             run.out.view(-1)[-1] *= 1 + rank * 2**-8
-            if check.error_of(run, truth, world_size)["num_bad"] != rank:
+            if check.error_of(run, sample, world_size)["num_bad"] != rank:
                 wrong.append(f"{op}: rank {rank} is not seen")
     return wrong
 
@@ -74,13 +74,13 @@ def hurries(rank: int, world_size: int) -> list[int]:
     device, found = target.device(rank), []
     with Heap(8 << 20) as heap:
         operands = Operands(Case("barrier", "once", 1, 0, 0, "float16", world_size, "eager"), heap, device)
-        for run in (meeting(operands, lambda: None), providers.prepare("ours", operands)):
+        for run in (provided(meeting(heap, lambda: None)), providers.prepare("ours", operands)):
             run.call()  # the first one plans, for which hosts meet
             heap.synchronize()
             time.sleep(0.5 * rank)
             run.reset()
             run.call()
-            found.append(check.error_of(run, operands.truth("result"), world_size)["num_bad"])
+            found.append(check.error_of(run, operands.sampled("result"), world_size)["num_bad"])
             heap.synchronize()
     return found
 

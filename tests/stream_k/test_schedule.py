@@ -82,7 +82,7 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
         return
     assert schedule.num_programs <= programs
     assert options["split"] != "none"
-    assert options["split"] != "apart" or tiles <= programs
+    assert options["split"] != "separate" or tiles <= programs
     assert schedule.kind == "split_k" or options["split"] == "stream_k"
     assert remainder > 0
     lo, hi = schedule.program_range(schedule.num_split_programs - 1)

@@ -8,7 +8,7 @@ import pytest
 
 from pyrocshmem.calls import timeline_files
 from pyrocshmem.calls.timeline import COPY, MMA, Span, Timeline
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from tests import commands
 
 TIER = 2
@@ -64,6 +64,16 @@ def test_chrome_trace(tmp_path: Path) -> None:
     (zipped, _) = timeline_files.write(_made_up(), tmp_path / "b.json.gz", "an op")
     assert json.loads(gzip.decompress(zipped.read_bytes())) == found
     assert (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_picture_is_drawn_anew_from_its_file(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = timeline_files.write(_made_up(), tmp_path / name, "an op, its sizes")
+    first = picture.read_bytes()
+    picture.unlink()
+    assert timeline_files.redraw(path) == picture
+    assert picture.read_bytes() == first
 
 
 def test_large_traces_stay_below_a_megabyte(tmp_path: Path) -> None:
@@ -132,4 +142,4 @@ def test_option_of_the_command_for_other_ops(
 def test_command_refuses_other_files(tmp_path: Path) -> None:
     done = commands.invoke(app, "-n", "1", "--trace", str(tmp_path / "out.png"))
     assert done.returncode == 2
-    assert ".json or .json.gz file" in done.stdout
+    assert ".json or .json.gz file" in done.stderr

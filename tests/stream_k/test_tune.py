@@ -13,12 +13,14 @@ from pyrocshmem import Heap, stream_k, target
 from pyrocshmem.benchmarks import trial, tune
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.benchmarks.trial import Case, tune_case
+from pyrocshmem.benchmarks.tune_command import app
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
-from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.stream_k.choice.placement import Variant, num_tiles, placements_by_op
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.tilings import _SHARED_BYTES
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
@@ -26,7 +28,7 @@ from tests.stream_k.test_tuned import CPU, HALF, forget
 TIER = 3
 pytestmark = pytest.mark.cpu
 
-OPS = tuple(table.PLACEMENTS_OF)
+OPS = tuple(placements_by_op())
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -51,7 +53,7 @@ def test_candidates(
         table.check(op, config, CPU)
         assert variant.fitted(shape[0], shape[1], processors) == config
         if variant.most_programs:
-            tiles = table.num_tiles(config, shape[0], shape[1])
+            tiles = num_tiles(config, shape[0], shape[1])
             assert config.num_programs == balanced_programs(tiles, variant.most_programs)
 
 
@@ -83,6 +85,8 @@ def test_candidates_around_small_tiles(
 class _Greedy:
     """A kernel that compiles, and then needs more than the device has."""
 
+    arg_names = ()
+
     def warmup(self, *args: object, **options: object) -> Any:
         return self
 
@@ -104,7 +108,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
     """Two configurations, of which the other one is fast and wrong."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     real = stream_k.gemm
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
@@ -123,7 +127,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
 def refuses_on_a_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
         if config == other and rank == 1:
@@ -142,7 +146,7 @@ def passes_over_a_sum(rank: int, world_size: int) -> tuple[bool, bool]:
         base = cost_model(case.op, case.M, case.N, case.K, HALF, world_size, CPU, HALF)
         right = found.is_right(base)
         assert found.expected is not None
-        found.expected[:32, :32] -= (found.a @ found.b)[:32, :32]
+        found.expected[:32, :32] -= (found.operands.a @ found.operands.b)[:32, :32]
         return right, found.is_right(base)
 
 
@@ -151,7 +155,7 @@ def times_calls_of(microseconds: float) -> dict[str, Any]:
     made in each graph, of how many copies of B."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     trial._GRAPH_BELOW_S = {"cpu": 200e-6}
     graphs: list[list[int]] = []
     read: list[tuple[int, Config]] = []
@@ -218,12 +222,12 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     common = ("-n", "2", "--iters", "1", "--commit", "0123", "--out", str(path))
     options = ("--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16")
-    done = commands.start("stream_k", "tune", *options, *common)
+    done = commands.start("pyrocshmem", "tune", *options, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("gemm_all_reduce 20 x 9 x 8, float16 partials", "cost model", "fastest"):
         assert text in done.stdout
     more = ("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8")
-    done = commands.invoke(app, "tune", *more, *common)
+    done = commands.invoke(app, *more, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     found = table.Table.read(path)
     kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
@@ -251,25 +255,25 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "text"),
     [
         (("--ops", "gemm,all_reduce"), "no such op: all_reduce; there are gemm, all_gather_gemm"),
-        (("--shapes", "8,8"), "--shape must be M,N,K"),
-        (("--shapes", "0,8,8"), "allowed sizes of 1 or more"),
+        (("--shapes", "8,8"), "--shapes must be M,N,K"),
+        (("--shapes", "0,8,8"), "sizes of 1 or more, got '0,8,8'"),
         (("-n", "1"), "on one rank the fused ops are gemm"),
         (("-n", "0"), "0 ranks"),
         (("--ops", "[/x]"), "no such op: [/x]; there are gemm"),
-        (("--iters", "0"), "0 samples"),
+        (("--iters", "0"), "iters is 0, allowed 1 or more"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    done = commands.invoke(app, "tune", *arguments, "--out", str(out))
+    done = commands.invoke(app, *arguments, "--out", str(out))
     assert done.returncode == 2
-    assert text in done.stdout
+    assert text in done.stderr
     assert not out.exists()
 
 
 def test_what_is_planned() -> None:
     """llama3: nine products an op, both orders for a GEMM, sums with each kind of partials."""
-    cases = tune.plan(tune.OPS, ["llama3"], tune.Dtype.bfloat16, None, 4)
+    cases = tune.plan(tune.OPS, ["llama3"], "bfloat16", None, 4)
     count = {op: len([case for case in cases if case.op == op]) for op in tune.OPS}
     assert count == {
         "gemm": 18, "all_gather_gemm": 9, "gemm_all_reduce": 18, "gemm_all_scatter": 9, "gemm_reduce_scatter": 18
