@@ -148,6 +148,7 @@ class GemmPlan:
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
+        self.activation, self.unbiased = activation, Finish.of(None, activation)
         finish = Finish.of(bias, activation)
         self.launch.compile(self._arguments(a, b, finish, out))
         if self.sum is not None:
@@ -160,8 +161,9 @@ class GemmPlan:
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""
-        a, b = self.product.readable(a, b)
-        finish = Finish.of(bias, self.activation)
+        if self.product.copies is not None:
+            a, b = self.product.copies.run(a, b)
+        finish = self.unbiased if bias is None else Finish.of(bias, self.activation)
         self.launch(self._arguments(a, b, finish, out))
         if self.sum is not None:
             self.sum.run(finish, out)
@@ -170,7 +172,7 @@ class GemmPlan:
         self, a: torch.Tensor, b: torch.Tensor, finish: Finish, out: torch.Tensor
     ) -> tuple[Any, ...]:
         """Those of `gemm_kernel` for tensors of this kind."""
-        x, y = self.product.operands(a, b)
+        x, y = filled(self.product.a_template, a), filled(self.product.b_template, b)
         extra = self.sent.extra(finish, *self.sent.rest)
         c = filled(self.c_template, out)
         problem, strides = self.product.problem, self.product.strides

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -278,7 +279,10 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     added = bias if residual is None else in_one(bias, residual)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
-        plan.call(a, b, added, out)
+        if workspace.device.type == "cpu":
+            plan.run(a, b, added, out)
+        else:
+            plan.graphs.run((a, b, added, out), partial(plan.run, a, b, added, out))
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if op.has_second(request) else out
