@@ -1,0 +1,52 @@
+"""The Python of README.md and of the tutorials runs, on two ranks, and prints what the page says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIER = 2
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """What stands in the fences of `language` on a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def output(code: str, folder: Path) -> str:
+    """What a program prints; it is a file, since ranks import it and Triton reads a kernel's source."""
+    program = folder / "program.py"
+    program.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_are_tutorials() -> None:
+    assert len(PAGES) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.num_ranks(2)
+def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    (expected,) = blocks(page, "text")
+    assert output("".join(blocks(page, "python")), tmp_path) == expected
+
+
+@pytest.mark.num_ranks(2)
+def test_the_first_example_of_the_readme(tmp_path: Path) -> None:
+    first = blocks(ROOT / "README.md", "python")[0]
+    assert output(first, tmp_path)
