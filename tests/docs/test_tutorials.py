@@ -1,4 +1,4 @@
-"""The Python of README.md and of the tutorials runs, on two ranks, and prints what the page says."""
+"""The Python of README.md, the guide and the tutorials runs, on two ranks, and prints what the page says."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ TIER = 2
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "docs" / "guide.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -35,13 +35,9 @@ def output(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_tutorials() -> None:
-    assert len(PAGES) >= 3
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.num_ranks(2)
-def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_says(page: Path, tmp_path: Path) -> None:
     (expected,) = blocks(page, "text")
     assert output("".join(blocks(page, "python")), tmp_path) == expected
 
