@@ -67,7 +67,11 @@ def all_variants(files: Sequence[File]) -> str:
 def readme_table(files: Sequence[File]) -> str:
     """A row for each fused op, five at most, all of one machine, of two GPUs if there is one: ours, and its faster
     variant, over cuBLAS + NCCL and over the strongest of the others."""
-    fused = [found for found in _measured(files) if found[0].ranks > 1 and TIMED[found[0].op].kind in ("row", "column")]
+    fused = [
+        found
+        for found in _measured(files)
+        if found[0].ranks > 1 and TIMED[found[0].op].kind in ("row", "column")
+    ]
     machines = [(group.ranks, group.device) for group, *_ in fused]
     machine = max(machines, key=lambda each: (each[0] == 2, machines.count(each)), default=(0, ""))
     shown: dict[str, stats.Group] = {}
@@ -80,7 +84,9 @@ def readme_table(files: Sequence[File]) -> str:
             continue
         first = baseline(group.op)
         best = min(over.keys() - {first}, key=lambda peer: geometric_mean(over[peer]), default="")
-        cells = rows.setdefault(group.op, [f"`{group.op}`", group.shapes, "", "", best and f"`{best}`", "", ""])
+        cells = rows.setdefault(
+            group.op, [f"`{group.op}`", group.shapes, "", "", best and f"`{best}`", "", ""]
+        )
         for column, peer in ((2, first), (5, cells[4].strip("`"))):
             cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
     header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "best peer", "over it", "16-bit sums"]
