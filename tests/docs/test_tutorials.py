@@ -1,5 +1,6 @@
 """The Python of README.md, the guide and the tutorials runs, on two ranks, and prints what the page says."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,10 +24,13 @@ def output(code: str, folder: Path) -> str:
     """What a program prints; it is a file, since ranks import it and Triton reads a kernel's source."""
     program = folder / "program.py"
     program.write_text(code)
+    # As a reader's shell has it, not as pytest's process does.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(program)],
         check=False,
         cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
