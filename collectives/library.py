@@ -21,21 +21,15 @@ the fused ops.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pyrocshmem.calls.operators import define, find, once, ops, ranks
+from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.operators import find, once, ops, ranks
 from pyrocshmem.collectives import whole_tensors
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
-
-_SCHEMAS = {
-    "all_reduce": "(Tensor x, str algorithm, str group) -> Tensor",
-    "all_gather": "(Tensor x, str group) -> Tensor",
-    "reduce_scatter": "(Tensor x, str group) -> Tensor",
-    "all_scatter": "(Tensor x, str group) -> Tensor",
-    "broadcast": "(Tensor x, int root, str group) -> Tensor",
-}
 
 
 def _run(name: str) -> Any:
@@ -141,24 +135,88 @@ def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.cat([each[:size] for each, size in zip(blocks, sizes, strict=True)]), None
 
 
-def _define() -> None:
-    backward = {
-        "all_reduce": _of_all_reduce,
-        "all_gather": _of_all_gather,
-        "reduce_scatter": _of_reduce_scatter,
-        "all_scatter": _of_all_scatter,
-        "broadcast": _of_broadcast,
-    }
-    for name, schema in _SCHEMAS.items():
-        define(f"collectives::{name}", schema, _run(name), _shape(name), _keep, backward[name])
-    define(
-        "collectives::all_reduce_rms_norm",
-        "(Tensor x, Tensor? residual, Tensor weight, float eps, str algorithm, str group) -> (Tensor, Tensor)",
-        _run_norm,
-        _norm_shapes,
-        _keep_norm,
-        _of_norm,
+_SCHEMA = "(Tensor x, str group) -> Tensor"
+for _op in (
+    Op(
+        name="all_reduce",
+        package="collectives",
+        holds="x, any shape",
+        result="the sum over ranks, on every rank",
+        schema="(Tensor x, str algorithm, str group) -> Tensor",
+        backward=_of_all_reduce,
+        command="all_reduce",
+        steps="all_reduce",
+        reference="all_reduce",
+    ),
+    Op(
+        name="all_gather",
+        package="collectives",
+        holds="x, M x ...",
+        result="x of all ranks, one below the other, R M x ...",
+        schema=_SCHEMA,
+        backward=_of_all_gather,
+        command="all_gather",
+        steps="all_gather",
+        reference="all_gather",
+    ),
+    Op(
+        name="reduce_scatter",
+        package="collectives",
+        holds="x, M x ...",
+        result="its M/R rows of the sum over ranks",
+        schema=_SCHEMA,
+        backward=_of_reduce_scatter,
+        command="reduce_scatter",
+        steps="reduce_scatter",
+        reference="reduce_scatter",
+    ),
+    Op(
+        name="all_scatter",
+        package="collectives",
+        holds="x, M x N",
+        result="x of all ranks, side by side, M x R N",
+        schema=_SCHEMA,
+        backward=_of_all_scatter,
+        command="all_scatter",
+        steps="all_gather, then copies of the column blocks",
+        reference="gather_columns",
+    ),
+    Op(
+        name="broadcast",
+        package="collectives",
+        holds="x, any shape",
+        result="x of the root, on every rank",
+        schema="(Tensor x, int root, str group) -> Tensor",
+        backward=_of_broadcast,
+        command="broadcast",
+        steps="broadcast",
+        reference="broadcast",
+    ),
+):
+    register(replace(_op, run=_run(_op.name), shapes=_shape(_op.name), keep=_keep))
+register(
+    Op(
+        name="barrier",
+        package="collectives",
+        holds="nothing",
+        result="what follows on a rank's stream runs after what came before on any rank's",
+        command="barrier",
+        steps="an all_reduce of one number",
     )
-
-
-_define()
+)
+register(
+    Op(
+        name="all_reduce_rms_norm",
+        package="collectives",
+        holds="x and a residual, M x N",
+        result="RMSNorm of the sum over ranks + residual, and that total, M x N",
+        schema="(Tensor x, Tensor? residual, Tensor weight, float eps, str algorithm, str group) -> (Tensor, Tensor)",
+        run=_run_norm,
+        shapes=_norm_shapes,
+        keep=_keep_norm,
+        backward=_of_norm,
+        command="all_reduce_rms_norm",
+        steps="all_reduce, add, rms_norm",
+        reference="all_reduce_rms_norm",
+    )
+)

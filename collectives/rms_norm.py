@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pyrocshmem.calls.op import Op, register
 from pyrocshmem.calls.operators import define, dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.tensors import (
     as_rows,
@@ -203,14 +204,22 @@ def _check_apart(out: torch.Tensor, tensors: dict[str, torch.Tensor | None], rep
             raise ValueError(f"out shares memory with {name}; give another out, or, sharded, {name} itself")
 
 
-define(
-    "collectives::rms_norm",
-    "(Tensor x, Tensor weight, Tensor? residual, float eps, SymInt hidden, bool replicated, ScalarType out_dtype, "
-    "str group) -> (Tensor, Tensor, Tensor)",
-    _run,
-    _shapes,
-    _remember,
-    _differentiate,
+register(
+    Op(
+        name="rms_norm",
+        package="collectives",
+        holds="its columns of x, M x N/R",
+        result="its columns of the RMSNorm of whole rows; replicated: all columns, M x N",
+        schema="(Tensor x, Tensor weight, Tensor? residual, float eps, SymInt hidden, bool replicated, "
+        "ScalarType out_dtype, str group) -> (Tensor, Tensor, Tensor)",
+        run=_run,
+        shapes=_shapes,
+        keep=_remember,
+        backward=_differentiate,
+        command="rms_norm",
+        steps="square, all_reduce of the sums, scale",
+        reference="rms_norm",
+    )
 )
 define(
     "collectives::rms_norm_backward",

@@ -122,17 +122,18 @@ class Recorder(Protocol):
         """`multiply()`, timed."""
 
 
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+# What `recorder` gives: where host time counts it is asked itself.
+current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def recorder() -> Recorder | None:
     """The recorder of this thread; None while nothing is recorded."""
-    return _recorder.get()
+    return current.get()
 
 
 def copy(copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None:
     """`copy(argument)`, which enqueues a copy on the current stream, as one that timelines show."""
-    recorder = _recorder.get()
+    recorder = current.get()
     if recorder is None:
         copy(argument)
     else:
@@ -141,7 +142,7 @@ def copy(copy: Callable[[torch.Tensor], object], argument: torch.Tensor) -> None
 
 def product(multiply: Callable[[], object]) -> None:
     """`multiply()`, which enqueues a library's product on the current stream, as one that timelines show."""
-    recorder = _recorder.get()
+    recorder = current.get()
     if recorder is None:
         multiply()
     else:
@@ -151,10 +152,10 @@ def product(multiply: Callable[[], object]) -> None:
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Inside, `recorder` is this thread's. ValueError inside another one."""
-    if _recorder.get() is not None:
+    if current.get() is not None:
         raise ValueError("a timeline is being recorded already, by this thread")
-    token = _recorder.set(recorder)
+    token = current.set(recorder)
     try:
         yield
     finally:
-        _recorder.reset(token)
+        current.reset(token)

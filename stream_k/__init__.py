@@ -23,7 +23,6 @@ from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
-from pyrocshmem.stream_k.ops import library  # noqa: F401  registers the operators
 from pyrocshmem.stream_k.ops.all_gather_gemm import all_gather_gemm
 from pyrocshmem.stream_k.ops.gemm import gemm
 from pyrocshmem.stream_k.ops.gemm_all_reduce import gemm_all_reduce

@@ -7,22 +7,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import signal, status
+from pyrocshmem import signal, status, target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import (
     COLUMN,
     POINTER,
     ROW,
+    check_device,
     filled,
     how_to_write,
+    kind,
     strides_by_pointer,
     template,
 )
-from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace, local_workspace
 from pyrocshmem.collectives.epilogue import ACTIVATIONS, store_output, store_with_squares
-from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.config import Config, check_config
+from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
+from pyrocshmem.torch_contexts import on_device
 
 
 def with_inner_size(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,3 +168,68 @@ class GemmPlan:
         if self.blocks_ahead > 0:
             ahead = (b, b.stride(0 if self.product.b_how == ROW else 1), self.blocks_ahead)
         return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead
+
+
+def run_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Make a call of `gemm`, planned the first time, whatever becomes of its gradient.
+
+    residual: [M, N], like the result, contiguous, checked; added to the GEMM's result before that is rounded, where
+    there is no activation.
+    """
+    if workspace is None and isinstance(a, torch.Tensor):
+        workspace = local_workspace(a.device)
+    recorded = trace.current.get() is not None
+    more = None if residual is None else kind(residual)
+    key = (
+        "gemm",
+        left_kind(a),
+        kind(b),
+        kind(bias),
+        kind(out),
+        more,
+        activation,
+        allow_tf32,
+        config,
+        recorded,
+    )
+    plan = workspace.plans.get(key) if workspace is not None else None
+    if plan is None:
+        M, N, K = check_product(a, b, bias, activation)
+        check_config(config)
+        check_output(out, (M, N), a, b, bias)
+        assert workspace is not None
+        check_device(a, workspace.device)
+        workspace.check()
+        if out is None:
+            out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+        if min(M, N) == 0:
+            return out
+        if target.interpreted() and a.dtype == torch.bfloat16:
+            # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
+            wide_bias = None if bias is None else bias.float()
+            wide_residual = None if residual is None else residual.float()
+            wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
+            return out.copy_(run_gemm(*wide, wide_residual))
+        chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
+        with on_device(workspace.device):
+            added = in_one(bias, residual)
+            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
+        workspace.plans[key] = plan
+    elif out is not None:
+        claim(out, a, b, bias)
+    else:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    a, b = with_inner_size(a, b)
+    with workspace.begin(None):  # type: ignore[union-attr]
+        plan.run(a, b, bias if residual is None else in_one(bias, residual), out)
+    return out

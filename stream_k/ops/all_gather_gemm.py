@@ -6,6 +6,7 @@ rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,23 @@ import torch
 
 from pyrocshmem import signal, status, trace
 from pyrocshmem.calls.kernel_launch import Launch
-from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks
 from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.epilogue import store_output
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.ops.by_message import GatherPlan
-from pyrocshmem.stream_k.ops.gradients import Options, differentiable
-from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, fused_gemm
+from pyrocshmem.stream_k.ops.gradients import (
+    Gradients,
+    b_gradient,
+    bias_gradient,
+    both_gradients,
+    keep,
+)
+from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, register_gemm, run, through_operator
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.rows import step_launch
 
@@ -61,36 +68,57 @@ def all_gather_gemm(
     peer's fault shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype, num_rows)
     if dispatched(a, b, bias, whole=out is None and config is None):
-        options = Options(activation, allow_tf32, partial_dtype, num_rows, save_gathered)
-        return differentiable(
-            "all_gather_gemm", a, b, bias, options, group, workspace, out=out, config=config
-        )
-    request = Request(a, b, out, bias, activation, False, allow_tf32, config, num_rows=num_rows)
-    return run(request, group, workspace)
+        # Only for a gradient of b.
+        saves = save_gathered and needs_gradient((b,))
+        return through_operator(OP, request._replace(save_gathered=saves), name_of(group, workspace))
+    if isinstance(a, torch.Tensor) and a.ndim == 2 and not _has_whole_rows(a):
+        request = request._replace(a=_with_whole_rows(a))
+    return run(OP, request, group, workspace)
 
 
-def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make the call, whatever becomes of its gradient."""
-    a = request.a
-    if isinstance(a, torch.Tensor) and a.ndim == 2 and (a.stride(1) != 1 or a.stride(0) != a.shape[1]):
-        # Copies need whole rows, one behind the other.
-        check_held("a", a)
-        request = request._replace(a=a.contiguous().as_strided(a.shape, (a.shape[1], 1)))
-    return fused_gemm(_OP, request, group, workspace)
+def _has_whole_rows(a: torch.Tensor) -> bool:
+    """Copies need whole rows, one behind the other."""
+    return a.stride(1) == 1 and a.stride(0) == a.shape[1]
 
 
-def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
-    rows = request.a.shape[0]
-    given = request.num_rows
-    total = rows * heap.world_size if given is None else as_integer("num_rows", given)
-    first, last = shard_range(total, heap.rank, heap.world_size)
-    if rows != last - first:
-        raise ValueError(
-            f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
-            "give num_rows, the rows of all ranks, and the block that torch.tensor_split gives this one"
-        )
-    return total, (total, request.b.shape[1])
+def _with_whole_rows(a: torch.Tensor) -> torch.Tensor:
+    check_held("a", a)
+    return a.contiguous().as_strided(a.shape, (a.shape[1], 1))
+
+
+def _run(
+    a: torch.Tensor, b: torch.Tensor, group: str, num_rows: int, bias: Any, activation: str, allow_tf32: bool,
+    partial_dtype: Any, save_gathered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The call by the schema's arguments; nothing in the gathered A's place where it is not wanted."""
+    a = a if _has_whole_rows(a) else _with_whole_rows(a)
+    request = Request(a, b, None, bias, activation, False, allow_tf32, None, None, num_rows, save_gathered)
+    found = run(OP, request, *find(group))
+    return found if save_gathered else (found, a.new_empty(0, a.shape[1]))
+
+
+def _shapes(
+    a: torch.Tensor, b: torch.Tensor, group: str, num_rows: int, bias: Any, activation: str, allow_tf32: bool,
+    partial_dtype: Any, save_gathered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _, N, K = check_product(a, b, bias, activation)
+    return a.new_empty(num_rows, N), a.new_empty(num_rows if save_gathered else 0, K)
+
+
+def _arguments(request: Request, group: str) -> tuple[Any, ...]:
+    """The schema's arguments."""
+    a, b, bias, activation, num_rows = (
+        request.a,
+        request.b,
+        request.bias,
+        request.activation,
+        request.num_rows,
+    )
+    num_rows = a.shape[0] * ranks(group)[1] if num_rows is None else num_rows
+    more = (request.allow_tf32, request.partial_dtype, request.save_gathered)
+    return a, b, group, num_rows, bias, activation, *more
 
 
 class _Plan(FusedPlan):
@@ -202,4 +230,58 @@ def _make_plan(call: Call) -> FusedPlan:
     return GatherPlan(call) if call.config.placement in BY_MESSAGE else _Plan(call)
 
 
-_OP = FusedOp("all_gather_gemm", _sizes, _make_plan, shared=False, own_columns=True)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """`setup_context` of `all_gather_gemm`: keeps the gathered A in the place of A where the call made it."""
+    a, b, ctx.group, ctx.num_rows, bias, activation, ctx.allow_tf32, ctx.partial_dtype, ctx.saved = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[4])
+    # Zeros in the gathered A's place would be made for nothing.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.zeros = functools.partial(torch.zeros, output[0].shape, dtype=a.dtype, device=a.device)
+    keep(ctx, output[1] if ctx.saved else a, b, bias, activation)
+
+
+@once
+def _backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> Gradients:
+    """Backward of `all_gather_gemm`. Without a gradient it communicates too: the peers may have one."""
+    a, b = ctx.saved_tensors
+    grad = ctx.zeros() if grad is None else grad
+    if a is not None and not ctx.saved:
+        none = a.new_empty(a.shape[1], 0)
+        more = (ctx.num_rows, None, "none", ctx.allow_tf32, None, True)
+        _, a = ops.all_gather_gemm(a, none, ctx.group, *more)
+
+    def for_a() -> torch.Tensor:
+        more = (None, "none", ctx.allow_tf32, ctx.partial_dtype)
+        return ops.gemm_reduce_scatter(grad, b.t(), ctx.group, *more)
+
+    def for_b() -> torch.Tensor:
+        return b_gradient(ctx, a, grad)
+
+    grad_a, grad_b = both_gradients(ctx, for_a, for_b, grad)
+    return grad_a, grad_b, None, None, bias_gradient(ctx, grad), None, None, None, None
+
+
+OP = register_gemm(
+    GemmOp(
+        name="all_gather_gemm",
+        package="stream_k",
+        holds="M/R x K, K x N/R",
+        result="all rows, its own columns, M x N/R",
+        command="all_gather",
+        steps="all_gather, then matmul",
+        reference="all_gather_gemm",
+        a_cut="M",
+        b_cut="N",
+        out_cut="N",
+        placements=("copy_engine", "messages", "unfused"),
+        plan=_make_plan,
+        schema="(Tensor a, Tensor b, str group, SymInt num_rows, Tensor? bias, str activation, bool allow_tf32, "
+        "ScalarType? partial_dtype, bool save_gathered) -> (Tensor, Tensor)",
+        arguments=_arguments,
+        run=_run,
+        shapes=_shapes,
+        keep=_keep,
+        backward=_backward,
+    )
+)

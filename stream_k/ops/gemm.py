@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from pyrocshmem import target, trace
-from pyrocshmem.calls.operators import dispatched
-from pyrocshmem.calls.tensors import check_device, kind
-from pyrocshmem.calls.workspace import Workspace, check_workspace, local_workspace
-from pyrocshmem.stream_k.choice.config import Config, check_config
-from pyrocshmem.stream_k.choice.table import choose
-from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
-from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
-from pyrocshmem.stream_k.ops.gradients import Options, differentiable
-from pyrocshmem.torch_contexts import on_device
+from pyrocshmem.calls.op import register
+from pyrocshmem.calls.operators import dispatched, find, ops
+from pyrocshmem.calls.workspace import Workspace, check_workspace
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.operands import check_product
+from pyrocshmem.stream_k.local_gemm.plan import run_gemm
+from pyrocshmem.stream_k.ops.gradients import (
+    Gradients,
+    b_gradient,
+    bias_gradient,
+    keep,
+)
+from pyrocshmem.stream_k.ops.op import GemmOp, Request, through_operator
 
 
 def gemm(
@@ -47,68 +52,63 @@ def gemm(
     if workspace is not None:
         check_workspace(workspace)
     if dispatched(a, b, bias, whole=out is None and config is None):
-        options = Options(activation, allow_tf32)
-        return differentiable("gemm", a, b, bias, options, workspace=workspace, out=out, config=config)
-    return run(a, b, bias, activation, out, allow_tf32, config, workspace)
+        request = Request(a, b, out, bias, activation, False, allow_tf32, config)
+        return through_operator(OP, request, "" if workspace is None else workspace.label)
+    return run_gemm(a, b, bias, activation, out, allow_tf32, config, workspace)
 
 
-def run(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor | None,
-    allow_tf32: bool,
-    config: Config | None,
-    workspace: Workspace | None,
-    residual: torch.Tensor | None = None,
+def _run(
+    a: torch.Tensor, b: torch.Tensor, bias: Any, activation: str, allow_tf32: bool, workspace: str
 ) -> torch.Tensor:
-    """Make the call, whatever becomes of its gradient. residual: [M, N], like the result, contiguous, checked; added to
-    the product before it is rounded, where there is no activation."""
-    if workspace is None and isinstance(a, torch.Tensor):
-        workspace = local_workspace(a.device)
-    recorded = trace.recorder() is not None
-    more = None if residual is None else kind(residual)
-    key = (
-        "gemm",
-        left_kind(a),
-        kind(b),
-        kind(bias),
-        kind(out),
-        more,
-        activation,
-        allow_tf32,
-        config,
-        recorded,
+    """The call by the schema's arguments."""
+    own = find(workspace)[1] if workspace else None
+    return run_gemm(a, b, bias, activation, None, allow_tf32, None, own)
+
+
+def _shape(
+    a: torch.Tensor, b: torch.Tensor, bias: Any, activation: str, allow_tf32: bool, workspace: str
+) -> torch.Tensor:
+    M, N, _ = check_product(a, b, bias, activation)
+    return a.new_empty(M, N)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """`setup_context` of `gemm`."""
+    a, b, bias, activation, ctx.allow_tf32, ctx.workspace = inputs
+    ctx.needs = ctx.needs_input_grad[:3]
+    keep(ctx, a, b, bias, activation)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    """Backward of `gemm`: plain products."""
+    a, b = ctx.saved_tensors
+    more = (None, "none", ctx.allow_tf32, ctx.workspace)
+    grad_a = ops.gemm(grad, b.t(), *more) if b is not None else None
+    grad_b = b_gradient(ctx, a, grad, ctx.workspace) if a is not None else None
+    return grad_a, grad_b, bias_gradient(ctx, grad), None, None, None
+
+
+OP = register(
+    GemmOp(
+        name="gemm",
+        package="stream_k",
+        holds="M x K, K x N",
+        result="M x N; no group",
+        schema="(Tensor a, Tensor b, Tensor? bias, str activation, bool allow_tf32, str workspace) -> Tensor",
+        # A GEMM alone has no consumer to place: any will do.
+        placements=("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused"),
+        arguments=lambda request, workspace: (
+            request.a,
+            request.b,
+            request.bias,
+            request.activation,
+            request.allow_tf32,
+            workspace,
+        ),
+        run=_run,
+        shapes=_shape,
+        keep=_keep,
+        backward=_backward,
+        ordered=False,  # no peers count on it: its calls may be merged and moved
     )
-    plan = workspace.plans.get(key) if workspace is not None else None
-    if plan is None:
-        M, N, K = check_product(a, b, bias, activation)
-        check_config(config)
-        check_output(out, (M, N), a, b, bias)
-        assert workspace is not None
-        check_device(a, workspace.device)
-        workspace.check()
-        if out is None:
-            out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-        if min(M, N) == 0:
-            return out
-        if target.interpreted() and a.dtype == torch.bfloat16:
-            # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
-            wide_bias = None if bias is None else bias.float()
-            wide_residual = None if residual is None else residual.float()
-            wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
-            return out.copy_(run(*wide, wide_residual))
-        chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
-        with on_device(workspace.device):
-            added = in_one(bias, residual)
-            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
-        workspace.plans[key] = plan
-    elif out is not None:
-        claim(out, a, b, bias)
-    else:
-        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    a, b = with_inner_size(a, b)
-    with workspace.begin(None):  # type: ignore[union-attr]
-        plan.run(a, b, bias if residual is None else in_one(bias, residual), out)
-    return out
+)

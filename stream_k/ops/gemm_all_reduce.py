@@ -8,14 +8,19 @@ from typing import Any
 import torch
 
 from pyrocshmem import status
-from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.operators import once
 from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
-from pyrocshmem.stream_k.ops.gradients import Options, differentiable
-from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
+from pyrocshmem.stream_k.ops.gradients import (
+    Gradients,
+    bias_gradient,
+    keep_sum,
+    of_replicated,
+)
+from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
 from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
@@ -60,32 +65,14 @@ def gemm_all_reduce(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias, whole=out is None and config is None and not squared_partials):
-        options = Options(activation, allow_tf32, partial_dtype)
-        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
-        return differentiable("gemm_all_reduce", a, b, bias, options, group, workspace, **unsupported)
     request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
-    return run(request, group, workspace)
-
-
-def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make the call, whatever becomes of its gradient."""
-    return fused_gemm(_OP, request, group, workspace)
+    return call(OP, request, group, workspace)
 
 
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, "gemm_all_reduce")
     return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
-
-
-_OP = FusedOp(
-    "gemm_all_reduce",
-    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1])),
-    _make_plan,
-    shared=True,
-    shares_k=True,
-)
 
 
 class _Plan(FusedPlan):
@@ -171,3 +158,30 @@ class _Plan(FusedPlan):
             product.strides,
         )
         return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+
+
+@once
+def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
+    a, b = ctx.saved_tensors
+    grad_a, grad_b = of_replicated(ctx, a, b, grad)
+    return grad_a, grad_b, None, bias_gradient(ctx, grad), None, None, None
+
+
+OP = register_gemm(
+    GemmOp(
+        name="gemm_all_reduce",
+        package="stream_k",
+        holds="M x K/R, K/R x N",
+        result="the sum over ranks, M x N",
+        command="all_reduce",
+        steps="matmul, then all_reduce",
+        reference="gemm_all_reduce",
+        a_cut="K",
+        b_cut="K",
+        placements=("after", "beside", "own_stream", "inside", "copy_engine", "messages", "unfused"),
+        plan=_make_plan,
+        keep=keep_sum,
+        backward=_backward,
+    )
+)

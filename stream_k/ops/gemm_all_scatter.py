@@ -8,15 +8,20 @@ from typing import Any
 import torch
 
 from pyrocshmem import status
-from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.operators import once, ranks
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
-from pyrocshmem.stream_k.ops.gradients import Options, differentiable
-from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, consumer_launches, fused_gemm
+from pyrocshmem.stream_k.ops.gradients import (
+    Gradients,
+    bias_gradient,
+    keep_sum,
+    of_columns,
+)
+from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
 from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
 
 
@@ -51,17 +56,9 @@ def gemm_all_scatter(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias, whole=out is None and config is None and not squared_partials):
-        options = Options(activation, allow_tf32, partial_dtype)
-        unsupported = {"out": out, "config": config, "squared_partials": squared_partials}
-        return differentiable("gemm_all_scatter", a, b, bias, options, group, workspace, **unsupported)
-    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config)
-    return run(request, group, workspace)
-
-
-def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make the call, whatever becomes of its gradient."""
-    return fused_gemm(_OP, request, group, workspace)
+    # Partial sums are those of a's gradient.
+    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
+    return call(OP, request, group, workspace)
 
 
 class _Plan(FusedPlan):
@@ -143,9 +140,30 @@ def _make_plan(call: Call) -> FusedPlan:
     return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
 
 
-_OP = FusedOp(
-    "gemm_all_scatter",
-    lambda request, heap: (request.a.shape[0], (request.a.shape[0], request.b.shape[1] * heap.world_size)),
-    _make_plan,
-    shared=True,
+@once
+def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    """Backward of `gemm_all_scatter`: this rank's columns of the gradient are its own, A's is a sum over ranks."""
+    a, b = ctx.saved_tensors
+    rank, world_size = ranks(ctx.group)
+    width = grad.shape[1] // world_size
+    columns = grad[:, rank * width : (rank + 1) * width]
+    grad_a, grad_b = of_columns(ctx, a, b, columns)
+    return grad_a, grad_b, None, bias_gradient(ctx, columns), None, None, None
+
+
+OP = register_gemm(
+    GemmOp(
+        name="gemm_all_scatter",
+        package="stream_k",
+        holds="M x K, K x N/R",
+        result="the columns of all ranks, M x N",
+        command="all_scatter",
+        steps="matmul, then all_gather of the column blocks",
+        reference="gemm_all_gather",
+        b_cut="N",
+        placements=("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused"),
+        plan=_make_plan,
+        keep=keep_sum,
+        backward=_backward,
+    )
 )

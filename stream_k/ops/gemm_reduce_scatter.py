@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from pyrocshmem.calls.operators import dispatched
+from pyrocshmem.calls.operators import once, ops
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.heap import Heap
-from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
-from pyrocshmem.stream_k.ops.gradients import Options, differentiable
-from pyrocshmem.stream_k.ops.op import Call, FusedOp, Request, fused_gemm
+from pyrocshmem.stream_k.ops.gradients import (
+    Gradients,
+    b_gradient,
+    bias_gradient,
+    keep_sum,
+)
+from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, register_gemm
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
@@ -44,23 +47,8 @@ def gemm_reduce_scatter(
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    if dispatched(a, b, bias, whole=out is None and config is None):
-        options = Options(activation, allow_tf32, partial_dtype)
-        unsupported = {"out": out, "config": config}
-        return differentiable("gemm_reduce_scatter", a, b, bias, options, group, workspace, **unsupported)
     request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype)
-    return run(request, group, workspace)
-
-
-def run(request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make the call, whatever becomes of its gradient."""
-    return fused_gemm(_OP, request, group, workspace)
-
-
-def _sizes(request: Request, heap: Heap) -> tuple[int, tuple[int, int]]:
-    rows = request.a.shape[0]
-    first, last = shard_range(rows, heap.rank, heap.world_size)
-    return rows, (last - first, request.b.shape[1])
+    return call(OP, request, group, workspace)
 
 
 def _make_plan(call: Call) -> FusedPlan:
@@ -69,10 +57,35 @@ def _make_plan(call: Call) -> FusedPlan:
     return RowsPlan(call, everywhere=False)
 
 
-_OP = FusedOp(
-    "gemm_reduce_scatter",
-    _sizes,
-    _make_plan,
-    shared=False,
-    shares_k=True,
+@once
+def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    """Backward of `gemm_reduce_scatter`: one all-gather of the gradient's rows serves A's, B's and the bias'."""
+    a, b = ctx.saved_tensors
+    gathers = a is not None or ctx.bias_dtype is not None
+    # Where A has no gradient the rows are gathered alone: by no columns.
+    columns = b.t() if b is not None else grad.new_empty(grad.shape[1], 0)
+    grad_a, gathered = ops.all_gather_gemm(
+        grad, columns, ctx.group, ctx.num_rows, None, "none", ctx.allow_tf32, None, gathers
+    )
+    grad_b = b_gradient(ctx, a, gathered) if a is not None else None
+    return grad_a if b is not None else None, grad_b, None, bias_gradient(ctx, gathered), None, None, None
+
+
+OP = register_gemm(
+    GemmOp(
+        name="gemm_reduce_scatter",
+        package="stream_k",
+        holds="M x K/R, K/R x N",
+        result="its M/R rows of the sum over ranks",
+        command="reduce_scatter",
+        steps="matmul, then reduce_scatter",
+        reference="gemm_reduce_scatter",
+        a_cut="K",
+        b_cut="K",
+        out_cut="M",
+        placements=("copy_engine", "messages", "unfused"),
+        plan=_make_plan,
+        keep=keep_sum,
+        backward=_backward,
+    )
 )

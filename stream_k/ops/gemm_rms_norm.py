@@ -18,11 +18,13 @@ import torch
 
 from pyrocshmem import status, target, trace
 from pyrocshmem.calls.graphs import Graphs
-from pyrocshmem.calls.operators import dispatched, name_of, ops, ranks, refuse
+from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
+from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
@@ -30,8 +32,9 @@ from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_product, left_kind
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
 from pyrocshmem.stream_k.ops.by_message import SentProduct
-from pyrocshmem.stream_k.ops.gemm_all_reduce import run as all_reduce
-from pyrocshmem.stream_k.ops.op import Request, longest_k
+from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
+from pyrocshmem.stream_k.ops.gradients import Gradients, bias_gradient, keep, of_columns, of_replicated
+from pyrocshmem.stream_k.ops.op import Request, longest_k, run
 
 
 def gemm_all_reduce_rms_norm(
@@ -67,7 +70,7 @@ def gemm_all_reduce_rms_norm(
     if by_hand:
         heap, space = find_workspace(group, workspace)
         given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
-        recorded = trace.recorder() is not None
+        recorded = trace.current.get() is not None
         key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
@@ -96,7 +99,7 @@ def gemm_all_reduce_rms_norm(
         return plan.run(a, b, residual, weight, eps, bias)
     residual = None if residual is None else residual.contiguous()
     request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
-    return normalized(all_reduce(request, heap, space), None, weight, eps)
+    return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps)
 
 
 def gemm_rms_norm_all_scatter(
@@ -152,7 +155,7 @@ def _scattered_key(
     config: Config | None,
 ) -> Any:
     given = (left_kind(a), kind(b), kind(weight), kind(bias))
-    recorded = trace.recorder() is not None
+    recorded = trace.current.get() is not None
     return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded
 
 
@@ -180,7 +183,7 @@ def scattered(
         M = a.shape[0]
         call = (
             f"gemm_rms_norm_all_scatter({M} x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
-            f"recorded={trace.recorder() is not None})"
+            f"recorded={trace.current.get() is not None})"
         )
         if M == 0 or norm.hidden == 0:
             agree(workspace, call)
@@ -296,3 +299,114 @@ class _Plan:
     def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As the GEMM gets them: see `_computed`."""
         return with_inner_size(a.float(), b.float()) if self.widens else with_inner_size(a, b)
+
+
+def _run_sum(
+    a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
+    allow_tf32: bool, partial_dtype: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The public function. Below the dispatcher nothing needs a gradient."""
+    members, workspace = find(group)
+    more = {"allow_tf32": allow_tf32, "partial_dtype": partial_dtype, "workspace": workspace}
+    with torch.no_grad():
+        return gemm_all_reduce_rms_norm(a, b, residual, weight, eps, group=members, bias=bias, **more)
+
+
+def _sum_shapes(
+    a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
+    allow_tf32: bool, partial_dtype: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    M, N, _ = check_product(a, b, bias, "none")
+    return a.new_empty(M, N), a.new_empty(M, N)
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """`setup_context` of `gemm_all_reduce_rms_norm`."""
+    a, b, residual, weight, ctx.eps, _, bias, ctx.allow_tf32, _ = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
+    ctx.set_materialize_grads(False)
+    keep(ctx, a, b, bias, "none", output[1], weight)
+
+
+@once
+def _backward_of_sum(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> Gradients:
+    """Backward of `gemm_all_reduce_rms_norm`: nothing is sent, as in that of `gemm_all_reduce`."""
+    a, b, total, weight = ctx.saved_tensors
+    grad, of_weight = norm_gradients(g, more, total, weight, ctx.eps, ctx.needs_input_grad[3])
+    grad_a, grad_b = of_replicated(ctx, a, b, grad)
+    of_residual = grad if ctx.needs_input_grad[2] else None
+    return grad_a, grad_b, of_residual, of_weight, None, None, bias_gradient(ctx, grad), None, None
+
+
+def _run_scattered(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
+    allow_tf32: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(result, what its backward needs: this rank's columns of the product, the scales of all rows)."""
+    workspace = find_workspace(*find(group))[1]
+    with torch.no_grad():
+        return scattered(a, b, weight, eps, hidden, bias, allow_tf32, None, workspace)
+
+
+def _scattered_shapes(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
+    allow_tf32: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    M, N, _ = check_product(a, b, bias, "none")
+    return a.new_empty(M, hidden), a.new_empty(M, N), a.new_empty(M, dtype=torch.float32)
+
+
+def _keep_scattered(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """`setup_context` of `gemm_rms_norm_all_scatter`."""
+    a, b, weight, _, _, ctx.group, bias, ctx.allow_tf32 = inputs
+    ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
+    ctx.partial_dtype = None
+    ctx.mark_non_differentiable(*output[1:])
+    keep(ctx, a, b, bias, "none", *output[1:], weight)
+
+
+@once
+def _backward_of_scattered(ctx: Any, grad: torch.Tensor, *_: Any) -> Gradients:
+    """Backward of `gemm_rms_norm_all_scatter`: one exchange of a float a row, then as that of `gemm_all_scatter`."""
+    a, b, block, scales, weight = ctx.saved_tensors
+    columns, of_weight = ops.rms_norm_backward(
+        grad, None, block, weight, scales, grad.shape[1], block.dtype, ctx.group
+    )
+    grad_a, grad_b = of_columns(ctx, a, b, columns)
+    return grad_a, grad_b, of_weight, None, None, None, bias_gradient(ctx, columns), None
+
+
+SUM = register(
+    Op(
+        name="gemm_all_reduce_rms_norm",
+        package="stream_k",
+        holds="M x K/R, K/R x N, residual M x N",
+        result="RMSNorm of the sum over ranks + residual, and that total, M x N",
+        command="gemm_rms_norm",
+        steps="matmul, all_reduce, add, rms_norm",
+        reference="gemm_all_reduce_rms_norm",
+        schema="(Tensor a, Tensor b, Tensor? residual, Tensor weight, float eps, str group, Tensor? bias, "
+        "bool allow_tf32, ScalarType? partial_dtype) -> (Tensor, Tensor)",
+        run=_run_sum,
+        shapes=_sum_shapes,
+        keep=_keep_sum,
+        backward=_backward_of_sum,
+    )
+)
+SCATTERED = register(
+    Op(
+        name="gemm_rms_norm_all_scatter",
+        package="stream_k",
+        holds="M x K, K x N/R",
+        result="RMSNorm over the columns of all ranks, M x N",
+        command="gemm_rms_norm_all_scatter",
+        steps="matmul, square, all_reduce of the sums, scale, all_gather of the columns",
+        reference="gemm_rms_norm_all_gather",
+        schema="(Tensor a, Tensor b, Tensor weight, float eps, SymInt hidden, str group, Tensor? bias, "
+        "bool allow_tf32) -> (Tensor, Tensor, Tensor)",
+        run=_run_scattered,
+        shapes=_scattered_shapes,
+        keep=_keep_scattered,
+        backward=_backward_of_scattered,
+    )
+)

@@ -1,5 +1,9 @@
-"""What the fused ops share: how a call is checked, planned the first time it is made, and run.
+"""`GemmOp`: an op that begins with a GEMM, as data, and how a call of one is checked, planned the first time, and run.
 
+    OP = register_gemm(GemmOp(name="gemm_all_reduce", a_cut="K", b_cut="K", out_cut="", plan=_make_plan, ...))
+    result = call(OP, Request(a, b, out, bias, "none", False, False, config), group, workspace)
+
+How A, B and the result are cut says nearly all: the shapes, what ranks must agree on, whether peers write the result.
 The first call of a kind is planned: all ranks compare what they are about to do (`CallMismatch` when it differs),
 allocate, compile and load every kernel, and wait for one another. Later calls look the plan up and launch it: no
 meeting of the ranks, no allocation but those of the result and of copied operands. A kind is the op, shapes, strides,
@@ -13,19 +17,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from pyrocshmem import target, trace
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, ops, ranks, refuse
 from pyrocshmem.calls.tensors import aligned, kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
+from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
 from pyrocshmem.collectives.epilogue import ACTIVATIONS
 from pyrocshmem.heap import Heap
+from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
     BY_MESSAGE,
     BY_ROWS,
-    PLACEMENTS_OF,
     Config,
     check_config,
     with_a_free_multiprocessor,
@@ -33,9 +41,8 @@ from pyrocshmem.stream_k.choice.config import (
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
-from pyrocshmem.stream_k.local_gemm.plan import with_inner_size
+from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
-from pyrocshmem.stream_k.ops.gemm import run as run_gemm
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.target import num_multiprocessors
 from pyrocshmem.torch_contexts import normal_tensors, on_device
@@ -63,22 +70,94 @@ class Request(NamedTuple):
     residual: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class FusedOp:
-    """What tells one fused op from another.
+# Of ops whose calls have no arguments of their own.
+SCHEMA = (
+    "(Tensor a, Tensor b, str group, Tensor? bias, str activation, bool allow_tf32, "
+    "ScalarType? partial_dtype) -> Tensor"
+)
 
-    name: of the public function. sizes: gives M of the whole product, and (rows, columns) of the result on this rank.
-    plan: makes the launches for a call that is new. shared: peers may write `out` themselves, which must then lie
-    at the same offset of every heap. own_columns: ranks may have different numbers of columns, even none. shares_k:
-    each has a share of the inner size, as large as it likes.
+
+def _arguments(request: Request, group: str) -> tuple[Any, ...]:
+    """The arguments of SCHEMA."""
+    a, b, bias, activation = request.a, request.b, request.bias, request.activation
+    return a, b, group, bias, activation, request.allow_tf32, request.partial_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmOp(Op):
+    """An op that begins with a GEMM, C [M, N] = A [M, K] x B [K, N], M N K global sizes, on R ranks.
+
+    a_cut, b_cut, out_cut: of A, B and the result, the letter of the size that is shared out among the ranks, in blocks
+    as `torch.tensor_split` makes them; "": each rank has the whole. Shares of K are as long as ranks like; where the
+    result is cut by columns, so are those of N.
+    placements: where finished tiles may be consumed, names of `Config.placement`. plan: makes the launches of a call
+    that is new.
+    arguments: a request and the group's name as the schema's arguments; request: the way back.
     """
 
-    name: str
-    sizes: Callable[[Request, Heap], tuple[int, tuple[int, int]]]
-    plan: Callable[[Call], FusedPlan]
-    shared: bool
-    own_columns: bool = False
-    shares_k: bool = False
+    a_cut: str = ""
+    b_cut: str = ""
+    out_cut: str = ""
+    placements: tuple[str, ...] = ()
+    plan: Callable[[Call], FusedPlan] | None = None
+    arguments: Callable[[Request, str], tuple[Any, ...]] = _arguments
+
+    @property
+    def sums(self) -> bool:
+        """Whether partial sums are added over ranks."""
+        return self.b_cut == "K"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has the whole result, so that peers may write it."""
+        return self.out_cut == ""
+
+    @property
+    def has_own_columns(self) -> bool:
+        """Whether ranks may have different numbers of columns, even none."""
+        return self.out_cut == "N"
+
+    def result_shape(self, M: Any, N: Any, rank: int, world_size: int) -> tuple[Any, Any]:
+        """Of this rank's result, of M rows of the whole GEMM and N columns of its B; sizes may be symbolic."""
+        # The blocks of `torch.tensor_split`, without a branch on M.
+        rows = (M + world_size - 1 - rank) // world_size if self.out_cut == "M" else M
+        return rows, N * world_size if self.b_cut == "N" and self.is_replicated else N
+
+    def num_rows(self, request: Request, heap: Heap) -> int:
+        """M of the whole GEMM. ValueError where `a` has not the rows of this rank."""
+        rows = request.a.shape[0]
+        if self.a_cut != "M":
+            return rows
+        total = (
+            rows * heap.world_size if request.num_rows is None else as_integer("num_rows", request.num_rows)
+        )
+        first, last = shard_range(total, heap.rank, heap.world_size)
+        if rows != last - first:
+            raise ValueError(
+                f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
+                "give num_rows, the rows of all ranks, and the block that torch.tensor_split gives this one"
+            )
+        return total
+
+
+def register_gemm(op: GemmOp) -> GemmOp:
+    """Register `op`; where it has no run and no shapes of its own, those of SCHEMA."""
+
+    def run_call(
+        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any
+    ) -> Any:  # fmt: skip
+        request = Request(a, b, None, bias, activation, False, allow_tf32, None, partial_dtype)
+        return run(op, request, *find(group))
+
+    def shapes(
+        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any
+    ) -> torch.Tensor:  # fmt: skip
+        M, N, _ = check_product(a, b, bias, activation)
+        return a.new_empty(op.result_shape(M, N, *ranks(group)))
+
+    return register(
+        replace(op, run=op.run or run_call, shapes=op.shapes or shapes, schema=op.schema or SCHEMA)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,35 +207,69 @@ class Call:
         return ACTIVATIONS.index(self.request.activation), 0 if bias is None else bias.ndim, c_how
 
 
-def fused_gemm(op: FusedOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
-    """Make a call of an op on the heap of `group`: returns out, or (out, squares) or (out, gathered) where they are
+def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make a call of an op on the heap of `group`: through its operator where it has a gradient or something watches
+    it, straight to its kernels otherwise."""
+    whole = request.out is None and request.config is None and not request.squared_partials
+    if dispatched(request.a, request.b, request.bias, whole=whole):
+        return through_operator(op, request, name_of(group, workspace))
+    return run(op, request, group, workspace)
+
+
+_ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}
+
+
+def through_operator(op: GemmOp, request: Request, group: str) -> torch.Tensor:
+    """Make a call that has a gradient or that something watches; group: the name of one, see `name_of`.
+
+    Where there is a gradient, an activation is PyTorch's own, on what the op computes without it: that is kept for the
+    backward pass, in the dtype of the result, and rounded to it before the activation, not after. ValueError where the
+    request has what an operator has not.
+    """
+    check_product(request.a, request.b, request.bias, request.activation)
+    refuse(op.name, out=request.out, config=request.config, squared_partials=request.squared_partials)
+    late = request.activation if needs_gradient((request.a, request.b, request.bias)) else "none"
+    if late != "none":
+        request = request._replace(activation="none")
+    found = getattr(ops, op.name)(*op.arguments(request, group))
+    value = found[0] if isinstance(found, tuple) else found
+    return _ACTIVATIONS[late](value) if late != "none" else value
+
+
+def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
+    """Make a call, whatever becomes of its gradient: returns out, or (out, squares) or (out, gathered) where they are
     asked for."""
+    if request.partial_dtype is not None and not op.sums:
+        request = request._replace(partial_dtype=None)  # of its gradient's sums
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
-    offset = symmetric_offset(heap, out) if op.shared else None
+    offset = None if out is None or not op.is_replicated else symmetric_offset(heap, out)
     residual = request.residual
     more = None if residual is None else kind(residual)
-    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), more, offset, *request[4:-1], _recorded())
+    recorded = trace.current.get() is not None
+    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), more, offset, *request[4:-1], recorded)
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)
         check_config(request.config)
-        num_rows, shape = op.sizes(request, heap)
+        M = op.num_rows(request, heap)
+        shape = op.result_shape(M, b.shape[1], heap.rank, heap.world_size)
         check_output(out, shape, a, b, bias)
         if request.config is not None and request.partial_dtype is not None:
             raise ValueError(
                 f"partial_dtype is {request.partial_dtype} beside a config, which says that itself"
             )
-        simple = _without_plan(op, request, num_rows, shape, heap, workspace)
+        simple = _without_plan(op, request, M, shape, heap, workspace)
         if simple is not None:
             return simple
         with on_device(heap.device):
-            plan = _make_plan(op, key, request, offset, num_rows, shape, heap, workspace)
+            plan = _make_plan(op, key, request, offset, M, shape, heap, workspace)
     elif out is not None:
         claim(out, a, b, bias)
     if out is None:
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
-    a, b = with_inner_size(a, b)
+    if a.shape[1] == 0:
+        a, b = with_inner_size(a, b)
     added = bias if residual is None else in_one(bias, residual)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
@@ -170,11 +283,6 @@ def _has_second(request: Request) -> bool:
     return request.squared_partials or request.save_gathered
 
 
-def _recorded() -> bool:
-    """Whether the call is recorded: kernels that mark their stages are others, and need a plan of their own."""
-    return trace.recorder() is not None
-
-
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
     """Byte offset of a contiguous `out` on the heap, where peers can write it directly; None for any other
     tensor."""
@@ -186,7 +294,7 @@ def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
 
 
 def _without_plan(
-    op: FusedOp, request: Request, num_rows: int, shape: tuple[int, int], heap: Heap, workspace: Workspace
+    op: GemmOp, request: Request, num_rows: int, shape: tuple[int, int], heap: Heap, workspace: Workspace
 ) -> Any:
     """The result of a call that needs no plan of its own: one rank, no elements, bf16 on the CPU target. None
     for any other. `shape`: of the result."""
@@ -195,7 +303,7 @@ def _without_plan(
     has_second = _has_second(request)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-    if num_rows == 0 or (shape[1] == 0 and not op.own_columns):
+    if num_rows == 0 or (shape[1] == 0 and not op.has_own_columns):
         empty = out if out is not None else a.new_empty(shape)
         second = (
             a.new_empty(a.shape) if request.save_gathered else torch.zeros(a.shape[0], 0, device=a.device)
@@ -210,7 +318,7 @@ def _without_plan(
         wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
         if residual is not None:
             wide = wide._replace(residual=residual.float())
-        found = fused_gemm(op, wide, heap, workspace)
+        found = run(op, wide, heap, workspace)
         value, second = found if has_second else (found, None)
         value = value.bfloat16() if out is None else out.copy_(value)
         if second is not None and request.save_gathered:
@@ -229,13 +337,13 @@ def longest_k(workspace: Workspace, call: str, K: int) -> int:
     return workspace.agreed[asked]
 
 
-def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Config:
+def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Config:
     """The configuration of a call that names none."""
     heap = workspace.heap
     assert heap is not None
     K, N = request.b.shape
     dtype, partial_dtype = request.a.dtype, request.partial_dtype
-    if op.shares_k:
+    if op.sums:
         K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
     # A rank without columns multiplies nothing: any N will do.
     facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
@@ -246,7 +354,7 @@ def _chosen(op: FusedOp, request: Request, M: int, workspace: Workspace) -> Conf
             return config
         return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
     found = choose(*facts)
-    return _gathering_as(config, found) if op.own_columns else found
+    return _gathering_as(config, found) if op.has_own_columns else found
 
 
 def _gathering_as(config: Config, found: Config) -> Config:
@@ -267,7 +375,7 @@ def _gathering(config: Config, rows: int) -> str:
 
 @normal_tensors()
 def _make_plan(
-    op: FusedOp,
+    op: GemmOp,
     key: Hashable,
     request: Request,
     offset: int | None,
@@ -281,9 +389,9 @@ def _make_plan(
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
     config = request.config or _chosen(op, request, M, workspace)
-    if config.placement not in PLACEMENTS_OF[name]:
+    if config.placement not in op.placements:
         raise ValueError(
-            f"Config.placement is {config.placement!r}, {name} has {', '.join(PLACEMENTS_OF[name])}; "
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(op.placements)}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
     config = with_a_free_multiprocessor(config, heap.device)
@@ -292,7 +400,7 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
     # Where ranks have columns of their own, those and the configuration of the product may differ.
-    if op.own_columns:
+    if op.has_own_columns:
         shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config, -(-M // heap.world_size))}"
     else:
         share = K if _depends_on_k(config, M, N, heap.device) else 0
@@ -300,7 +408,7 @@ def _make_plan(
     text = (
         f"{name}({shown} {dtype}, bias={request.bias is not None}, residual={residual is not None}, "
         f"activation={request.activation}, squares={request.squared_partials}, tf32={request.allow_tf32}, "
-        f"out_offset={offset}, recorded={_recorded()}{tiling})"
+        f"out_offset={offset}, recorded={trace.current.get() is not None}{tiling})"
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
     # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
@@ -324,6 +432,7 @@ def _make_plan(
         num_rows,
         longest_k,
     )
+    assert op.plan is not None
     plan = op.plan(call)
     plan.called, plan.shape = text, shape
     plan.graphs = Graphs(workspace, plan.replayable)

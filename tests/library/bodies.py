@@ -280,7 +280,7 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
             rows, none = whole.tensor_split(world_size)[rank], whole.new_empty(3, 0)
             more = {"num_rows": 7, "save_gathered": True}
             request = Request(rows, none, None, None, "none", False, False, None, **more)
-            _, gathered = all_gather_gemm.run(request, heap, workspace)
+            _, gathered = all_gather_gemm.run(all_gather_gemm.OP, request, heap, workspace)
             wrong += not torch.equal(gathered, whole)
             if rank == 0:
                 at_1.fill_(seed + 1)

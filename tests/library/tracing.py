@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls import operators
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.stream_k.ops import library
+from pyrocshmem.stream_k.ops import all_gather_gemm, op
 from tests.fused import norm_gradients
 from tests.library.bodies import BACKWARD, HEAP_BYTES, Model
 from tests.stream_k.products import ON_CPU, device, random
@@ -42,23 +43,14 @@ def checked(heap: Heap) -> list[str]:
 def counted() -> Iterator[list[str]]:
     """Names of the fused ops that run inside, in order."""
     ran: list[str] = []
-    modules = library.MODULES
-    honest = {name: module.run for name, module in modules.items()}
+    honest = op.run
 
-    def counting(name: str) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            ran.append(name)
-            return honest[name](*args)
+    def counting(which: op.GemmOp, *args: Any) -> Any:
+        ran.append(which.name)
+        return honest(which, *args)
 
-        return run
-
-    for name, module in modules.items():
-        module.run = counting(name)  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(op, "run", counting), mock.patch.object(all_gather_gemm, "run", counting):
         yield ran
-    finally:
-        for name, module in modules.items():
-            module.run = honest[name]  # type: ignore[attr-defined]
 
 
 def calls_made(heap: Heap) -> list[list[str]]:
@@ -169,7 +161,7 @@ def norms(rank: int, world_size: int) -> tuple[list[str], list[int]]:
 
 def with_effects(effect: EffectType | None) -> None:
     """Register the fused ops as having this effect."""
-    for name in library.FUSED:
+    for name in ("all_gather_gemm", "gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter"):
         torch.library._register_effectful_op(f"stream_k::{name}", effect)
 
 

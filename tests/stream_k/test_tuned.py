@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k, target
+from pyrocshmem.calls.op import registered
 from pyrocshmem.stream_k.choice import table as tuned
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.ops import library
+from pyrocshmem.stream_k.ops.op import GemmOp
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -295,5 +296,5 @@ def test_the_committed_table_is_fit() -> None:
 
 
 def test_every_op_has_its_placements() -> None:
-    ops = {module._OP.name for module in library.MODULES.values()}
-    assert ops | {"gemm"} == set(tuned.PLACEMENTS_OF)
+    ops = {op.name for op in registered() if isinstance(op, GemmOp)}
+    assert ops == set(tuned.PLACEMENTS_OF)
