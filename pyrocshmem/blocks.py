@@ -33,7 +33,7 @@ class Block:
     def retire(self) -> None:
         """From now on its bytes may be another's."""
         self.live = False
-        _retired.add(weakref.ref(self, _retired.discard))
+        retired.add(weakref.ref(self, retired.discard))
 
 
 class Owner:
@@ -52,13 +52,13 @@ def block_under(storage: torch.UntypedStorage) -> Block | None:
 
 
 # Those whose tensors live on. There are none as a rule, which is what a call that is repeated asks first.
-_retired: set[weakref.ref[Block]] = set()
+retired: set[weakref.ref[Block]] = set()
 
 
 def is_freed(x: torch.Tensor) -> bool:
     """Whether `x` lies in a block that its heap has freed. False where functorch wraps `x`, and its memory can't be
     seen: what the call then comes to is checked in its turn."""
-    if not _retired or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not retired or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     block = block_under(x.untyped_storage())
     return block is not None and not block.live

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,21 +19,6 @@ class _Side(NamedTuple):
     stream: torch.cuda.Stream
     forked: torch.cuda.Event
     joined: torch.cuda.Event
-
-
-class Turn:
-    """What `Workspace.begin` returns: the call's launches are in a `with` block of it, at whose end it is over."""
-
-    __slots__ = ("_end",)
-
-    def __init__(self, end: Callable[[bool], None]) -> None:
-        self._end = end
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end(error is not None)
 
 
 class Streams:

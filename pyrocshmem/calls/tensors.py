@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pyrocshmem import target
-from pyrocshmem.blocks import is_freed
+from pyrocshmem import blocks, target
 
 ROW = 0
 COLUMN = 1
@@ -38,7 +37,7 @@ def check_plain(name: str, x: torch.Tensor) -> None:
 
 def check_held(name: str, x: torch.Tensor) -> None:
     """ValueError for a tensor whose place on its heap was freed: it may be another's."""
-    if not torch.compiler.is_compiling() and is_freed(x):
+    if not torch.compiler.is_compiling() and blocks.retired and blocks.is_freed(x):
         raise ValueError(f"{name} was freed: its place on the heap may be another tensor's")
 
 
@@ -127,7 +126,15 @@ def kind(x: Any) -> Any:
         return None if x is None else type(x)
     check_dense(x)
     # One that was freed has no plan: `check_held` has refused it.
-    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES, x.is_neg(), is_freed(x))
+    return (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        x.data_ptr() % _TMA_BYTES,
+        x.is_neg(),
+        bool(blocks.retired) and blocks.is_freed(x),
+    )
 
 
 def how_to_read(x: torch.Tensor) -> int:
@@ -212,3 +219,31 @@ def check_eps(eps: float) -> None:
         raise TypeError(f"eps is a {type(eps).__name__}, a number is needed")
     if not 0 <= eps < math.inf:  # math.isfinite is nothing that torch.compile could ask of a number it traces
         raise ValueError(f"eps is {eps}, allowed are finite numbers of 0 or more")
+
+
+# Heights of tiles, largest first.
+_HEIGHTS = (256, 128, 64, 32, 16)
+
+
+def rows_held(x: torch.Tensor) -> int:
+    """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
+    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
+    many rows that the last tile's hardly count, its own.
+    """
+    rows, cols = x.shape
+    pitch, step = x.stride()
+    if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
+        return rows
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    held = (size - cols) // pitch + 1
+    if held > rows:
+        for height in _HEIGHTS:
+            whole = -(-rows // height) * height
+            if whole <= held:
+                return whole
+    return rows
+
+
+def left_kind(a: Any) -> Any:
+    """`kind` of a left operand, and of which rows behind its own a plan depends on."""
+    return kind(a), rows_held(a) if isinstance(a, torch.Tensor) and a.ndim == 2 else 0

@@ -29,7 +29,7 @@ import torch
 
 from pyrocshmem import signal, status, timeouts
 from pyrocshmem.calls.labels import label
-from pyrocshmem.calls.streams import Streams, Turn
+from pyrocshmem.calls.streams import Streams
 from pyrocshmem.errors import CallMismatch, ShmemError, WorkspaceBusy
 from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
@@ -40,6 +40,21 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 _SLOT_STEP = 4096
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
+
+
+class Turn:
+    """What `Workspace.begin` returns: the call's launches are in a `with` block of it, at whose end it is over."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[bool], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(error is not None)
 
 
 class Workspace(Streams):
@@ -292,8 +307,19 @@ class Workspace(Streams):
             raise
         return Turn(self._end)
 
+    # On a CPU nothing runs beside the caller's thread.
+
+    def fork(self, side: int) -> None:
+        if self.device.type == "cuda":
+            super().fork(side)
+
+    def join(self, side: int) -> None:
+        if self.device.type == "cuda":
+            super().join(side)
+
     def _end(self, failed: bool) -> None:
-        self.leave()
+        if self.device.type == "cuda":
+            self.leave()
         self._lock.release()
         if self.device.type == "cpu" and not failed:
             self.check()
@@ -358,7 +384,9 @@ def check_workspace(workspace: Any) -> None:
 def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
     """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together, TypeError for
     what is no workspace."""
-    heap = heap_for(group)
+    heap = group if type(group) is Heap else heap_for(group)
+    if workspace is None and heap.workspace is not None:
+        return heap, heap.workspace
     if workspace is not None and getattr(workspace, "heap", None) is not heap:
         check_workspace(workspace)
         raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")

@@ -8,7 +8,7 @@ log-uniform in 128 to 8192): 2.6 times less, geometric mean.
 
 Where A's last rows don't fill a tile, TMA puts zeros for the others, slowly: as if all programs fetched these rows from
 one place, some 20 a nanosecond. A product of few rows takes up to twice as long for it. A copy with memory for whole
-tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`stream_k.local_gemm.operands.rows_held`).
+tiles takes 1 to 3 us; none is needed where A is the top of a larger tensor (`pyrocshmem.calls.tensors.rows_held`).
 
 Copies live from their launch to the GEMM's, in memory of PyTorch's allocator: calls on several streams don't share
 them, and a captured graph keeps its own. One that is made for the rows behind it alone, on a workspace whose calls

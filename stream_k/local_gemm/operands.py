@@ -3,15 +3,12 @@ by pointers otherwise."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pyrocshmem.calls.tensors import (
     _check_same_device,
     check_plain,
     check_writable,
-    kind,
     share_memory,
     tell_autograd,
 )
@@ -108,31 +105,3 @@ def claim(out: torch.Tensor, *operands: torch.Tensor | None) -> None:
                 f"out shares memory with {name}, which is still read while out is written; give another out"
             )
     tell_autograd(out)
-
-
-# Heights of tiles, largest first.
-_HEIGHTS = (256, 128, 64, 32, 16)
-
-
-def rows_held(x: torch.Tensor) -> int:
-    """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
-    them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
-    many rows that the last tile's hardly count, its own.
-    """
-    rows, cols = x.shape
-    pitch, step = x.stride()
-    if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
-        return rows
-    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    held = (size - cols) // pitch + 1
-    if held > rows:
-        for height in _HEIGHTS:
-            whole = -(-rows // height) * height
-            if whole <= held:
-                return whole
-    return rows
-
-
-def left_kind(a: Any) -> Any:
-    """`kind` of a left operand, and of which rows behind its own a plan depends on."""
-    return kind(a), rows_held(a) if isinstance(a, torch.Tensor) and a.ndim == 2 else 0

@@ -17,6 +17,7 @@ from pyrocshmem.calls.tensors import (
     filled,
     how_to_write,
     kind,
+    left_kind,
     strides_by_pointer,
     template,
 )
@@ -24,7 +25,7 @@ from pyrocshmem.calls.workspace import Workspace, local_workspace
 from pyrocshmem.collectives.epilogue import ACTIVATIONS, store_output, store_with_squares
 from pyrocshmem.stream_k.choice.config import Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
-from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
+from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
 from pyrocshmem.torch_contexts import on_device

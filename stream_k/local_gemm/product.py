@@ -20,6 +20,7 @@ from pyrocshmem.calls.tensors import (
     as_argument,
     filled,
     how_to_read,
+    rows_held,
     strides_by_pointer,
     template,
 )
@@ -28,7 +29,6 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
 from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
 from pyrocshmem.stream_k.local_gemm.kernel import nothing, stream_k_kernel
-from pyrocshmem.stream_k.local_gemm.operands import rows_held
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.target import num_multiprocessors
 

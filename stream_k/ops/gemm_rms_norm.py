@@ -21,7 +21,7 @@ from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.op import Op, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
-from pyrocshmem.calls.tensors import kind, new_like, shape_of
+from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
@@ -29,7 +29,7 @@ from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
-from pyrocshmem.stream_k.local_gemm.operands import check_product, left_kind
+from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE

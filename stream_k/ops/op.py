@@ -24,7 +24,7 @@ from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.op import Op, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, ops, ranks, refuse
-from pyrocshmem.calls.tensors import aligned, kind
+from pyrocshmem.calls.tensors import aligned, kind, left_kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
@@ -40,7 +40,7 @@ from pyrocshmem.stream_k.choice.config import (
 )
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import choose
-from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one, left_kind
+from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
 from pyrocshmem.stream_k.ops.planned import FusedPlan

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pyrocshmem import CallMismatch, Heap, ShmemError, collectives, stream_k
-from pyrocshmem.calls.ledger import _KEPT, _NUMBERS, Difference, Ledger
 from pyrocshmem.calls.workspace import workspace_for
 from pyrocshmem.groups import as_group
+from pyrocshmem.lifecycle import _KEPT, _NUMBERS, Difference, Ledger
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch
 from tests.stream_k.products import device, integers, small_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, collectives, status
-from pyrocshmem.calls.ledger import Ledger
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.lifecycle import Ledger
 from tests.faults.heap_support import MIB, raised_by
 from tests.ranks import run_ranks, values
 

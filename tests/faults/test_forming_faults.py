@@ -31,9 +31,9 @@ from pyrocshmem import (
     finegrained_alloc,
     target,
 )
-from pyrocshmem.calls.ledger import Ledger
 from pyrocshmem.forming import SYSTEM_BYTES
 from pyrocshmem.groups import Group
+from pyrocshmem.lifecycle import Ledger
 from pyrocshmem.stream_k.run.__main__ import app
 from tests.faults.heap_support import (
     MIB,

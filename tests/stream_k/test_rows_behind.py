@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, stream_k, target
-from pyrocshmem.calls.tensors import MASKED
+from pyrocshmem.calls.tensors import MASKED, rows_held
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
 from pyrocshmem.stream_k.local_gemm import product
 from pyrocshmem.stream_k.local_gemm.aligned_copies import rows_cost_more
-from pyrocshmem.stream_k.local_gemm.operands import rows_held
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values

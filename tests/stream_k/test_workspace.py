@@ -240,7 +240,7 @@ def test_the_current_device_is_of_no_account(monkeypatch: pytest.MonkeyPatch) ->
         def run(self, *arguments: object) -> None:
             devices.kernel("launched")
 
-    module = sys.modules["stream_k.gemm"]
+    module = sys.modules["pyrocshmem.stream_k.local_gemm.plan"]
     for name, value in {"GemmPlan": Plan, "check_device": lambda a, device: None}.items():
         monkeypatch.setattr(module, name, value)
     a, b = random(M, K, torch.float16), random(K, N, torch.float16)
