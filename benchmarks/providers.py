@@ -23,7 +23,7 @@ from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, need_gpus, public
 from pyrocshmem.benchmarks.shapes import COLUMN_NORMS, NORMS, OPS
 from pyrocshmem.reference import ops as reference_ops
-from pyrocshmem.stream_k.choice.config import PLACEMENTS
+from pyrocshmem.stream_k.choice.placement import placement_names
 
 SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
 
@@ -197,7 +197,13 @@ _SUMMED = ("all_reduce", "all_reduce_rms_norm")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(OPS), _ours()),
     "ours_16bit": ((*SUMS, *_NORMED), _ours_16bit),
-    **{f"ours_{placement}": (_FUSED, _ours(placement=placement)) for placement in PLACEMENTS},
+    **{
+        f"ours_{placement}": (
+            tuple(op for op in _FUSED if placement in placement_names(op)),
+            _ours(placement=placement),
+        )
+        for placement in placement_names()
+    },
     "ours_one_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("one_shot")),
     "ours_two_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("two_shot")),
     "ours_whole_tiles": (("gemm",), _ours(split="none")),
@@ -220,4 +226,4 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
 # Ours, otherwise configured than by default: for orientation, so timed less often.
-VARIANTS = (*(f"ours_{placement}" for placement in PLACEMENTS), "ours_one_shot", "ours_two_shot")
+VARIANTS = (*(f"ours_{placement}" for placement in placement_names()), "ours_one_shot", "ours_two_shot")

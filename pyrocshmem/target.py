@@ -152,13 +152,16 @@ def describe() -> str:
     return f"{_num_gpus()} x {name} ({backend()}), because {_reason}"
 
 
-# Multiprocessors that the CPU target pretends to have: enough for several waves, few enough to follow by eye.
+# SMs that the CPU target pretends to have: enough for several waves, few enough to follow by eye.
 CPU_PROGRAMS = 6
 
 
 @cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of `device`; CPU_PROGRAMS on the CPU target."""
+def num_sms(device: torch.device) -> int:
+    """SMs of `device` (AMD: compute units); CPU_PROGRAMS on the CPU target."""
     if device.type == "cpu":
         return CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+num_multiprocessors = num_sms  # its former name

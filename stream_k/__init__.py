@@ -21,6 +21,7 @@ from pyrocshmem import target  # isort: skip  # before anything that imports Tri
 from pyrocshmem.calls import timeline
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.explain import Explanation, explain
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.stream_k.ops.all_gather_gemm import all_gather_gemm
@@ -32,10 +33,12 @@ from pyrocshmem.stream_k.ops.gemm_rms_norm import gemm_all_reduce_rms_norm, gemm
 
 __all__ = [
     "Config",
+    "Explanation",
     "Schedule",
     "Workspace",
     "all_gather_gemm",
     "choose",
+    "explain",
     "gemm",
     "gemm_all_reduce",
     "gemm_all_reduce_rms_norm",

@@ -39,7 +39,8 @@ from pyrocshmem.calls.timeline import meet_kernel
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.collectives.exchange import _KINDS, exchange
 from pyrocshmem.doctor import ring_kernel
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.local_gemm import product
 from pyrocshmem.stream_k.nn import pointwise
 from pyrocshmem.stream_k.ops import gemm_rms_norm
@@ -52,9 +53,9 @@ from tests.stress.ops import OPS, Facts
 # What a rank alone has a part of, of ops by row blocks and by messages; sums of row blocks take two.
 PLANNED = [
     (name, placement)
-    for name in PLACEMENTS_OF
+    for name in placements_by_op()
     for placement in (*BY_ROWS, *BY_MESSAGE)
-    if name != "gemm" and placement in PLACEMENTS_OF[name]
+    if name != "gemm" and placement in placement_names(name)
     if placement in BY_MESSAGE or name in ("all_gather_gemm", "gemm_all_scatter")
 ]
 SHAPES = ((256, 512, 1024), (97, 193, 131))
@@ -93,9 +94,9 @@ def alone() -> int:
                 )
                 report(f"gemm {M} {N} {K} {split}", close(stream_k.gemm(a, b, config=config), expected))
             config = stream_k.Config(
-                block_m=64, block_n=64, block_k=16, num_warps=4, subtiles=1, split="apart"
+                block_m=64, block_n=64, block_k=16, num_warps=4, subtiles=1, split="separate"
             )
-            report(f"gemm {M} {N} {K} apart", close(stream_k.gemm(a, b, config=config), expected))
+            report(f"gemm {M} {N} {K} separate", close(stream_k.gemm(a, b, config=config), expected))
             for op in ("gemm_all_reduce", "gemm_all_scatter"):
                 for placement in ("after", "beside", "own_stream", "inside"):
                     for algorithm in ("one_shot", "two_shot") if op == "gemm_all_reduce" else ("two_shot",):
@@ -254,8 +255,8 @@ _PRODUCT: Facts = {"K": 128, "layout": "row", "bias": "own", "activation": "none
 def _calls() -> Iterator[tuple[str, Facts]]:
     """Every op of several ranks, in every placement and algorithm."""
     for name in OPS:
-        if name in PLACEMENTS_OF and name != "gemm":
-            for placement in PLACEMENTS_OF[name]:
+        if name in placements_by_op() and name != "gemm":
+            for placement in placement_names(name):
                 both = name == "gemm_all_reduce" and placement not in BY_ROWS
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}

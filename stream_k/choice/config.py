@@ -13,23 +13,23 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from pyrocshmem import target
+from pyrocshmem.calls.op import registered
 from pyrocshmem.checks import as_integer
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
-from pyrocshmem.target import num_multiprocessors
 
-PLACEMENTS = ("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused")
-# Those whose results move in blocks of rows, beside a GEMM that leaves multiprocessors free.
+# Those whose results move in blocks of rows, beside a GEMM that leaves SMs free.
 BY_ROWS = ("copy_engine", "pull")
-# Those that overlap nothing: a product, and an exchange of it by messages.
+# Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
-# Those that each op has; a GEMM alone has no consumer to place.
-PLACEMENTS_OF = {
-    "gemm": PLACEMENTS,
-    "all_gather_gemm": ("copy_engine", *BY_MESSAGE),
-    "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
-    "gemm_all_reduce": tuple(name for name in PLACEMENTS if name != "pull"),
-    "gemm_all_scatter": PLACEMENTS,
-}
+
+
+def known_placements() -> tuple[str, ...]:
+    """Names of the placements of all registered ops."""
+    found = [getattr(op, "placements", ()) for op in registered()]
+    return tuple(dict.fromkeys(placement.name for placements in found for placement in placements))
+
+
 ALGORITHMS = ("one_shot", "two_shot")
 
 
@@ -45,16 +45,17 @@ class Config:
       subtiles                   1, 2 or 4: column parts in which a tile leaves the registers
       flatten                    overlap a tile's epilogue with the next one's loads (NVIDIA)
       split                      a name of `stream_k.local_gemm.schedule.SPLITS`
-      num_programs               programs of the launch; 0: one a multiprocessor
+      num_programs               programs of the launch; 0: one an SM
     Communication:
-      placement                  where finished tiles are consumed: one of PLACEMENTS, see docs/architecture.md
+      placement                  where finished tiles are consumed: the name of a placement of a registered op, see
+                                 docs/architecture.md. Whether the op at hand has it is checked when a call is planned
       algorithm                  of an all-reduce: "one_shot" (every rank sums everything) or "two_shot" (owners sum)
       num_comm_programs          programs that consume beside the GEMM: some of num_programs in placement "beside",
                                  otherwise of a launch of their own
       comm_warps                 warps of a program of that launch
       comm_rows                  rows of a tile that a consumer moves at a time
       chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
-                                 an all-scatter, of the whole product. The rows are as many on all ranks, whatever
+                                 an all-scatter, of the whole result. The rows are as many on all ranks, whatever
                                  their tiles
       partial_dtype              what partial sums travel in, of ops that sum over ranks. None: fp32, as accurate as one
                                  GPU's sums. torch.bfloat16 and torch.float16 halve the bytes and round every rank's
@@ -93,7 +94,7 @@ class Config:
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
             ("split", SPLITS),
-            ("placement", PLACEMENTS),
+            ("placement", known_placements()),
             ("algorithm", ALGORITHMS),
             ("partial_dtype", (None, torch.float32, torch.bfloat16, torch.float16)),
         ):
@@ -129,23 +130,22 @@ def check_config(config: object) -> None:
         raise TypeError(f"config is a {type(config).__name__}, a stream_k.Config or None is needed")
 
 
-# Multiprocessors that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the
-# GEMM would otherwise keep one of its programs waiting: beside even a small program a multiprocessor can't give all
-# its shared memory away.
+# SMs that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the GEMM would
+# otherwise keep one of its programs waiting: beside even a small program an SM can't give all its shared memory away.
 SPARE = 4
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
     """`config` of a fused op; where other launches run beside its GEMM and num_programs is 0, with a num_programs that
-    leaves some multiprocessors free. ValueError for one that leaves none."""
+    leaves some SMs free. ValueError for one that leaves none."""
     if config.placement not in ("own_stream", *BY_ROWS):
         return config
-    processors = num_multiprocessors(device)
-    if config.num_programs == 0 and processors > 1:
-        return replace(config, num_programs=max(processors - SPARE, processors // 2))
-    if config.num_programs >= processors:
+    num_sms = target.num_sms(device)
+    if config.num_programs == 0 and num_sms > 1:
+        return replace(config, num_programs=max(num_sms - SPARE, num_sms // 2))
+    if config.num_programs >= num_sms:
         raise ValueError(
-            f"Config.num_programs is {config.num_programs} on {processors} multiprocessors; with placement "
+            f"Config.num_programs is {config.num_programs} on {num_sms} multiprocessors; with placement "
             f"{config.placement!r} the GEMM must leave one free"
         )
     return config

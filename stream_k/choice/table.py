@@ -2,9 +2,9 @@
 
     {"runs": [{"command": .., "commit": .., ...}], "entries": [{"arch": "sm_90", "op": "gemm", "M": 4096, ...}]}
 
-An entry counts for its architecture, number of multiprocessors, op, ranks and dtypes alone, and for shapes within a
+An entry counts for its architecture, number of SMs, op, ranks and dtypes alone, and for shapes within a
 factor of two of its own, in M, N and K taken together; of the nearest ones the largest is taken. What does not fit the
-shape at hand is the cost model's. PYROCSHMEM_TUNED names another table, or "none".
+shape at hand is left to the rules. PYROCSHMEM_TUNED names another table, or "none".
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from pyrocshmem import target
 from pyrocshmem.checks import as_integer
 from pyrocshmem.elements import DTYPES
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF, Config, with_a_free_multiprocessor
-from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
-from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.stream_k.choice.config import Config, with_a_free_multiprocessor
+from pyrocshmem.stream_k.choice.placement import Variant, find_placement, num_tiles, placements_of
+from pyrocshmem.stream_k.choice.rules import Decision, decide
 
 FILE = Path(__file__).with_name("tuned.json")
 
@@ -36,34 +36,12 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A configuration whose numbers of programs follow the number of tiles.
-
-    most_programs: what the GEMM's programs are balanced for; 0: they are the config's. comm_each: programs that
-    consume, for every multiprocessor that the GEMM leaves free; 0: they are the config's.
-    """
-
-    config: Config
-    most_programs: int = 0
-    comm_each: int = 0
-
-    def fitted(self, M: int, N: int, processors: int) -> Config:
-        """The configuration for a result [M, N], neither of them 0. ValueError where there is none."""
-        config = self.config
-        if not self.most_programs:
-            return config
-        programs = balanced_programs(num_tiles(config, M, N), self.most_programs)
-        comm = self.comm_each * (processors - programs) or config.num_comm_programs
-        return dataclasses.replace(config, num_programs=programs, num_comm_programs=comm)
-
-
-@dataclass(frozen=True)
 class Entry:
-    """A line of the table: the fastest configuration of `op` for a local product [M, K] x [K, N].
+    """A line of the table: the fastest configuration of `op` for a local GEMM [M, K] x [K, N].
 
     arch: as `architecture` gives it. gpu: its name, for people. partial_dtype: None is fp32. config: the fields of
-    a `Config` but for partial_dtype; None: the cost model's choice is the fastest. most_programs, comm_each: as in
-    `Variant`. us, cost_model_us: medians of it and of the cost model's choice, on the slowest rank, in
+    a `Config` but for partial_dtype; None: the rules' choice is the fastest. most_programs, comm_each: as in
+    `Variant`. us, cost_model_us: medians of it and of the rules' choice, on the slowest rank, in
     microseconds. run: number of the run, in the table's list, that measured it. timing: "eager", or "graph" (replays of
     many calls), as in the records of benchmarks.
     """
@@ -141,6 +119,26 @@ class Table:
             new.unlink(missing_ok=True)
 
 
+class Lookup(NamedTuple):
+    """What the table says of a call: its configuration and the entry that gave it, None where there is none that
+    counts; and in words which entry, or why none. factor: how many times as large, or as small, the shape is as the
+    nearest entry's, in M, N and K taken together; 0 where there is no such entry."""
+
+    config: Config | None
+    entry: Entry | None
+    why: str
+    factor: float = 0.0
+
+
+class Choice(NamedTuple):
+    """What `choose` gives for a call, what the rules say of it, and what the table does; None: it wasn't asked, since
+    the caller asked for a placement by name."""
+
+    config: Config
+    rules: Decision
+    table: Lookup | None
+
+
 @lru_cache(maxsize=4096, typed=True)  # 8.0 would find what 8 gave
 def choose(
     op: str,
@@ -153,75 +151,107 @@ def choose(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
 ) -> Config:
-    """The configuration for a rank's product [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
+    """The configuration for a rank's GEMM [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
-    M, N, K: of this rank's product: M rows of all ranks (also of `all_gather_gemm`), and its share of N or K. dtype: of
-    the operands. world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of `Config`'s; None: the
-    fastest known: the table's (`tuned.json`) where that has a similar product, else the cost model's.
-    Returns a frozen `Config`; change it with `dataclasses.replace`. Raises ValueError for an unknown op, sizes below 0
-    and fewer than one rank, TypeError for a dtype that the ops don't take, or a number that is no integer.
+    M, N, K: of this rank's GEMM: M rows of all ranks (also of `all_gather_gemm`), and its share of N or K. dtype: of
+    the operands. world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of the op's; None: the
+    fastest known: the table's (`tuned.json`) where that has a similar GEMM, else that of the rules.
+    Returns a frozen `Config`; change it with `dataclasses.replace`. `stream_k.explain` says why it is this one. Raises
+    ValueError for an unknown op, a placement that the op doesn't have, sizes below 0 and fewer than one rank, TypeError
+    for a dtype that the ops don't take, or a number that is no integer.
     """
-    if op not in PLACEMENTS_OF:
-        raise ValueError(f"op is {op!r}, allowed are {', '.join(PLACEMENTS_OF)}")
+    return choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement).config
+
+
+def choice(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
+) -> Choice:
+    """What `choose` gives, which has the arguments, and how it came about."""
+    placements_of(op)
     if dtype not in DTYPES:
         raise TypeError(f"dtype is {dtype}, allowed are {', '.join(map(str, DTYPES))}")
     for name, number, least in (("M", M, 0), ("N", N, 0), ("K", K, 0), ("world_size", world_size, 1)):
         if as_integer(name, number) < least:
             raise ValueError(f"{name} is {number}, allowed are {least} or more")
     device = torch.device(device)
-    config = cost_model(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    decision = decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
     if placement is not None:
-        return config
-    return preferred(config, op, (M, N, K), dtype, world_size, device)
+        return Choice(decision.config, decision, None)
+    found = _look_up(decision.config, op, (M, N, K), dtype, world_size, device)
+    return Choice(decision.config if found.config is None else found.config, decision, found)
 
 
-def preferred(
+def _look_up(
     config: Config, op: str, shape: Shape, dtype: torch.dtype, ranks: int, device: torch.device
-) -> Config:
-    """What the table has for a local product of `shape`, (M, N, K); otherwise `config`, the cost model's choice.
+) -> Lookup:
+    """What the table has for a local GEMM of `shape`, (M, N, K); `config`: the rules' choice.
 
     Raises ValueError where PYROCSHMEM_TUNED names what is no table.
     """
-    path = os.environ.get("PYROCSHMEM_TUNED") or str(FILE)
-    if path == "none" or min(shape) < 1:
-        return config
-    processors = num_multiprocessors(device)
-    kind = (architecture(device), processors, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
-    entries = _entries(path).get(kind, [])
-    entry = min(
-        entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)), default=None
-    )
-    if entry is None or _distance(shape, entry.shape) == math.inf or entry.config is None:
-        return config
+    path = table_path()
+    if path is None:
+        return Lookup(None, None, "PYROCSHMEM_TUNED is none")
+    if min(shape) < 1:
+        return Lookup(None, None, "it has no entries for empty operands")
+    num_sms = target.num_sms(device)
+    kind = (architecture(device), num_sms, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
+    entries = [entry for entry in _read(str(path)).entries.values() if entry.kind == kind]
+    if not entries:
+        dtypes = describe_dtypes(dtype, config.partial_dtype)
+        return Lookup(
+            None, None, f"it has no entry for {op} of {dtypes}, {ranks} ranks, {kind[0]} with {num_sms} SMs"
+        )
+    entry = min(entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)))
+    factor = 2 ** _distance(shape, entry.shape)
+    nearest = f"the nearest of {len(entries)} entries, M N K = {' '.join(map(str, entry.shape))}"
+    if _distance(shape, entry.shape) > _REACH:
+        return Lookup(
+            None, None, f"{nearest}, is a factor of {factor:.1f} away, more than {2**_REACH:g}", factor
+        )
+    if entry.config is None:
+        return Lookup(config, entry, f"{nearest}, says that the rules' choice was the fastest", factor)
     try:
-        found = _for_shape(entry, config, shape, processors)
+        found = _for_shape(entry, config, shape, num_sms)
         check(op, found, device)
-    except (ValueError, TypeError):
-        return config
-    return found
+    except (ValueError, TypeError) as error:
+        return Lookup(None, None, f"{nearest}, can't be used here: {error}", factor)
+    return Lookup(found, entry, f"{nearest}, has it", factor)
 
 
 def check(op: str, config: Config, device: torch.device) -> None:
     """Raise ValueError for a configuration that `op` can't run with on `device`."""
-    if config.placement not in PLACEMENTS_OF[op]:
-        raise ValueError(f"{op} has no placement {config.placement!r}")
-    if op == "gemm":
-        return
-    if op == "all_gather_gemm" and config.placement == "copy_engine" and config.split != "none":
+    placement = find_placement(op, config.placement)
+    if placement.whole_tiles and config.split != "none":
         raise ValueError(
             f"Config.split is {config.split!r}; {op} keeps tiles whole, since their rows come in turn"
         )
     with_a_free_multiprocessor(config, device)
-    programs = config.num_programs or num_multiprocessors(device)
+    programs = config.num_programs or target.num_sms(device)
     if config.placement == "beside" and programs <= config.num_comm_programs:
         raise ValueError(
             f"of {programs} programs {config.num_comm_programs} consume: none is left for the GEMM"
         )
 
 
-def num_tiles(config: Config, M: int, N: int) -> int:
-    """Tiles of a result [M, N]."""
-    return -(-M // config.block_m) * -(-N // config.block_n)
+def table_path() -> Path | None:
+    """Where the table is; None where PYROCSHMEM_TUNED is "none"."""
+    path = os.environ.get("PYROCSHMEM_TUNED") or str(FILE)
+    return None if path == "none" else Path(path)
+
+
+def run_of(entry: Entry) -> dict[str, Any]:
+    """The run that measured an entry of the table in use."""
+    path = table_path()
+    runs = _read(str(path)).runs if path is not None else []
+    return runs[entry.run] if 0 <= entry.run < len(runs) else {}
 
 
 def architecture(device: torch.device) -> str:
@@ -244,35 +274,36 @@ def wire_name(partial_dtype: torch.dtype | None) -> str | None:
     return None if partial_dtype in (None, torch.float32) else dtype_name(partial_dtype)
 
 
+def describe_dtypes(dtype: torch.dtype, partial_dtype: torch.dtype | None) -> str:
+    """For people: "bfloat16", or "bfloat16 with float16 partial sums"."""
+    wire = wire_name(partial_dtype)
+    return dtype_name(dtype) + (f" with {wire} partial sums" if wire else "")
+
+
 @lru_cache(maxsize=16)
-def _entries(path: str) -> dict[tuple[object, ...], list[Entry]]:
-    """The entries of a file by their kinds."""
-    found: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in Table.read(Path(path)).entries.values():
-        found.setdefault(entry.kind, []).append(entry)
-    return found
+def _read(path: str) -> Table:
+    return Table.read(Path(path))
 
 
 def _distance(shape: Shape, other: Shape) -> float:
-    """How far apart two shapes are; inf beyond the reach of an entry."""
-    distance = math.hypot(*(math.log2(x / y) for x, y in zip(shape, other, strict=True)))
-    return distance if distance <= _REACH else math.inf
+    """How far two shapes are from each other, in log2."""
+    return math.hypot(*(math.log2(x / y) for x, y in zip(shape, other, strict=True)))
 
 
-def _for_shape(entry: Entry, cost: Config, shape: Shape, processors: int) -> Config:
-    """The entry's configuration for a product of another shape. ValueError, TypeError where it has none."""
+def _for_shape(entry: Entry, cost: Config, shape: Shape, num_sms: int) -> Config:
+    """The entry's configuration for a GEMM of another shape. ValueError, TypeError where it has none."""
     assert entry.config is not None
     config = Config(**entry.config, partial_dtype=cost.partial_dtype)
     tiles, measured = num_tiles(config, *shape[:2]), num_tiles(config, entry.M, entry.N)
     if tiles == measured:
         return config
-    if (tiles < processors) != (measured < processors):
+    if (tiles < num_sms) != (measured < num_sms):
         raise ValueError("what is fastest for one wave of tiles says nothing about several")
-    if entry.op == "gemm":
-        # Whether to split the last wave depends on what is in it: the cost model's part.
-        # Its programs are as many as share a multiprocessor: those of another size don't.
+    if find_placement(entry.op, config.placement).alone:
+        # Whether to split the last wave depends on what is in it: the rules' part.
+        # Its programs are as many as share an SM: those of another size don't.
         size = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "subtiles")
         same = all(getattr(config, name) == getattr(cost, name) for name in size)
-        split = config.split if config.split == "apart" else "auto"
+        split = config.split if config.split == "separate" else "auto"
         return dataclasses.replace(config, num_programs=cost.num_programs if same else 0, split=split)
-    return Variant(config, entry.most_programs, entry.comm_each).fitted(*shape[:2], processors)
+    return Variant(config, entry.most_programs, entry.comm_each).fitted(*shape[:2], num_sms)

@@ -103,7 +103,7 @@ class GemmPlan:
         sent: Sent | None = None,
         squares: torch.Tensor | None = None,
     ) -> None:
-        if config.split == "apart" and not (sent is None and squares is None):
+        if config.split == "separate" and not (sent is None and squares is None):
             # Finishers add the parts, which costs more than a second kernel.
             config = replace(config, split="auto")
         # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.

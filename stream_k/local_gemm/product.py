@@ -71,7 +71,7 @@ class Product:
     @property
     def apart(self) -> bool:
         """Whether the parts of its tiles are for a second kernel to add, where the op has one."""
-        return self.split and self.config.split == "apart"
+        return self.split and self.config.split == "separate"
 
     @property
     def replayable(self) -> bool:

@@ -18,7 +18,7 @@ tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel re
    tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
 3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
    the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
-   is resident, and an interpreter that runs programs one after another, both end. With split="apart" a second
+   is resident, and an interpreter that runs programs one after another, both end. With split="separate" a second
    kernel does that (`stream_k.local_gemm.sum_of_parts`), and no program waits.
 
 Rules of `make_schedule`: tiles stay whole where waves are exact and where a tile has few iterations. Else the tiles
@@ -45,10 +45,10 @@ FIX_UP_ITERS = 6
 OUT_OF_STEP = 11
 
 # The same of parts that a second kernel adds, and what that kernel costs whatever the parts: 64 x 64 x 128 (H200).
-APART_ITERS = 1
-APART_ONCE = 8
+SEPARATE_ITERS = 1
+SEPARATE_ONCE = 8
 
-SPLITS = ("auto", "none", "stream_k", "split_k", "apart")
+SPLITS = ("auto", "none", "stream_k", "split_k", "separate")
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def make_schedule(
     part-full wave into equal parts, "stream_k" those and the wave before into equal shares, whatever it costs. The
     last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
     iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
-    "apart": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
+    "separate": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
     min_split_iters: no program's share of the split iterations is shorter than this.
 
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
@@ -255,7 +255,7 @@ def make_schedule(
     tiles = tiles_m * tiles_n
     whole = Schedule(tiles_m, tiles_n, iters, min(num_programs, tiles))
     full_waves, remainder = divmod(tiles, num_programs)
-    if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "apart" and full_waves):
+    if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "separate" and full_waves):
         return whole
     if split == "stream_k":
         # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
@@ -263,7 +263,7 @@ def make_schedule(
         cut_tiles = remainder + (num_programs if full_waves else 0)
     else:
         most = min(num_programs // remainder, iters // min_split_iters)
-        once, each = (APART_ONCE, APART_ITERS) if split == "apart" else (0, FIX_UP_ITERS)
+        once, each = (SEPARATE_ONCE, SEPARATE_ITERS) if split == "separate" else (0, FIX_UP_ITERS)
         parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
         sharers, cut_tiles = parts * remainder, remainder
         if parts == 1:

@@ -121,7 +121,7 @@ def main(
         str,
         typer.Option(
             "--split",
-            help=f"{', '.join(SPLITS)}. Of apart, what a second kernel adds is drawn as if finishers did.",
+            help=f"{', '.join(SPLITS)}. Of separate, what a second kernel adds is drawn as if finishers did.",
         ),
     ] = "auto",
 ) -> None:

@@ -1,4 +1,4 @@
-"""The second kernel of a product whose tiles are cut into parts along K: it adds the parts (`split="apart"`).
+"""The second kernel of a product whose tiles are cut into parts along K: it adds the parts (`split="separate"`).
 
 A program that finishes a tile itself adds the others' partials one after another, while the rest of the device has
 nothing to do. Here all of it adds, and nobody waits for a flag; but all partials go through memory. So it is for small

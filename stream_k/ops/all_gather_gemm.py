@@ -20,7 +20,9 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import store_output
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.ops.by_message import GatherPlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -262,6 +264,21 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> Gradients:
     return grad_a, grad_b, None, None, bias_gradient(ctx, grad), None, None, None, None
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_gathered_bytes_for_blas),
+    Placement("messages", rules.few_gathered_bytes, variants=variants.nothing),
+    Placement(
+        "copy_engine",
+        rules.otherwise,
+        rules.gathered_pieces,
+        tilings.gathered,
+        variants.gathered,
+        blocks=True,
+        whole_tiles=True,
+    ),
+)
+
 OP = register_gemm(
     GemmOp(
         name="all_gather_gemm",
@@ -274,7 +291,7 @@ OP = register_gemm(
         a_cut="M",
         b_cut="N",
         out_cut="N",
-        placements=("copy_engine", "messages", "unfused"),
+        placements=_PLACEMENTS,
         plan=_make_plan,
         schema="(Tensor a, Tensor b, str group, SymInt num_rows, Tensor? bias, str activation, bool allow_tf32, "
         "ScalarType? partial_dtype, bool save_gathered) -> (Tensor, Tensor)",

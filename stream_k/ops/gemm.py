@@ -9,7 +9,9 @@ import torch
 from pyrocshmem.calls.op import register
 from pyrocshmem.calls.operators import dispatched, find, ops
 from pyrocshmem.calls.workspace import Workspace, check_workspace
+from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
 from pyrocshmem.stream_k.ops.gradients import (
@@ -88,6 +90,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     return grad_a, grad_b, bias_gradient(ctx, grad), None, None, None
 
 
+_PLACEMENTS = (
+    Placement("after", rules.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
+)
+
 OP = register(
     GemmOp(
         name="gemm",
@@ -95,8 +101,7 @@ OP = register(
         holds="M x K, K x N",
         result="M x N; no group",
         schema="(Tensor a, Tensor b, Tensor? bias, str activation, bool allow_tf32, str workspace) -> Tensor",
-        # A GEMM alone has no consumer to place: any will do.
-        placements=("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused"),
+        placements=_PLACEMENTS,
         arguments=lambda request, workspace: (
             request.a,
             request.b,

@@ -12,7 +12,9 @@ from pyrocshmem.calls.operators import once
 from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -168,6 +170,27 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     return grad_a, grad_b, None, bias_gradient(ctx, grad), None, None, None
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.short_sum_for_blas, rules.fewest_hops),
+    Placement("messages", rules.few_tiles, rules.fewest_hops, variants=variants.half_tiles),
+    Placement(
+        "copy_engine",
+        rules.tall_blocks,
+        rules.summed_row_blocks,
+        variants=variants.of_several_waves(variants.summed_blocks),
+        blocks=True,
+    ),
+    Placement(
+        "own_stream", rules.on_sm_90, rules.beside, variants=variants.of_several_waves(variants.summed_beside)
+    ),
+    Placement(
+        "beside", rules.otherwise, rules.summed_within, variants=variants.of_several_waves(variants.itself)
+    ),
+    Placement("inside", rules.by_name, rules.summed_within, variants=variants.itself_or_both_algorithms),
+    Placement("after", rules.by_name, rules.summed_after, variants=variants.both_algorithms),
+)
+
 OP = register_gemm(
     GemmOp(
         name="gemm_all_reduce",
@@ -179,7 +202,7 @@ OP = register_gemm(
         reference="gemm_all_reduce",
         a_cut="K",
         b_cut="K",
-        placements=("after", "beside", "own_stream", "inside", "copy_engine", "messages", "unfused"),
+        placements=_PLACEMENTS,
         plan=_make_plan,
         keep=keep_sum,
         backward=_backward,

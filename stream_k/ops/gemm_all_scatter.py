@@ -12,7 +12,9 @@ from pyrocshmem.calls.operators import once, ranks
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -151,6 +153,32 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     return grad_a, grad_b, None, bias_gradient(ctx, columns), None, None, None
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_tiles_for_blas),
+    Placement("messages", rules.few_tiles, variants=variants.half_tiles),
+    Placement(
+        "pull", rules.busy_links, rules.pulled_columns, variants=variants.of_several_waves(variants.pulled)
+    ),
+    Placement(
+        "copy_engine",
+        rules.on_sm_90,
+        rules.copied_columns,
+        variants=variants.of_several_waves(variants.longer_steps),
+    ),
+    Placement(
+        "beside", rules.otherwise, rules.pushed_within, variants=variants.of_several_waves(variants.itself)
+    ),
+    Placement(
+        "own_stream",
+        rules.by_name,
+        rules.pushed_beside,
+        variants=variants.of_several_waves(variants.pushed_beside),
+    ),
+    Placement("inside", rules.by_name, rules.pushed_within),
+    Placement("after", rules.by_name, rules.pushed_within, variants=variants.of_one_wave),
+)
+
 OP = register_gemm(
     GemmOp(
         name="gemm_all_scatter",
@@ -161,7 +189,7 @@ OP = register_gemm(
         steps="matmul, then all_gather of the column blocks",
         reference="gemm_all_gather",
         b_cut="N",
-        placements=("after", "beside", "own_stream", "inside", "copy_engine", "pull", "messages", "unfused"),
+        placements=_PLACEMENTS,
         plan=_make_plan,
         keep=keep_sum,
         backward=_backward,

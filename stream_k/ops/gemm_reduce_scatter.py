@@ -9,7 +9,9 @@ import torch
 
 from pyrocshmem.calls.operators import once, ops
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -71,6 +73,15 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     return grad_a if b is not None else None, grad_b, None, bias_gradient(ctx, gathered), None, None, None
 
 
+# In the order in which they are asked; those behind the first that suits any sizes are had by name.
+_PLACEMENTS = (
+    Placement("unfused", rules.few_cut_tiles_for_blas),
+    Placement("messages", rules.few_tiles, variants=variants.nothing),
+    Placement(
+        "copy_engine", rules.otherwise, rules.own_row_blocks, variants=variants.scattered_blocks, blocks=True
+    ),
+)
+
 OP = register_gemm(
     GemmOp(
         name="gemm_reduce_scatter",
@@ -83,7 +94,7 @@ OP = register_gemm(
         a_cut="K",
         b_cut="K",
         out_cut="M",
-        placements=("copy_engine", "messages", "unfused"),
+        placements=_PLACEMENTS,
         plan=_make_plan,
         keep=keep_sum,
         backward=_backward,

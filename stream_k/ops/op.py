@@ -38,6 +38,7 @@ from pyrocshmem.stream_k.choice.config import (
     check_config,
     with_a_free_multiprocessor,
 )
+from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
@@ -90,15 +91,15 @@ class GemmOp(Op):
     a_cut, b_cut, out_cut: of A, B and the result, the letter of the size that is shared out among the ranks, in blocks
     as `torch.tensor_split` makes them; "": each rank has the whole. Shares of K are as long as ranks like; where the
     result is cut by columns, so are those of N.
-    placements: where finished tiles may be consumed, names of `Config.placement`. plan: makes the launches of a call
-    that is new.
+    placements: where finished tiles may be consumed, in the order in which the rules ask them. plan: makes the
+    launches of a call that is new.
     arguments: a request and the group's name as the schema's arguments; request: the way back.
     """
 
     a_cut: str = ""
     b_cut: str = ""
     out_cut: str = ""
-    placements: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
     plan: Callable[[Call], FusedPlan] | None = None
     arguments: Callable[[Request, str], tuple[Any, ...]] = _arguments
 
@@ -389,9 +390,10 @@ def _make_plan(
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
     config = request.config or _chosen(op, request, M, workspace)
-    if config.placement not in op.placements:
+    names = [placement.name for placement in op.placements]
+    if config.placement not in names:
         raise ValueError(
-            f"Config.placement is {config.placement!r}, {name} has {', '.join(op.placements)}; "
+            f"Config.placement is {config.placement!r}, {name} has {', '.join(names)}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
     config = with_a_free_multiprocessor(config, heap.device)

@@ -16,7 +16,8 @@ from pyrocshmem.heap import Heap
 from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
 from pyrocshmem.reference.problems import Problem, Shape, find_problem
 from pyrocshmem.reference.timing import time_in_turn
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, PLACEMENTS_OF, Config
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
@@ -29,7 +30,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 class Job:
     """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
 
-    placement: one of the op's in stream_k.choice.config.PLACEMENTS_OF, or "auto". partial_dtype: what partial sums
+    placement: one of the op's, or "auto". partial_dtype: what partial sums
     travel in; None: fp32. trace: record a timeline of one more call. block: the tile, (M, N, K); None: the
     configuration's.
     """
@@ -59,7 +60,7 @@ class Result:
 def check_job(job: Job) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     problem = find_problem(job.collective)
-    placements = PLACEMENTS_OF[problem.op]
+    placements = placement_names(problem.op)
     if job.placement not in (*placements, "auto"):
         raise ValueError(
             f"placement of {job.collective} is {job.placement!r}, allowed {', '.join(placements)}, auto"

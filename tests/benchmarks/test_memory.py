@@ -11,7 +11,8 @@ from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable
 from pyrocshmem.benchmarks.shapes import Case
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF, Config
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -78,7 +79,7 @@ def held(rank: int, world_size: int) -> list[tuple[str, Config, int, int, float 
         spare = Workspace(heap)
         for op in NEEDS:
             case = Case(op, "custom", M, N, K, "float16", world_size, "eager")
-            for name in ("ours", "ours_16bit", *(f"ours_{each}" for each in PLACEMENTS_OF[op])):
+            for name in ("ours", "ours_16bit", *(f"ours_{each}" for each in placement_names(op))):
                 if name not in providers.providers_of(op):
                     continue
                 operands = Operands(case, heap, device)

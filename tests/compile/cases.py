@@ -153,7 +153,7 @@ _ONCE = [
         "gemm",
         shape=(64, 1024, 8192),
         arguments=(("activation", "silu"), ("bias", True)),
-        changes=(("split", "apart"), ("block_m", 64), ("block_n", 64), ("num_warps", 4)),
+        changes=(("split", "separate"), ("block_m", 64), ("block_n", 64), ("num_warps", 4)),
     ),
     # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
     Case("gemm", layouts=("column", "column")),
@@ -197,7 +197,7 @@ _ONCE = [
         "gemm_all_reduce_rms_norm",
         shape=(64, 1024, 8192),
         world_size=1,
-        changes=(("split", "apart"), ("block_m", 64), ("block_n", 64), ("block_k", 64), ("num_warps", 4)),
+        changes=(("split", "separate"), ("block_m", 64), ("block_n", 64), ("block_k", 64), ("num_warps", 4)),
     ),
     # Products whose tiles leave the squares of their rows: whole ones and split ones, of few rows, of odd sizes.
     *(

@@ -16,7 +16,7 @@ from pyrocshmem import CallMismatch, Heap, HeapOutOfMemory, collectives, stream_
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused.cases import HEAP_BYTES, Case, Operands, call, judge, run_case
 from tests.ranks import run_ranks, values
 from tests.stopwatch import within
@@ -179,7 +179,7 @@ def special_values(rank: int, world_size: int) -> list[str]:
     marks = (float("nan"), float("inf"), -float("inf"), -0.0, tiny, -0.0, tiny)
     with Heap(HEAP_BYTES) as heap:
         for op, problem in PROBLEMS.items():
-            for placement in PLACEMENTS_OF[problem.op]:
+            for placement in placement_names(problem.op):
                 case = Case(op, M, N, K, FP32, config=(("placement", placement),))
                 operands = Operands(case, rank, world_size, 5)
                 # Shares are views of the whole, which every rank knows; only the last rank's are marked.

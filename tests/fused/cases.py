@@ -13,7 +13,7 @@ from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.reference.accuracy import check, make_operand
 from pyrocshmem.reference.problems import PROBLEMS, Problem
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.stream_k.products import ACTIVATIONS, Frame, check_product, device, laid_out, small_config
 
 HEAP_BYTES = 32 << 20
@@ -52,7 +52,7 @@ class Case:
         return dataclasses.replace(self, config=tuple({**dict(self.config), **changes}.items()))
 
     def small_config(self) -> stream_k.Config:
-        return small_config(**{"placement": PLACEMENTS_OF[PROBLEMS[self.op].op][0], **dict(self.config)})
+        return small_config(**{"placement": placement_names(self.problem.op)[-1], **dict(self.config)})
 
     def columns(self, world_size: int) -> int:
         """Of the full product."""

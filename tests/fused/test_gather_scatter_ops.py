@@ -14,7 +14,8 @@ from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS, PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused import bodies
 from tests.fused.cases import (
     HEAP_BYTES,
@@ -38,7 +39,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 OPS = ("all_gather", "reduce_scatter")
 
 
-WAYS = [(op, placement) for op in OPS for placement in PLACEMENTS_OF[PROBLEMS[op].op]]
+WAYS = [(op, placement) for op in OPS for placement in placement_names(PROBLEMS[op].op)]
 # Those that are pulled into the caller's tensor.
 PULLED = [("all_reduce", "copy_engine"), *(("all_scatter", placement) for placement in BY_ROWS)]
 OUTS = ("new", "ordinary", "strided", "symmetric")
@@ -143,8 +144,8 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
     with Heap(HEAP_BYTES) as heap:
         found = [
             outcome(lambda p=placement: run_case(case.with_config(placement=p), heap, 1))  # type: ignore[misc]
-            for placement in PLACEMENTS
-            if placement not in PLACEMENTS_OF[PROBLEMS[op].op]
+            for placement in placement_names()
+            if placement not in placement_names(PROBLEMS[op].op)
             or (op == "all_gather" and placement in BY_MESSAGE)
         ]
         assert_right([[run_case(case, heap, 2)]])
@@ -156,7 +157,7 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
 def test_placements_that_it_does_not_have(op: str) -> None:
     for found in values(run_ranks(other_placements, 2, op, timeout=TIMEOUT_S)):
         uneven = len(BY_MESSAGE) if op == "all_gather" else 0
-        assert len(found) == len(PLACEMENTS) - len(PLACEMENTS_OF[PROBLEMS[op].op]) + uneven > 0
+        assert len(found) == len(placement_names()) - len(placement_names(PROBLEMS[op].op)) + uneven > 0
         assert sum("for as many rows on each rank; a has 41 on 2" in text for text in found) == uneven
         assert all(text.startswith("ValueError: Config.placement is ") for text in found), found
 

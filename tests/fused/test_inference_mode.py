@@ -13,7 +13,7 @@ import torch
 from pyrocshmem import Heap, collectives, stream_k
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused.cases import HEAP_BYTES, Case, run_case
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, random
@@ -25,7 +25,7 @@ F32 = torch.float32
 CASES = [
     Case(op, 34, 24, 16, F32).with_config(placement=placement, chunk=1)
     for op, problem in PROBLEMS.items()
-    for placement in PLACEMENTS_OF[problem.op]
+    for placement in placement_names(problem.op)
 ]
 GROWING = [case for case in CASES if case.small_config().placement == "copy_engine"]
 

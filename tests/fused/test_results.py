@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused.cases import STRIDE_0, Case, assert_right, assert_same_bits, repeat, run_cases
 from tests.ranks import run_ranks, values
 
@@ -82,7 +83,7 @@ def placed(case: Case, placement: str, algorithm: str) -> Case:
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", placement_names())
 @pytest.mark.num_ranks(3)
 def test_three_ranks(placement: str) -> None:
     cases = [case for way in WAYS if way[1] == placement for case in cases_of(*way)]

@@ -137,16 +137,16 @@ def test_default_shape_on_one_rank(collective: str) -> None:
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
         (
             ("-c", "all_gather", "--placement", "inside"),
-            "is 'inside', allowed copy_engine, messages, unfused, auto",
+            "is 'inside', allowed unfused, messages, copy_engine, auto",
         ),
         (("-n", "2", "-c", "all_gather", "--placement", "messages", "--shape", "7,8,9"), "M is 7 on 2 ranks"),
         (
             ("-c", "reduce_scatter", "--placement", "within"),
-            "is 'within', allowed copy_engine, messages, unfused, auto",
+            "is 'within', allowed unfused, messages, copy_engine, auto",
         ),
         (
             ("-c", "all_reduce", "--placement", "within"),
-            "is 'within', allowed after, beside, own_stream, inside, copy_engine, messages, unfused, auto",
+            "is 'within', allowed unfused, messages, copy_engine, own_stream, beside, inside, after, auto",
         ),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (("-c", "all_gather", "--shape", "0,8,8"), "allowed sizes of 1 or more"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrocshmem.stream_k import Config
-from pyrocshmem.stream_k.choice import gemm_model, rules
+from pyrocshmem.stream_k.choice import gemm_model, rules, tilings
 from pyrocshmem.stream_k.local_gemm.product import make_product
 from pyrocshmem.stream_k.ops import op
 
@@ -31,9 +31,9 @@ WAYS = (
     (64, 32, 1),
     (64, 32, 2),
 )
-# M, N, K of a rank's product: microseconds of these ways, 0 where there is no reading; 2 x H200, bf16, eager.
+# M, N, K of a rank's product: microseconds of these ways, 0 where there is no measurement; 2 x H200, bf16, eager.
 # fmt: off
-READINGS = {
+MEASURED = {
     (1024, 3584, 8192):  (131,   0,   0, 111,   0, 105,   0, 119,   0, 153,   0,   0,   0),
     (2048, 1024, 8192):  (146,   0,   0, 115,   0, 109,   0,  95,   0, 103,   0,   0,   0),
     (2048, 1792, 4096):  ( 86,   0,   0,  71,   0,  68,   0,  71,   0,  85,   0,   0,   0),
@@ -68,24 +68,24 @@ def chosen(M: int, N: int, K: int, ranks: int = RANKS, dtype: torch.dtype = torc
 
 
 def lost() -> list[float]:
-    """Ratios of the readings of what is chosen to the shortest, of products that have one."""
+    """Ratios of the measurements of what is chosen to the shortest, of products that have one."""
     found = []
-    for shape, row in READINGS.items():
+    for shape, row in MEASURED.items():
         config = chosen(*shape)
         pieces = -(-shape[0] // RANKS // (config.chunk * config.block_m))
-        reading = row[WAYS.index((config.block_m, config.block_n, pieces))]
-        if reading:
-            found.append(reading / min(filter(None, row)))
+        measurement = row[WAYS.index((config.block_m, config.block_n, pieces))]
+        if measurement:
+            found.append(measurement / min(filter(None, row)))
     return found
 
 
 def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios = lost()
-    assert len(ratios) == len(READINGS)
+    assert len(ratios) == len(MEASURED)
     assert statistics.geometric_mean(ratios) < 1.015
     assert max(ratios) < 1.06
     # Nor would it do to take whole blocks always, or to think that rows are there at once.
-    for module, name, value in ((rules, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
+    for module, name, value in ((tilings, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             assert statistics.geometric_mean(lost()) > 1.03, name

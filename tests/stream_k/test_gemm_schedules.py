@@ -106,13 +106,13 @@ def test_parts_of_the_last_wave(tiles: int, num_programs: int, parts: int) -> No
 
 @pytest.mark.parametrize("num_parts", [2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_parts_added_apart(num_parts: int, dtype: torch.dtype) -> None:
+def test_separate_reduction(num_parts: int, dtype: torch.dtype) -> None:
     """By a second kernel, in fours, whatever lay in the workspace; biased and activated once."""
     rows, columns, tiles = 40, 72, 6 if ON_CPU else 2
-    config = small_config(split="apart", block_k=16, num_programs=num_parts * tiles + tiles - 1)
+    config = small_config(split="separate", block_k=16, num_programs=num_parts * tiles + tiles - 1)
     depth = 16 * (10 * num_parts + 35)
     sizes = (rows, columns, depth, config.block_m, config.block_n, config.block_k)
-    schedule = stream_k.make_schedule(*sizes, config.num_programs, split="apart")
+    schedule = stream_k.make_schedule(*sizes, config.num_programs, split="separate")
     assert (schedule.num_split_tiles, schedule.num_split_programs) == (tiles, num_parts * tiles)
     a, b = integers(rows, depth, dtype, num_parts), integers(depth, columns, dtype, num_parts + 1)
     bias, workspace = integers(1, columns, dtype, 3)[0], Workspace(device=device())
@@ -131,7 +131,7 @@ def test_parts_added_apart(num_parts: int, dtype: torch.dtype) -> None:
 
 def test_no_parts_are_left_where_a_second_kernel_lacks_something() -> None:
     """It stores no squares."""
-    config = small_config(split="apart", block_k=16, num_programs=8)
+    config = small_config(split="separate", block_k=16, num_programs=8)
     a, b = integers(20, 1024, torch.float16, 1), integers(1024, 24, torch.float16, 2)
     out, workspace = torch.empty(20, 24, dtype=a.dtype, device=device()), Workspace(device=device())
     squares = torch.empty(1, 20, device=device())
@@ -140,7 +140,7 @@ def test_no_parts_are_left_where_a_second_kernel_lacks_something() -> None:
         for given in (None, squares)
     ]
     assert [plan.sum is None for plan in plans] == [False, True]
-    assert [plan.product.config.split for plan in plans] == ["apart", "auto"]
+    assert [plan.product.config.split for plan in plans] == ["separate", "auto"]
     plans[1].run(a, b, None, out)
     assert torch.equal(out.double(), a.double() @ b.double())
     assert torch.equal(squares.double().sum(0), out.double().square().sum(1))
@@ -168,7 +168,7 @@ def test_orders_of_tiles(group_m: int) -> None:
         (torch.float16, "none"),
         (torch.float16, "stream_k"),
         (torch.float32, "stream_k"),
-        (torch.float16, "apart"),
+        (torch.float16, "separate"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import torch
 from pyrocshmem import Heap, stream_k, target
 from pyrocshmem.calls.tensors import MASKED, rows_held
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.stream_k.choice.config import PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.placement import placements_by_op
 from pyrocshmem.stream_k.local_gemm import product
 from pyrocshmem.stream_k.local_gemm.aligned_copies import rows_cost_more
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
@@ -57,7 +57,7 @@ def rows_read(plan: GemmPlan) -> int:
 
 
 @pytest.mark.num_ranks(1)
-@pytest.mark.parametrize("split", ["none", "stream_k", "split_k", "apart"])
+@pytest.mark.parametrize("split", ["none", "stream_k", "split_k", "separate"])
 def test_read_and_not_needed(split: str) -> None:
     """The same bits as without them, though they are NaN; all of the last tile's are read where they are held."""
     config = small_config(split=split, num_programs=4)
@@ -139,7 +139,7 @@ def test_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused_ways(rank: int, world_size: int) -> list[str]:
     """What rows of NaN behind A change, and where a plan was used for an A without them."""
     wrong = []
-    ops = [(op, each) for op, placements in PLACEMENTS_OF.items() for each in placements if op != "gemm"]
+    ops = [(op, each.name) for op, all_ in placements_by_op().items() for each in all_ if op != "gemm"]
     with Heap(HEAP_BYTES) as heap:
         for op, placement in (*ops, ("gemm_all_reduce_rms_norm", "messages")):
             M = 40 if op == "all_gather_gemm" else 41

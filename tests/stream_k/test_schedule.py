@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pyrocshmem import checks
 from pyrocshmem.stream_k.local_gemm import schedule as schedule_module
 from pyrocshmem.stream_k.local_gemm.schedule import (
-    APART_ITERS,
-    APART_ONCE,
     FIX_UP_ITERS,
     MIN_SPLIT_ITERS,
     OUT_OF_STEP,
+    SEPARATE_ITERS,
+    SEPARATE_ONCE,
     SPLITS,
     Schedule,
     Segment,
@@ -82,17 +82,17 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     iters = schedule.iters_per_tile
     most = min(programs // remainder, iters // options["min_split_iters"]) if remainder else 0
     late = tiles // programs * iters // OUT_OF_STEP
-    apart = options["split"] == "apart"
-    if apart and tiles > programs:
+    separate = options["split"] == "separate"
+    if separate and tiles > programs:
         assert schedule.kind == "data_parallel"
         most = 0
-    once, each = (APART_ONCE, APART_ITERS) if apart else (late, FIX_UP_ITERS)
+    once, each = (SEPARATE_ONCE, SEPARATE_ITERS) if separate else (late, FIX_UP_ITERS)
     times = {parts: -(-iters // parts) + once + each * parts for parts in range(2, most + 1)}
     if schedule.kind == "data_parallel":
         assert schedule.num_split_tiles == 0
         assert schedule.num_programs == min(programs, tiles)
         # Where one chooses, no number of parts takes less time.
-        chosen = options["split"] in ("auto", "apart")
+        chosen = options["split"] in ("auto", "separate")
         assert not chosen or min(times.values(), default=iters) >= iters
         return
     assert options["split"] != "none"
@@ -104,7 +104,7 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     hybrid = options["split"] == "stream_k" and tiles >= programs
     assert schedule.num_split_tiles == (remainder + programs if hybrid else remainder)
     assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
-    if options["split"] in ("auto", "apart"):
+    if options["split"] in ("auto", "separate"):
         # No other number of parts takes less time, nor does the whole tile.
         parts = schedule.num_split_programs // remainder
         assert times[parts] == min(times.values()) < iters

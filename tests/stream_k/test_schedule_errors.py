@@ -17,7 +17,7 @@ BAD_ARGUMENTS = [
     ("block_m", 0, ValueError, r"block_m must be at least 1, got 0"),
     ("num_programs", 0, ValueError, r"num_programs must be at least 1, got 0"),
     ("min_split_iters", 0, ValueError, r"min_split_iters must be at least 1, got 0"),
-    ("split", "fast", ValueError, r"split is 'fast', allowed auto, none, stream_k, split_k, apart"),
+    ("split", "fast", ValueError, r"split is 'fast', allowed auto, none, stream_k, split_k, separate"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`stream_k.choice.gemm_model`: the tiles chosen for products alone on an H200, against readings of them there."""
+"""`stream_k.choice.gemm_model`: the tiles chosen for products alone on an H200, against measurements of them there."""
 
 import math
 import statistics
@@ -14,11 +14,11 @@ from pyrocshmem.stream_k.local_gemm.product import schedule_of
 TIER = 0
 pytestmark = pytest.mark.cpu
 
-PROCESSORS = 132
+NUM_SMS = 132
 ALL = (*TILES, FOUR_WARPS)
 # (M, N, K): microseconds of tiles, by their places in ALL, as the model would cut them; one H200, fp16, and of N that 8
 # divides bf16, B from memory.
-READINGS = {
+MEASURED = {
     (147, 1589, 415): {4: 6.7, 5: 7.0, 6: 6.5, 7: 7.0, 8: 5.7, 9: 6.0, 10: 6.0},
     (264, 1953, 2461): {1: 23.4, 2: 21.4, 4: 16.8, 6: 16.6, 8: 18.9, 9: 18.4, 10: 21.1},
     (335, 2651, 6957): {0: 59.8, 2: 51.8, 3: 59.0, 4: 51.5, 6: 49.3, 8: 55.9, 9: 57.4},
@@ -45,11 +45,11 @@ READINGS = {
 
 
 def lost() -> float:
-    """The mean ratio of the reading of a chosen tile to the shortest of its product."""
+    """The mean ratio of the measurement of a chosen tile to the shortest of its product."""
     found = []
-    for shape, readings in READINGS.items():
-        tile, _ = fastest_tile(*shape, PROCESSORS)
-        found.append(readings.get(ALL.index(tile), math.inf) / min(readings.values()))
+    for shape, measurements in MEASURED.items():
+        tile, _ = fastest_tile(*shape, NUM_SMS)
+        found.append(measurements.get(ALL.index(tile), math.inf) / min(measurements.values()))
     return statistics.geometric_mean(found)
 
 
@@ -57,12 +57,11 @@ def errors() -> list[float]:
     return [
         abs(
             math.log(
-                gemm_model._time(tile, gemm_model._schedule(tile, *shape, PROCESSORS), *shape, PROCESSORS)
-                / us
+                gemm_model._time(tile, gemm_model._schedule(tile, *shape, NUM_SMS), *shape, NUM_SMS) / us
             )
         )
-        for shape, readings in READINGS.items()
-        for tile, us in ((ALL[i], us) for i, us in readings.items())
+        for shape, measurements in MEASURED.items()
+        for tile, us in ((ALL[i], us) for i, us in measurements.items())
     ]
 
 
@@ -85,9 +84,9 @@ def test_choose(h200: torch.device) -> None:
     def chosen(M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16) -> stream_k.Config:
         return stream_k.choose("gemm", M, N, K, dtype, 1, h200)
 
-    for shape in (*READINGS, (65, 1, 1), (65, 100_000, 256), (8192, 1792, 4096)):
+    for shape in (*MEASURED, (65, 1, 1), (65, 100_000, 256), (8192, 1792, 4096)):
         found = chosen(*shape)
-        tile, schedule = fastest_tile(*shape, PROCESSORS)
+        tile, schedule = fastest_tile(*shape, NUM_SMS)
         assert (found.block_m, found.block_n, found.block_k) == (tile.block_m, tile.block_n, tile.block_k)
         made = schedule_of(found, *shape, h200)
         assert (made.num_split_tiles, made.num_split_programs) == (
@@ -106,14 +105,14 @@ def test_choose(h200: torch.device) -> None:
     splits = [
         chosen(M, 1024, K).split for M, K in ((1, 4096), (24, 4096), (64, 4096), (128, 8192), (1, 2048))
     ]
-    assert splits == ["apart", "apart", "apart", "apart", "none"]
+    assert splits == ["separate", "separate", "separate", "separate", "none"]
     # Four warps where TMA stores the result; small steps along K for what is read as fast as memory answers.
     tiles_of = [(c.block_m, c.block_n, c.num_warps) for c in (chosen(768, N, 4096) for N in (8192, 8191))]
     assert tiles_of == [(128, 128, 4), (128, 128, 8)]
     deep = [chosen(M, N, 7168) for M, N in ((65, 5120), (128, 8192), (128, 4096), (129, 8192), (64, 8192))]
     assert [c.num_stages == DEEP.num_stages for c in deep] == [True, True, False, False, False]
     few, more = chosen(4096, 1792, 4096), chosen(4096, 4160, 4096)
-    assert (few.num_programs, more.num_programs) == (112, PROCESSORS)
+    assert (few.num_programs, more.num_programs) == (112, NUM_SMS)
     assert chosen(4096, 4096, 4096, torch.float32).block_k == 32
     # Beside communication all ranks must choose alike, whatever their K.
     for op in ("gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter"):
@@ -122,7 +121,7 @@ def test_choose(h200: torch.device) -> None:
 
 
 def test_who_brings_columns(h200: torch.device) -> None:
-    """Programs where links have more to do than multiprocessors, of which each has one to itself."""
+    """Programs where links have more to do than SMs, of which each has one to itself."""
 
     def chosen(ranks: int, N: int, K: int) -> stream_k.Config:
         return stream_k.choose("gemm_all_scatter", 8192, N, K, torch.bfloat16, ranks, h200)
@@ -130,6 +129,6 @@ def test_who_brings_columns(h200: torch.device) -> None:
     for ranks, K, placement in ((4, 8192, "pull"), (4, 16384, "copy_engine"), (2, 1024, "copy_engine")):
         assert chosen(ranks, 3584, K).placement == placement
     pulled, odd = chosen(4, 3584, 8192), chosen(4, 3580, 8192)
-    assert pulled.num_programs + pulled.num_comm_programs == PROCESSORS
+    assert pulled.num_programs + pulled.num_comm_programs == NUM_SMS
     # Rows that don't start at multiples of 16 bytes take programs many narrow loads.
     assert odd.placement == "copy_engine"

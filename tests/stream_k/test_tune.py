@@ -17,8 +17,9 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
-from pyrocshmem.stream_k.choice.rules import _SHARED_BYTES, cost_model
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.stream_k.choice.placement import Variant, num_tiles, placements_by_op
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.tilings import _SHARED_BYTES
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.test_tuned import CPU, HALF, forget
@@ -26,7 +27,7 @@ from tests.stream_k.test_tuned import CPU, HALF, forget
 TIER = 3
 pytestmark = pytest.mark.cpu
 
-OPS = tuple(table.PLACEMENTS_OF)
+OPS = tuple(placements_by_op())
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -51,7 +52,7 @@ def test_candidates(
         table.check(op, config, CPU)
         assert variant.fitted(shape[0], shape[1], processors) == config
         if variant.most_programs:
-            tiles = table.num_tiles(config, shape[0], shape[1])
+            tiles = num_tiles(config, shape[0], shape[1])
             assert config.num_programs == balanced_programs(tiles, variant.most_programs)
 
 
@@ -104,7 +105,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
     """Two configurations, of which the other one is fast and wrong."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     real = stream_k.gemm
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
@@ -123,7 +124,7 @@ def plants_a_wrong_result(rank: int, world_size: int) -> dict[str, Any]:
 def refuses_on_a_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
 
     def gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, config: Config) -> torch.Tensor:
         if config == other and rank == 1:
@@ -151,7 +152,7 @@ def times_calls_of(microseconds: float) -> dict[str, Any]:
     made in each graph, of how many copies of B."""
     base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
     other = dataclasses.replace(base, group_m=1)
-    trial.candidates = lambda *_: {config: table.Variant(config) for config in (base, other)}
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, other)}
     trial._GRAPH_BELOW_S = {"cpu": 200e-6}
     graphs: list[list[int]] = []
     read: list[tuple[int, Config]] = []
@@ -218,12 +219,12 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     common = ("-n", "2", "--iters", "1", "--commit", "0123", "--out", str(path))
     options = ("--ops", "gemm,gemm_all_reduce", "--shapes", "20,9,8", "--partial-dtype", "float16")
-    done = commands.start("stream_k", "tune", *options, *common)
+    done = commands.start("pyrocshmem", "tune", *options, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("gemm_all_reduce 20 x 9 x 8, float16 partials", "cost model", "fastest"):
         assert text in done.stdout
     more = ("--ops", "gemm", "--shapes", "20,9,8", "--shapes", "40,9,8")
-    done = commands.invoke(app, "tune", *more, *common)
+    done = commands.invoke(tune.app, *more, *common)
     assert done.returncode == 0, done.stdout + done.stderr
     found = table.Table.read(path)
     kinds = {(one.op, one.ranks, one.M, one.partial_dtype): one for one in found.entries.values()}
@@ -261,7 +262,7 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    done = commands.invoke(app, "tune", *arguments, "--out", str(out))
+    done = commands.invoke(tune.app, *arguments, "--out", str(out))
     assert done.returncode == 2
     assert text in done.stdout
     assert not out.exists()

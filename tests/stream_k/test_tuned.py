@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k, target
-from pyrocshmem.calls.op import registered
 from pyrocshmem.stream_k.choice import table as tuned
 from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.ops.op import GemmOp
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -21,9 +20,9 @@ pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
 HALF, WIDE = torch.float16, torch.float32
 
-# 64 tiles, several waves on the 12 multiprocessors that `table` gives the CPU target.
+# 64 tiles, several waves on the 12 SMs that `table` gives the CPU target.
 SHAPE = (512, 512, 256)
-PROCESSORS = 12
+NUM_SMS = 12
 TINY = Config(
     block_m=64, block_n=64, num_warps=1, num_stages=1, group_m=2, flatten=False, num_comm_programs=2, comm_rows=16
 )  # fmt: skip
@@ -40,7 +39,7 @@ def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, *
     fields = {
         "arch": "cpu",
         "gpu": "cpu",
-        "multiprocessors": PROCESSORS,
+        "multiprocessors": NUM_SMS,
         "op": "gemm_all_scatter",
         "ranks": 2,
     }
@@ -60,8 +59,8 @@ def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, *
 def forget() -> None:
     """What `choose` remembers of a table and of a device."""
     stream_k.choose.cache_clear()
-    target.num_multiprocessors.cache_clear()
-    tuned._entries.cache_clear()
+    target.num_sms.cache_clear()
+    tuned._read.cache_clear()
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
     """table(*entries): what `choose` looks up from then on."""
     path = tmp_path / "table.json"
     monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
-    monkeypatch.setattr(target, "CPU_PROGRAMS", PROCESSORS)
+    monkeypatch.setattr(target, "CPU_PROGRAMS", NUM_SMS)
 
     def put(*entries: tuned.Entry) -> None:
         tuned.Table([{}], list(entries)).write(path)
@@ -170,30 +169,30 @@ def test_programs_follow_the_tiles(table: Put) -> None:
 
 
 def test_a_gemm_splits_its_last_wave_as_the_cost_model_says(table: Put) -> None:
-    whole = dataclasses.replace(TINY, split="none", num_programs=11, group_m=4)
+    whole = dataclasses.replace(TINY, placement="after", split="none", num_programs=11, group_m=4)
     gemm = {"op": "gemm", "ranks": 1}
     table(entry(whole, **gemm))
     assert choose(op="gemm", world_size=1) == whole
     found = choose((576, 512, 256), op="gemm", world_size=1)
     assert (found.split, found.num_programs, found.group_m) == ("auto", 0, 4)
-    table(entry(dataclasses.replace(whole, split="apart"), **gemm))
-    assert choose((576, 512, 256), op="gemm", world_size=1).split == "apart"
+    table(entry(dataclasses.replace(whole, split="separate"), **gemm))
+    assert choose((576, 512, 256), op="gemm", world_size=1).split == "separate"
 
 
-def test_programs_that_share_a_multiprocessor_are_those_of_a_size() -> None:
+def test_programs_that_share_an_sm_are_those_of_a_size() -> None:
     """Not of another with as many rows and columns, which has other stages and warps."""
-    shared = dataclasses.replace(TINY, placement="after", num_programs=2 * PROCESSORS)
-    for other, programs in (({}, 2 * PROCESSORS), ({"num_warps": 2}, 0), ({"num_stages": 2}, 0)):
+    shared = dataclasses.replace(TINY, placement="after", num_programs=2 * NUM_SMS)
+    for other, programs in (({}, 2 * NUM_SMS), ({"num_warps": 2}, 0), ({"num_stages": 2}, 0)):
         measured = entry(dataclasses.replace(shared, num_programs=0, **other), op="gemm", ranks=1)
-        assert tuned._for_shape(measured, shared, (576, 512, 256), PROCESSORS).num_programs == programs
+        assert tuned._for_shape(measured, shared, (576, 512, 256), NUM_SMS).num_programs == programs
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"placement": "nowhere"},
-        {"placement": "own_stream", "num_programs": PROCESSORS},
-        {"placement": "beside", "num_comm_programs": PROCESSORS},
+        {"placement": "own_stream", "num_programs": NUM_SMS},
+        {"placement": "beside", "num_comm_programs": NUM_SMS},
         {"block_m": 48},
         {"num_stages": "4"},
         {"warp_groups": 2},
@@ -288,13 +287,8 @@ def test_the_committed_table_is_fit() -> None:
     """Made by runs that it names."""
     found = tuned.Table.read(tuned.FILE)
     for one in found.entries.values():
-        assert one.op in tuned.PLACEMENTS_OF
+        assert one.op in placements_by_op()
         assert found.runs[one.run]["commit"]
         assert 0 < one.us <= one.cost_model_us
         if one.config is not None:
-            assert Config(**one.config).placement in tuned.PLACEMENTS_OF[one.op]
-
-
-def test_every_op_has_its_placements() -> None:
-    ops = {op.name for op in registered() if isinstance(op, GemmOp)}
-    assert ops == set(tuned.PLACEMENTS_OF)
+            assert Config(**one.config).placement in placement_names(one.op)

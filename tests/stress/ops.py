@@ -16,7 +16,8 @@ import torch
 
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, PLACEMENTS_OF
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused import norm_bodies
 from tests.fused.cases import STRIDE_0, Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config
@@ -72,7 +73,7 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
     facts = {**_draw_sizes(rng, num_ranks), "layout": rng.choice(_LAYOUTS)}
     facts |= {"bias": rng.choice((None, None, "own", "fp32")), "activation": rng.choice(list(ACTIVATIONS))}
     if collective == "gemm":
-        return facts | {"config": {"split": rng.choice(("auto", "none", "stream_k", "apart"))}}
+        return facts | {"config": {"split": rng.choice(("auto", "none", "stream_k", "separate"))}}
     facts["out"] = rng.choice(("new", "symmetric", "strided", "ordinary"))
     config = _draw_config(collective, rng)
     if config["placement"] in BY_MESSAGE:
@@ -85,11 +86,11 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
 
 
 def _draw_config(collective: str, rng: Random) -> Facts:
-    config: Facts = {"placement": rng.choice(PLACEMENTS_OF[PROBLEMS[collective].op])}
+    config: Facts = {"placement": rng.choice(placement_names(PROBLEMS[collective].op))}
     if config["placement"] in BY_ROWS:
         config["chunk"] = rng.randint(1, 3)
     else:
-        config["split"] = rng.choice(("auto", "none", "stream_k", "apart"))
+        config["split"] = rng.choice(("auto", "none", "stream_k", "separate"))
     if collective == "all_reduce" and config["placement"] not in BY_ROWS:
         config["algorithm"] = rng.choice(("one_shot", "two_shot"))
     return config
@@ -239,7 +240,7 @@ def _draw_norm_product(scattered: bool, rng: Random, num_ranks: int) -> Facts:
     facts = {**_draw_sizes(rng, num_ranks, 16 if ON_CPU else 1 << 30), "weight": rng.choice(kinds)}
     facts["bias"] = rng.choice((None, *kinds))
     if scattered:
-        config = {"split": rng.choice(("auto", "none", "stream_k", "apart"))}
+        config = {"split": rng.choice(("auto", "none", "stream_k", "separate"))}
         return facts | {"residual": False, "wire": None, "config": config}
     wire = "fp16" if facts["dtype"] == "float16" and rng.random() < 0.4 else None
     return facts | {"residual": rng.random() < 0.7, "wire": wire, "config": _draw_config("all_reduce", rng)}

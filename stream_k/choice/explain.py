@@ -1,0 +1,214 @@
+"""`explain`: why `choose` gives a call the configuration that it gives, and what the next best would cost.
+
+    print(stream_k.explain("gemm_all_reduce", 4096, 4096, 1792, torch.bfloat16, 2, device))
+
+It says what was compared while choosing and nothing else: a time is a model's estimate or an entry's measurement, and
+where there is neither, it says that there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, with_a_free_multiprocessor
+from pyrocshmem.stream_k.choice.placement import Estimate, Facts, find_placement
+from pyrocshmem.stream_k.choice.rules import Decision
+from pyrocshmem.stream_k.choice.table import Choice, Entry, choice, describe_dtypes, run_of
+from pyrocshmem.stream_k.local_gemm.product import schedule_of, tiles_of_block
+from pyrocshmem.stream_k.local_gemm.schedule import Schedule
+
+# Estimates that are printed, the fastest first.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why `op` has this configuration; `str()` is a few lines for a reader, `line()` one.
+
+    config: what `choose` gives. facts: the sizes, dtypes and the device that it was chosen for. decided_by: "table" (an
+    entry has the configuration, or says that the rules' choice was the fastest), "rules" or "caller" (the placement was
+    asked for by name). placement: why this placement, a clause; "" for a GEMM alone. tile: why this tile, a clause.
+    table: what the table says, "" where it wasn't asked. entry: the entry that counts; its times, in microseconds, are
+    of its own shape. refused: (name, why not) of the placements that the rules asked before. next_best: (name, why) of
+    the next placement, in the op's order, that suits, too; None: there is none. estimates: times by a model, the chosen
+    tile's first; empty where no model chose the tile. schedule: of the GEMM, of all blocks of rows together where they
+    are launched in turn; None for an empty result, and for placement "unfused", whose GEMM is the BLAS's where it can.
+    """
+
+    op: str
+    config: Config
+    facts: Facts
+    decided_by: str
+    placement: str
+    tile: str
+    table: str
+    refused: tuple[tuple[str, str], ...]
+    next_best: tuple[str, str] | None
+    estimates: tuple[Estimate, ...]
+    entry: Entry | None
+    schedule: Schedule | None
+
+    def line(self) -> str:
+        """The choice, what decided and why, the schedule and the next best, in one line."""
+        tile = "" if self.config.placement == "unfused" else f"tile {_size(self.config)}"
+        chosen = ", ".join(filter(None, (self.config.placement if self.placement else "", tile)))
+        parts = [
+            f"{chosen}, by {self.decided_by}: {self._because()}",
+            self._waves(),
+            f"next best: {self._next()}",
+        ]
+        return "; ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        facts, config = self.facts, self.config
+        sizes = f"M N K = {facts.M} {facts.N} {facts.K} of a rank"
+        where = f"{_ranks(facts.world_size)}, {facts.target} with {facts.num_sms} SMs"
+        dtypes = describe_dtypes(facts.dtype, facts.partial_dtype)
+        lines = [f"{self.op}, {sizes}, {dtypes}, {where}", f"  chosen by {self.decided_by}: {config}"]
+        if self.table:
+            lines.append(f"  table: {self.table}")
+        if self.placement:
+            lines.append(f"  placement {config.placement}: {self.placement}")
+            lines += [f"    not {name}: {why}" for name, why in self.refused]
+        blas = ", where the BLAS can't multiply" if config.placement == "unfused" else ""
+        tile = f"{_size(config)}, {config.num_warps} warps, {config.num_stages} stages"
+        lines.append(f"  tile {tile}{blas}: {self.tile}")
+        if self.schedule is not None:
+            lines.append(f"  schedule: {self._waves()}")
+        lines.append(f"  next best: {self._next()}")
+        for each in self.estimates[1 : _SHOWN + 1]:
+            lines.append(
+                f"    {each.what}: about {each.us:.1f} us, the chosen one {self.estimates[0].us:.1f} us"
+            )
+        return "\n".join(lines)
+
+    def _because(self) -> str:
+        if self.entry is not None:
+            entry = self.entry
+            times = f"{entry.us:g} us, the rules' choice {entry.cost_model_us:g} us"
+            return f"measured at M N K = {' '.join(map(str, entry.shape))}, {times}"
+        if not self.placement:
+            return self.tile
+        # What suits any sizes was chosen since those before it don't.
+        name, why_not = self.refused[-1] if self.refused else ("", "")
+        return self.placement + (f"; not {name}: {why_not}" if name else "")
+
+    def _waves(self) -> str:
+        if self.schedule is None:
+            return ""
+        plan = self.schedule
+        split = f"{plan.num_split_tiles} of them split" if plan.has_shared_tiles else "none split"
+        waves = "1 wave" if plan.waves == 1 else f"{plan.waves} waves"
+        return f"{plan.num_tiles} tiles, {split}, {waves} on {plan.num_programs} programs"
+
+    def _next(self) -> str:
+        if self.entry is not None and self.entry.config is not None:
+            return (
+                f"the rules' choice, which took {self.entry.cost_model_us / self.entry.us:.2f} times as long"
+            )
+        if len(self.estimates) > 1:
+            second = self.estimates[1]
+            return f"{second.what}, {second.us / self.estimates[0].us:.2f} times as long by the model"
+        if self.next_best is None:
+            return "unknown, nothing was estimated or measured"
+        return f"{self.next_best[0]} ({self.next_best[1]}), of unknown time"
+
+
+def explain(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
+) -> Explanation:
+    """Why `stream_k.choose`, with the same arguments, gives the configuration that it gives.
+
+    M, N, K: of a rank's GEMM [M, K] x [K, N], as for `choose`: M rows of all ranks, and this rank's share of N or K.
+    dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, None: fp32.
+    placement: explain the configuration of this one; None: that of the fastest one known.
+    Returns an `Explanation`: which rule decided, with its thresholds and the values compared with them, or which entry
+    of the measured table; the schedule; and what the next best would cost, where that was measured or a model gives it,
+    in microseconds. Nothing is launched. Raises what `choose` raises.
+    """
+    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    config, decision = found.config, found.rules
+    entry = None if found.table is None else found.table.entry
+    by_rules = config == decision.config
+    if entry is not None:
+        decided_by = "table"
+    else:
+        decided_by = "rules" if placement is None else "caller"
+    alone = decision.placement.alone
+    if not by_rules:
+        why_placement, why_tile = "the entry of the table has it", "the entry of the table has it"
+    else:
+        why_placement = decision.asked[-1][1].why if decision.asked else "it was asked for by name"
+        why_tile = decision.tiling.why
+    return Explanation(
+        op=op,
+        config=config,
+        facts=decision.facts,
+        decided_by=decided_by,
+        placement="" if alone else why_placement,
+        tile=why_tile,
+        table=_table_says(found),
+        refused=tuple((asked.name, verdict.why) for asked, verdict in decision.asked[:-1])
+        if by_rules
+        else (),
+        next_best=_next_best(op, decision) if by_rules and decision.asked else None,
+        estimates=decision.tiling.estimates if by_rules else (),
+        entry=entry,
+        schedule=_schedule(op, found),
+    )
+
+
+def _next_best(op: str, decision: Decision) -> tuple[str, str] | None:
+    """The first placement behind the deciding one that suits as well."""
+    for placement in decision.behind:
+        verdict = placement.suits(decision.facts)
+        if verdict.suits:
+            return placement.name, verdict.why
+    return None
+
+
+def _table_says(found: Choice) -> str:
+    """What the table says of the call, and where an entry counted, when and on what it was measured."""
+    if found.table is None:
+        return ""
+    entry = found.table.entry
+    if entry is None:
+        return found.table.why
+    run = run_of(entry)
+    date, machine = str(run.get("date", "")).partition("T")[0], run.get("target", entry.gpu)
+    times = f"{entry.us:g} us, {entry.timing}, the rules' choice {entry.cost_model_us:g} us"
+    away = "this shape" if found.table.factor == 1 else f"a factor of {found.table.factor:.2f} away"
+    return f"{found.table.why}; {away}, measured {date or 'some day'} on {machine}: {times}"
+
+
+def _schedule(op: str, found: Choice) -> Schedule | None:
+    """The GEMM's, as the op plans it."""
+    facts, config = found.rules.facts, found.config
+    placement = find_placement(op, config.placement)
+    if min(facts.M, facts.N) < 1 or config.placement == "unfused":
+        return None
+    rows = facts.M
+    comm = config.num_comm_programs if config.placement == "beside" and facts.world_size > 1 else 0
+    if placement.blocks:
+        rows = facts.world_size * tiles_of_block(facts.M, facts.world_size, config.block_m) * config.block_m
+    if config.placement not in BY_MESSAGE and not placement.alone:
+        config = with_a_free_multiprocessor(config, facts.device)
+    return schedule_of(config, rows, facts.N, max(facts.K, 1), facts.device, comm)
+
+
+def _size(config: Config) -> str:
+    return f"{config.block_m} x {config.block_n} x {config.block_k}"
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -1,0 +1,226 @@
+"""Tilings: the tile that a configuration begins with, and why, by measurements on H200 (docs/log.md).
+
+`first_tile` is every op's; a placement may have a tiling of its own (`Placement.tile`): `alone`, of a GEMM with no
+communication, and `gathered`, behind rows that copy engines bring. The last two ask the model (`gemm_model`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pyrocshmem.stream_k.choice.config import SPARE, Config
+from pyrocshmem.stream_k.choice.gemm_model import (
+    DEEP,
+    MANY_WAVES,
+    TILES,
+    Tile,
+    balanced_programs,
+    gathering_times,
+    hides_gathering,
+    tile_times,
+)
+from pyrocshmem.stream_k.choice.placement import Estimate, Facts, Tiling
+from pyrocshmem.stream_k.local_gemm.schedule import make_schedule
+
+# GEMMs of so many rows are as fast as B is read.
+FEW_ROWS = 64
+
+
+def first_tile(M: int, N: int, dtype: torch.dtype, num_sms: int, where: str) -> Tiling:
+    """The tile beside communication: it must not depend on K, of which ranks may have different shares."""
+    if where == "cpu":
+        return _for_cpu(M, N)
+    if where == "hip":
+        return _for_amd(dtype)
+    return _for_nvidia(M, N, dtype, num_sms)
+
+
+def _for_cpu(M: int, N: int) -> Tiling:
+    # An interpreted step costs about 0.3 ms whatever its size: fewer, larger blocks are faster, as long as
+    # there are tiles to split.
+    large = max(M, N) > 64
+    block = 64 if large else 32
+    config = Config(
+        block_m=block,
+        block_n=block,
+        block_k=64,
+        num_warps=1,
+        num_stages=1,
+        group_m=2,
+        subtiles=2,
+        flatten=False,
+        num_comm_programs=1,
+        comm_rows=block,
+    )
+    return Tiling(
+        config,
+        f"interpreted, with M or N more than 64: {M}, {N}" if large else "interpreted, M and N at most 64",
+    )
+
+
+def _for_amd(dtype: torch.dtype) -> Tiling:
+    # comm_rows: as many as give every thread of a consumer 16 bytes to store.
+    config = Config(block_n=64, num_stages=2, subtiles=1, flatten=False, comm_rows=64)
+    if dtype == torch.float32:
+        return Tiling(
+            replace(config, block_m=64, block_k=32, num_warps=4), "float32 on AMD has this one tile"
+        )
+    # 128 x 128 spills where tiles are split: 44 to 99 vector registers with Triton 3.6; 128 x 64 nowhere.
+    return Tiling(
+        config, "16-bit operands on AMD have this one tile: a larger one spills registers where it is split"
+    )
+
+
+def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
+    if dtype == torch.float32:
+        config = Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
+        return Tiling(config, "float32 has this one tile")
+    if M <= FEW_ROWS:
+        why = f"M = {M} is at most {FEW_ROWS} rows: as fast as B is read, by narrow tiles"
+        return Tiling(_of_few_rows(M, N, num_sms), why)
+    if N <= 64:
+        config = Config(block_m=64, block_n=64, block_k=128, num_warps=4, subtiles=1)
+        return Tiling(config, f"N = {N} is at most 64 columns")
+    for block_m, block_n in _TILES_128 if M <= 128 else _TILES:
+        tiles = -(-M // block_m) * -(-N // block_n)
+        if tiles <= num_sms:
+            why = f"the first tile, from small to large, of which there is one wave or less: {tiles} on {num_sms} SMs"
+            return Tiling(small_tile(block_m, block_n), why)
+    return Tiling(Config(), f"of each smaller tile that was tried there is more than a wave on {num_sms} SMs")
+
+
+def _of_few_rows(M: int, N: int, num_sms: int) -> Config:
+    """From measurements on H200 (docs/log.md): narrow tiles, with as much of B on its way as memory takes to answer."""
+    block_m, block_n = (16 if M <= 16 else 32 if M <= 32 else 64), 64
+    tiles = -(-N // block_n)
+    if block_m == 64 and 32 * num_sms >= N:
+        block_n, block_k, stages = 32, 256, 4
+    elif block_m == 64 and tiles > 2 * num_sms:
+        block_n, block_k, stages = 128, 128, 4
+    elif block_m == 64 or (block_m == 16 and 2 * tiles > num_sms):
+        block_k, stages = 128, 5
+    else:
+        block_k, stages = 256, 5 if block_m == 16 else 4
+    # Parts of tiles cost more than they save but where most SMs have nothing to do, at all or at the end.
+    cut = 4 * tiles <= num_sms
+    if block_m > 16 and block_n == 64 and 2 * tiles > num_sms:
+        cut = 0 < tiles % num_sms < 2 * num_sms // 3
+    return Config(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages, subtiles=1,
+        split="stream_k" if cut else "none",
+    )  # fmt: skip
+
+
+# Of other GEMMs of less than a wave, the smallest tile that is still one wave, since programs on all SMs read memory
+# faster. In the order in which they are tried, from measurements on H200 at M = 128 and 256.
+_TILES_128 = ((64, 64), (128, 64), (128, 128))
+_TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
+
+# What a program has of shared memory on sm_90, but for a few words of its own.
+_SHARED_BYTES = 229_000
+
+
+def small_tile(block_m: int, block_n: int) -> Config:
+    """As many bytes in flight as fit beside the tile on its way out, in fp32."""
+    large = block_m * block_n >= 128 * 128
+    block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
+    subtiles = 2 if block_m * block_n >= 128 * 64 else 1
+    stages = (_SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
+    return Config(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
+        subtiles=subtiles,
+    )  # fmt: skip
+
+
+def with_tile(config: Config, tile: Tile | Config) -> Config:
+    """`config` with another's tile, and how that is run."""
+    return replace(
+        config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, subtiles=tile.subtiles, split=tile.split,
+    )  # fmt: skip
+
+
+# Rows up to here are read as fast as memory answers: the model is of GEMMs of more.
+_DEEP_ROWS = 128
+
+
+def alone(first: Tiling, facts: Facts) -> Tiling:
+    """A GEMM alone, whose tile and programs may depend on K. `first`: the choice beside communication."""
+    if facts.target != "sm_90":
+        return first
+    config, num_sms = first.config, facts.num_sms
+    M, N, K = max(facts.M, 1), max(facts.N, 1), max(facts.K, 1)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if facts.in_16_bits and M <= FEW_ROWS:
+        first = _added_by_a_second_kernel(first, M, N, K, num_sms)
+        config = first.config
+    if not facts.in_16_bits or M <= FEW_ROWS:
+        blocks = (config.block_m, config.block_n, config.block_k)
+        schedule, programs = make_schedule(M, N, K, *blocks, num_sms, split=config.split), num_sms
+    elif M <= _DEEP_ROWS and num_sms < 2 * tiles <= 2 * num_sms:
+        if (config.block_m, config.block_n) != (128, 64):
+            return first
+        why = f"M = {M} is at most {_DEEP_ROWS} rows: as fast as memory is read, in small steps along K"
+        return Tiling(with_tile(config, DEEP), why)
+    else:
+        times = tile_times(M, N, K, num_sms)
+        tile, schedule = times[0].tile, times[0].schedule
+        programs = tile.resident * num_sms
+        estimates = tuple(Estimate(f"tile {each.tile}", each.us) for each in times)
+        why = f"it takes the least time of {len(times)} tiles, by the model of 16-bit GEMMs on an H200"
+        first = Tiling(with_tile(config, tile), why, estimates)
+    # Of programs that share an SM, both must be there.
+    if schedule.kind == "data_parallel" and programs == num_sms:
+        programs = balanced_programs(schedule.num_tiles, num_sms)
+    return first._replace(config=replace(first.config, num_programs=programs))
+
+
+def _added_by_a_second_kernel(first: Tiling, M: int, N: int, K: int, num_sms: int) -> Tiling:
+    """A GEMM of few rows; where it has few columns, too, with tiles whose parts are added by a second kernel, if K is
+    long, or else whole: there a fix-up costs more than it gains."""
+    tiles = -(-N // 64)
+    if 3 * tiles > num_sms:
+        return first
+    block_m, stages = (16, 5) if M <= 16 else (32, 6) if M <= 32 else (64, 6)
+    cut = replace(
+        first.config, block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=stages, subtiles=1,
+        split="separate",
+    )  # fmt: skip
+    few = f"{first.why}; {tiles} tiles of 64 columns are at most a third of {num_sms} SMs"
+    schedule = make_schedule(M, N, K, block_m, 64, 128, num_sms, split="separate")
+    if schedule.has_shared_tiles:
+        return Tiling(cut, f"{few}, and K = {K} is long enough for a second kernel that adds parts")
+    return Tiling(replace(first.config, split="none"), f"{few}, and K = {K} is too short to split")
+
+
+# A block of more bytes is gathered in two pieces, of twelve times as many in pieces of four times as many or more:
+# where a rank has few columns its own rows are soon multiplied, and the peers' come late. A piece costs 4 us.
+_GATHERED_PIECE = 16 << 20
+
+
+def piece_rows(facts: Facts) -> int:
+    """How many gathered rows a piece has. All ranks must agree, which may have different columns: a multiple of any
+    tile's, by the size of a block."""
+    rows, multiple = -(-facts.M // facts.world_size), 64 if facts.target == "cpu" else 256
+    size = rows * facts.K * facts.dtype.itemsize
+    pieces = 1 if size <= _GATHERED_PIECE else max(2, size // (4 * _GATHERED_PIECE))
+    return -(-max(rows, 1) // (pieces * multiple)) * multiple
+
+
+def gathered(first: Tiling, facts: Facts) -> Tiling:
+    """The tile with which the GEMM of an all-gather by copy engines ends first, and its programs."""
+    if not facts.in_16_bits:
+        return first
+    M, N, most = max(facts.M, 1), max(facts.N, 1), facts.num_sms - SPARE
+    hidden, tiles = hides_gathering(M, N, facts.world_size, most)
+    if hidden:
+        why = f"{tiles} of the largest tiles are more than {MANY_WAVES} waves, so that waits for rows hardly count"
+        config = replace(with_tile(first.config, TILES[0]), num_programs=balanced_programs(tiles, most))
+        return Tiling(config, why)
+    times = gathering_times(M, N, facts.K, facts.world_size, piece_rows(facts), most)
+    best = times[0]
+    why = f"behind rows that arrive in pieces of {piece_rows(facts)} it ends first of {len(times)}, by the model"
+    config = replace(with_tile(first.config, best.tile), num_programs=best.programs)
+    return Tiling(config, why, tuple(Estimate(f"tile {each.tile}", each.us) for each in times))
