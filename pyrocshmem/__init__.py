@@ -11,8 +11,13 @@
 
     print(pyrocshmem.spawn(rank_main, 2))           # [1.0, 0.0]
 
+Kernels of one's own (docs/device-kernels.md) take their context and flags from a `Workspace`, name themselves by an
+`op_number`, and are started by `launch`.
+
 Import this package before Triton: `pyrocshmem.target` decides whether kernels are compiled or interpreted.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
 from pyrocshmem.endings import close_all
@@ -28,6 +33,11 @@ from pyrocshmem.errors import (
 from pyrocshmem.groups import Group, ThreadGroup, as_group
 from pyrocshmem.heap import Heap, Usage, heap_for
 from pyrocshmem.launching import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
+from pyrocshmem.status import op_number
+
+if TYPE_CHECKING:
+    from pyrocshmem.calls.kernels import launch
+    from pyrocshmem.calls.workspace import Workspace
 
 __all__ = [
     "CallMismatch",
@@ -42,13 +52,28 @@ __all__ = [
     "ShmemError",
     "ThreadGroup",
     "Usage",
+    "Workspace",
     "WorkspaceBusy",
     "as_group",
     "close_all",
     "from_torchrun",
     "heap_for",
+    "launch",
+    "op_number",
     "run_ranks",
     "spawn",
     "spawn_threads",
     "target",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What imports Triton's language and interpreter, when it is first asked for: forming heaps needs neither."""
+    if name == "Workspace":
+        from pyrocshmem.calls.workspace import Workspace as found
+    elif name == "launch":
+        from pyrocshmem.calls.kernels import launch as found  # type: ignore[assignment]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found

@@ -7,6 +7,7 @@ synchronising. Its words are those of `Word`; CODE is written last, the first re
 
 import enum
 import os
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,12 +62,24 @@ class Op(enum.IntEnum):
     TEST = 16
 
 
+_numbering = threading.Lock()
 _numbers: dict[str, int] = {op.name.lower(): int(op) for op in Op}
 
 
 def op_number(name: str) -> int:
-    """The number by which kernels name an op, `Op`'s or, for any other name, one of its own in this process."""
-    return _numbers.setdefault(name, max(_numbers.values()) + 1)
+    """The number by which kernels name an op: `Op`'s or, for any other name, one of its own in this process, the same
+    at every call. A wait that gives up records it, and `PeerTimeout` says the name.
+
+        OP = tl.constexpr(pyrocshmem.op_number("ring_all_gather"))
+
+    Raises TypeError for what is no string, ValueError for an empty one.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an op is a {type(name).__name__}, a string is needed")
+    if not name:
+        raise ValueError("the name of an op is empty")
+    with _numbering:
+        return _numbers.setdefault(name, max(_numbers.values()) + 1)
 
 
 def op_name(number: int) -> str:

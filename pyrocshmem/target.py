@@ -19,7 +19,7 @@ import torch
 BACKENDS = ("auto", "gpu", "cpu")
 
 # Folders of the examples.
-_EXAMPLES = {("examples", "rms"), ("examples", "training")}
+_EXAMPLES = {("examples", "rms"), ("examples", "training"), ("examples", "device")}
 
 
 def _choose() -> tuple[bool, str]:

@@ -26,7 +26,7 @@ class Launch:
     Every pointer must keep its alignment (divisible by 16 or not) and every integer its value from `compile`
     on: that is what Triton specializes the code for, and nobody checks it again.
     Compiled while a timeline is recorded it marks its stages, and runs only where one is: the kernel's last
-    run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder.
+    run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder. A kernel may have none.
     chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`; false where the
     target has no such launches. max_registers: of a thread, NVIDIA, for what is to run beside the kernel; 0: any. It
     gets more only where it would spill with as few.
@@ -52,6 +52,7 @@ class Launch:
         if self.chained:
             self.options["launch_pdl"] = True
         self._values = tuple(constants.values())
+        self._marks = "events" in kernel.arg_names
         self._run: Any = None
         self._recorded = False
 
@@ -60,10 +61,10 @@ class Launch:
         module while a kernel of the same device spins would wait for that kernel. Returns Triton's compiled
         kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
         recorder = trace.recorder()
-        self._recorded = recorder is not None
+        self._recorded = recorder is not None and self._marks
         if target.interpreted():
             return None
-        arguments = (*args, recorder.sample if recorder is not None else None)
+        arguments = (*args, *self._events(None if recorder is None else recorder.sample))
         try:
             with _compiler:
                 compiled, self._run = self._loaded(arguments)
@@ -85,10 +86,13 @@ class Launch:
         compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
         return compiled, compiled[self.grid]
 
+    def _events(self, buffer: Any) -> tuple[Any, ...]:
+        return (buffer,) if self._marks else ()
+
     def __call__(self, args: tuple[Any, ...]) -> None:
-        events = trace.recorder().events(self) if self._recorded else None  # type: ignore[union-attr]
+        events = self._events(trace.recorder().events(self) if self._recorded else None)  # type: ignore[union-attr]
         if self._run is not None:
-            self._run(*args, events, *self._values)
+            self._run(*args, *events, *self._values)
             return
         with interpreter.taken():
-            self.kernel[self.grid](*args, events, **self.constants, **self.options)
+            self.kernel[self.grid](*args, *events, **self.constants, **self.options)

@@ -1,20 +1,16 @@
-"""What a kernel became: PTX or GCN assembly as text, resources, and the rules that it is held to.
+"""The rules that the assembly of a kernel is held to.
 
 Rules return what they found wrong as a list of sentences, empty when all is well:
 
     assert not unsettled_releases(assembly)
 """
 
-import functools
 import re
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from typing import Any
 
+from pyrocshmem.testing import Compiled
 from tests.compile import control_flow
 
-# Of lines of `Assembly.normal`, where what `signal.settle` writes has become the one line SETTLE.
+# Of lines of `_normal`, where what `signal.settle` writes has become the one line SETTLE.
 _NVIDIA = {
     "store": re.compile(
         r"\bst\.(?:volatile\.)?global|\bcp\.(?:reduce\.)?async\.bulk\.tensor\S*\.global\.shared"
@@ -68,108 +64,37 @@ _GIVES_UP = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """One kernel on one target.
-
-    constants: the launch's, as text. shared: bytes of shared memory. registers: of a thread. spills: of a thread, bytes
-    of stack and local memory on NVIDIA, vector registers on AMD. warps: of a program. programs: of the launch. cubin:
-    what NVIDIA's assembler made.
-    """
-
-    target: str
-    kernel: str
-    constants: dict[str, str]
-    text: str
-    shared: int
-    registers: int
-    spills: int
-    warps: int = 4
-    programs: int = 1
-    cubin: bytes = b""
-    middle: str = ""
-
-    @classmethod
-    def of(cls, target: str, constants: dict[str, Any], compiled: Any, programs: int) -> "Assembly":
-        """From Triton's compiled kernel."""
-        if target.startswith("gfx"):
-            text, cubin = compiled.asm["amdgcn"], b""
-            usage = {
-                name: int(value)
-                for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)
-            }
-            registers, spills = usage["vgpr_count"], usage["vgpr_spill_count"]
-        else:
-            text, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-            registers, spills = resources(cubin)
-        shown = {name: getattr(value, "__name__", str(value)) for name, value in constants.items()}
-        used = compiled.metadata.shared, registers, spills, compiled.metadata.num_warps, programs
-        return cls(target, compiled.name, shown, text, *used, cubin, compiled.asm["ttgir"])
-
-    def machine_code(self) -> str:
-        """What NVIDIA's assembler made of the text."""
-        return _cuobjdump(self.cubin, "-sass")
-
-    @property
-    def nvidia(self) -> bool:
-        return self.target.startswith("sm_")
-
-    def normal(self) -> str:
-        """The text without indentation and remarks on source lines, with SETTLE for `signal.settle`, and with
-        WRITTEN BACK for `write_back`."""
-        lines = (line.strip() for line in self.text.splitlines())
-        remarks = (".loc", "//", ".Ltmp", "$L__tmp", "; %bb")
-        text = "\n".join(line for line in lines if line and not line.startswith(remarks))
-        if self.nvidia:
-            return _NVIDIA_SETTLE.sub("SETTLE", text)
-        return _AMD_WRITE_BACK.sub(r"WRITTEN BACK \1", _AMD_SETTLE.sub("SETTLE", text))
-
-    def count(self, pattern: str) -> int:
-        """How often a regular expression occurs in the normal text."""
-        return len(re.findall(pattern, self.normal()))
+def _normal(assembly: Compiled) -> str:
+    """`Compiled.normal`, with SETTLE for `signal.settle`, and with WRITTEN BACK for `write_back`."""
+    text = assembly.normal()
+    if assembly.nvidia:
+        return _NVIDIA_SETTLE.sub("SETTLE", text)
+    return _AMD_WRITE_BACK.sub(r"WRITTEN BACK \1", _AMD_SETTLE.sub("SETTLE", text))
 
 
-@functools.lru_cache(maxsize=4)
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack and local memory) of the one kernel in `cubin`."""
-    listing = _cuobjdump(cubin, "-res-usage")
-    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
-    return usage["REG"], usage["STACK"] + usage["LOCAL"]
-
-
-def _cuobjdump(cubin: bytes, option: str) -> str:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def unsettled_releases(assembly: Assembly) -> list[str]:
+def unsettled_releases(assembly: Compiled) -> list[str]:
     """Releases that some path reaches with no `signal.settle` before them, or with a write in between."""
     kinds = _NVIDIA if assembly.nvidia else _AMD
-    if assembly.warps == 1:
+    if assembly.num_warps == 1:
         # Nobody to meet: AMD's compiler leaves the barrier out.
         kinds = {**kinds, "barrier": kinds["drain"]}
-    return control_flow.unsettled(control_flow.blocks_of(assembly.normal(), kinds))
+    return control_flow.unsettled(control_flow.blocks_of(_normal(assembly), kinds))
 
 
-def misplaced_releases(assembly: Assembly) -> list[str]:
+def misplaced_releases(assembly: Compiled) -> list[str]:
     """NVIDIA: blocks of flags of which an element may lie in no lane of the first warp: `signal.raise_flag` would not
     raise it."""
     if not assembly.nvidia:
         return []
-    fit = {"i32", *_ONE_LANE_EACH.findall(assembly.middle)}
-    layouts = _RAISED.findall(assembly.middle)
+    fit = {"i32", *_ONE_LANE_EACH.findall(assembly.ttgir)}
+    layouts = _RAISED.findall(assembly.ttgir)
     wrong = [f"flags in layout {layout}" for layout in layouts if layout not in fit]
-    if len(layouts) != assembly.middle.count("st.release."):
+    if len(layouts) != assembly.ttgir.count("st.release."):
         wrong.append("a release whose layout can't be read")
     return wrong
 
 
-def slow_stores(assembly: Assembly) -> list[str]:
+def slow_stores(assembly: Compiled) -> list[str]:
     """NVIDIA: TMA stores of whole tiles that wait until they are visible, where it would do that shared memory has been
     read: what becomes of those that Triton doesn't pipeline. (Split tiles have as many stores, and those may.)"""
     stores, reads = assembly.count(_TMA_STORE), assembly.count(_STORE_READ)
@@ -178,7 +103,7 @@ def slow_stores(assembly: Assembly) -> list[str]:
     return [f"{stores} TMA stores, {reads} waits for reads of shared memory alone"] if reads < stores else []
 
 
-def hasty_releases(assembly: Assembly) -> list[str]:
+def hasty_releases(assembly: Compiled) -> list[str]:
     """AMD: releases whose atomic some path reaches before the caches have been written back: the write-back must be
     waited for, right behind it or by `write_back` before."""
 
@@ -187,7 +112,7 @@ def hasty_releases(assembly: Assembly) -> list[str]:
         scope = "sc0 sc1" if "sc0" in release[1] else "sc1"
         return release[0] if waits else f"HASTY {scope}\n{release[2]}"
 
-    text = _AMD_RELEASE.sub(named, assembly.normal())
+    text = _AMD_RELEASE.sub(named, _normal(assembly))
     wrong = []
     for scope, enough in (("sc0 sc1", "sc0 sc1"), ("sc1", "(?:sc0 )?sc1")):
         done = re.compile(f"^WRITTEN BACK {enough}$")
@@ -201,10 +126,10 @@ def hasty_releases(assembly: Assembly) -> list[str]:
     return wrong
 
 
-def release_scopes(assembly: Assembly) -> dict[str, int]:
+def release_scopes(assembly: Compiled) -> dict[str, int]:
     """How many releases reach the other ranks ("sys") and how many only this GPU ("gpu"); "other" should not occur."""
     scopes = {"sys": 0, "gpu": 0, "other": 0}
-    text = assembly.normal()
+    text = _normal(assembly)
     if assembly.nvidia:
         for line in text.splitlines():
             if _NVIDIA["release"].search(line):
@@ -224,7 +149,7 @@ def release_scopes(assembly: Assembly) -> dict[str, int]:
     return scopes
 
 
-def unacquired_polls(assembly: Assembly) -> list[str]:
+def unacquired_polls(assembly: Compiled) -> list[str]:
     """Whether flags are polled past the caches, and acquired once they are up; on NVIDIA, whether the threads agree on
     that, for each has looked for itself."""
     agreed = True
@@ -246,10 +171,10 @@ def unacquired_polls(assembly: Assembly) -> list[str]:
     return wrong
 
 
-def endless_polls(assembly: Assembly) -> list[str]:
+def endless_polls(assembly: Compiled) -> list[str]:
     """NVIDIA: polls of messages and notes whose loop does not end when a peer gives up or time is over."""
     wrong, in_loops = [], 0
-    for loop in _MESSAGE_LOOP.findall(assembly.normal()):
+    for loop in _MESSAGE_LOOP.findall(_normal(assembly)):
         polled = _POLLED.findall(loop)
         in_loops += len(polled)
         given_up = _GIVES_UP.search(loop)
@@ -262,7 +187,7 @@ def endless_polls(assembly: Assembly) -> list[str]:
     return wrong
 
 
-def narrow_accesses(assembly: Assembly) -> list[str]:
+def narrow_accesses(assembly: Compiled) -> list[str]:
     """Accesses of global memory of 2 bytes or fewer: what tiles become when their pointers' alignment is lost."""
     if assembly.nvidia:
         found = re.findall(r"\b(?:ld|st)\.global\.(?:b8|b16|u16)\b", assembly.text)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.compile.target_names import TARGETS
+from pyrocshmem.testing import TARGETS
 
 # On every target, with and without programs for communication, the last wave is partly full: tiles can be split.
 LARGE = (3968, 4096, 4096)

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from pyrocshmem.testing import TARGETS, Compiled
 from tests.compile import publishers, worker
-from tests.compile.assembly import Assembly
 from tests.compile.cases import CASES, Case
-from tests.compile.target_names import TARGETS
 
-Compile = Callable[[Case, str], list[Assembly]]
-Rest = tuple[Future[set[str]], dict[str, Future[list[Assembly]]]]
+Compile = Callable[[Case, str], list[Compiled]]
+Rest = tuple[Future[set[str]], dict[str, Future[list[Compiled]]]]
 # Fixtures of what is compiled in processes of its own.
 APART = {
     "compiled_without_settle",
@@ -46,9 +45,9 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """
     share = max(1, (os.cpu_count() or 1) // len(TARGETS))
     pools = {name: _pool(share + (name == SLOWEST), "", tmp_path_factory.mktemp(name)) for name in TARGETS}
-    futures: dict[tuple[Case, str], Future[list[Assembly]]] = {}
+    futures: dict[tuple[Case, str], Future[list[Compiled]]] = {}
 
-    def start(case: Case, target: str) -> Future[list[Assembly]]:
+    def start(case: Case, target: str) -> Future[list[Compiled]]:
         if (case, target) not in futures:
             futures[case, target] = pools[target].submit(worker.compile_case, case, target)
         return futures[case, target]

@@ -62,7 +62,8 @@ def planned(cases: list[Any], target_name: str) -> set[str]:
     from unittest import mock
 
     from pyrocshmem.calls import kernel_launch
-    from tests.compile import fake_gpu, worker
+    from pyrocshmem.testing import pretend
+    from tests.compile import worker
 
     names: set[str] = set()
 
@@ -71,7 +72,7 @@ def planned(cases: list[Any], target_name: str) -> set[str]:
         names.update([self.kernel.__name__, *functions])
 
     with (
-        fake_gpu.pretend(target_name),
+        pretend(target_name),
         mock.patch.multiple(kernel_launch.Launch, compile=note, __call__=lambda self, args: None),
     ):
         for case in cases:
@@ -87,8 +88,8 @@ def compile_rest(case: None, target_name: str) -> list[Any]:
 
     from pyrocshmem import doctor
     from pyrocshmem.calls import timeline
-    from tests.compile import fake_gpu, worker
-    from tests.compile.assembly import Assembly
+    from pyrocshmem.testing import compile_for
+    from tests.compile import worker
     from tests.pyrocshmem.kernels import count_kernel
 
     words = torch.zeros(1024, dtype=torch.int32)
@@ -100,18 +101,14 @@ def compile_rest(case: None, target_name: str) -> list[Any]:
     ]
     with mock.patch.object(worker, "_call", _normalize):
         found = worker.compile_case(case, target_name)  # type: ignore[arg-type]
-    with fake_gpu.pretend(target_name):
-        for kernel, arguments, constants in launches:
-            compiled = kernel.warmup(*arguments, grid=(1,), num_warps=4, **constants)
-            found.append(Assembly.of(target_name, constants, compiled, 1))
-    return found
+    return found + [compile_for(target_name, *launch) for launch in launches]
 
 
 def _normalize(case: None) -> None:
     import torch
 
     from pyrocshmem import collectives
-    from tests.compile.planning_heap import PlanningHeap
+    from pyrocshmem.testing import PlanningHeap
 
     x, weight = torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)
     heap = PlanningHeap(4)

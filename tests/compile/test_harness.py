@@ -6,12 +6,11 @@ import pytest
 import triton
 
 from pyrocshmem import target
+from pyrocshmem.testing import TARGETS, Compiled
 from tests.compile import assembly as rules
 from tests.compile import control_flow
-from tests.compile.assembly import Assembly
 from tests.compile.cases import CASES, Case
 from tests.compile.conftest import Compile
-from tests.compile.target_names import TARGETS
 
 TIER = 3
 pytestmark = pytest.mark.timeout(400)
@@ -54,7 +53,7 @@ def test_stores_that_an_atomic_slows_are_found(
     case: Case, target: str, compiled: Compile, compiled_by_atomics: Compile
 ) -> None:
     gemm, planted = compiled(case, target)[0], compiled_by_atomics(case, target)[0]
-    assert planted.shared == gemm.shared, "shared memory alone would show it"
+    assert planted.shared_memory == gemm.shared_memory, "shared memory alone would show it"
     assert not rules.slow_stores(gemm)
     assert rules.slow_stores(planted)
     assert not rules.unsettled_releases(planted)
@@ -67,8 +66,8 @@ TICKET = "atom.global.gpu.acq_rel.add.u32 %r2, [%rd2], %r3;"
 TO_2, IN_1, IN_2, BACK_TO_1 = "bra.uni $L__BB0_2;", "$L__BB0_1:", "$L__BB0_2:", "bra.uni $L__BB0_1;"
 
 
-def _ptx(*lines: str) -> Assembly:
-    return Assembly("sm_90", "hand_written", {}, "\n".join(lines), 0, 0, 0)
+def _ptx(*lines: str) -> Compiled:
+    return Compiled("sm_90", "hand_written", {}, "\n".join(lines), 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ ONE_EACH, ROWS = BLOCKED.format(1, 32, 8, 0), BLOCKED.format("1, 1", "2, 16", "8
 )
 def test_flags_outside_the_first_warp_are_found(layout: str, of: str, is_wrong: bool) -> None:
     store = f'%1 = tt.elementwise_inline_asm "@p st.release.sys.global.u32 [$1], $2;" {{}} %2 : {of} -> {of} loc(#loc1)'
-    kernel = Assembly("sm_90", "hand_written", {}, "", 0, 0, 0, middle=f"{layout}\n{store}\n")
+    kernel = Compiled("sm_90", "hand_written", {}, "", 0, 0, 0, ttgir=f"{layout}\n{store}\n")
     assert bool(rules.misplaced_releases(kernel)) == is_wrong
 
 
@@ -134,8 +133,8 @@ def test_gcn_needs_every_wave_to_drain() -> None:
     release = "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nglobal_atomic_swap v[2:3], v1, off sc1"
     drain = ";;#ASMSTART\ns_waitcnt vmcnt(0)\n;;#ASMEND"
 
-    def make(*lines: str) -> Assembly:
-        return Assembly("gfx942", "hand_written", {}, "\n".join(lines), 0, 0, 0)
+    def make(*lines: str) -> Compiled:
+        return Compiled("gfx942", "hand_written", {}, "\n".join(lines), 0, 0, 0)
 
     good = make(store, drain, "s_barrier", release, "s_endpgm")
     assert not rules.unsettled_releases(good)
@@ -153,7 +152,7 @@ def test_gcn_waits_for_its_write_back() -> None:
 
     def wrong(*lines: str) -> bool:
         text = "\n".join((*lines, "s_endpgm"))
-        return bool(rules.hasty_releases(Assembly("gfx942", "hand_written", {}, text, 0, 0, 0)))
+        return bool(rules.hasty_releases(Compiled("gfx942", "hand_written", {}, text, 0, 0, 0)))
 
     assert not wrong(store, waits)
     assert wrong(store, hasty)
@@ -173,5 +172,5 @@ def test_narrow_accesses_are_counted() -> None:
     ptx = _ptx("st.global.b16 [%rd1], %rs1;", "st.global.v4.b32 [%rd1], {};")
     assert rules.narrow_accesses(ptx) == ["1 x st.global.b16"]
     text = "global_load_ushort v1, v[2:3], off\nglobal_load_dwordx4 v[0:3], v[4:5], off"
-    gcn = Assembly("gfx950", "hand_written", {}, text, 0, 0, 0)
+    gcn = Compiled("gfx950", "hand_written", {}, text, 0, 0, 0)
     assert rules.narrow_accesses(gcn) == ["1 x global_load_ushort"]

@@ -6,8 +6,8 @@ import re
 import pytest
 import triton
 
+from pyrocshmem.testing import TARGETS, Compiled
 from tests.compile import assembly as rules
-from tests.compile.assembly import Assembly
 from tests.compile.cases import (
     BLOCKS,
     CASES,
@@ -21,7 +21,6 @@ from tests.compile.cases import (
     Case,
 )
 from tests.compile.conftest import Compile
-from tests.compile.target_names import TARGETS
 
 TIER = 3
 # The first test of a session may have to wait until all of the pool's processes have imported torch on a busy machine.
@@ -54,7 +53,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def _gpu_scope_releases(kernel: Assembly) -> set[str]:
+def _gpu_scope_releases(kernel: Compiled) -> set[str]:
     """What may be told to this GPU alone: a split tile's partial, a tile to its helpers, a program's end."""
     constants = kernel.constants
     allowed = set()
@@ -88,7 +87,7 @@ def test_kernel(case: Case, target: str, compiled: Compile) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def _faults(case: Case, kernel: Assembly) -> list[str]:
+def _faults(case: Case, kernel: Compiled) -> list[str]:
     wrong = rules.unsettled_releases(kernel) + rules.hasty_releases(kernel) + _wrong_scopes(case, kernel)
     wrong += rules.misplaced_releases(kernel)
     if kernel.kernel in GEMMS and case.hot:
@@ -119,7 +118,7 @@ def _faults(case: Case, kernel: Assembly) -> list[str]:
     return wrong
 
 
-def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
+def _wrong_messages(case: Case, kernel: Compiled) -> list[str]:
     """Messages go past the caches, where peers' polls would else not find them, and polls end. (How many there are:
     test_polls.py.)"""
     constants = kernel.constants
@@ -133,7 +132,7 @@ def _wrong_messages(case: Case, kernel: Assembly) -> list[str]:
     return wrong + rules.endless_polls(kernel) if kernel.nvidia else wrong
 
 
-def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:
+def _not_past_caches(kernel: Compiled, *names: str) -> list[str]:
     if kernel.nvidia:
         ways = {
             "store": r"\bst\.relaxed\.sys\.global\.v4\.u32",
@@ -151,7 +150,7 @@ def _not_past_caches(kernel: Assembly, *names: str) -> list[str]:
     return [f"no {name} of messages past the caches" for name in names if not kernel.count(ways[name])]
 
 
-def _wrong_scopes(case: Case, kernel: Assembly) -> list[str]:
+def _wrong_scopes(case: Case, kernel: Compiled) -> list[str]:
     scopes = rules.release_scopes(kernel)
     wrong = []
     if scopes["other"]:
@@ -178,7 +177,7 @@ FED = [
 ]
 
 
-def _gemms(kernels: list[Assembly]) -> list[Assembly]:
+def _gemms(kernels: list[Compiled]) -> list[Compiled]:
     """One, or two of an op that sums row blocks: of the peers' rows, and of the own ones with the sums."""
     assert kernels[0].kernel in GEMMS
     return [kernel for kernel in kernels if kernel.kernel in GEMMS]
@@ -188,7 +187,7 @@ def _gemms(kernels: list[Assembly]) -> list[Assembly]:
 def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
     """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it. What sums, or adds a
     residual, stores by pointers, in parts that need less room."""
-    first, *second = (gemm.shared for gemm in _gemms(compiled(case, "sm_90")))
+    first, *second = (gemm.shared_memory for gemm in _gemms(compiled(case, "sm_90")))
     squares = SQUARES_BYTES if case.op == "gemm_rms_norm_all_scatter" else 0
     gathered = case.op == "all_gather_gemm" and case.shape == LARGE
     if case.op == "gemm_all_reduce_rms_norm" and case.world_size == 1:
@@ -204,11 +203,11 @@ REGISTERS, SHARED_BYTES, PROGRAM_BYTES, THREADS, PROCESSORS = 65_536, 233_472, 1
 BESIDE = [case for case in FED if dict(case.changes).get("placement") == "own_stream" or case in BLOCKS]
 
 
-def _fits(programs: list[Assembly]) -> bool:
+def _fits(programs: list[Compiled]) -> bool:
     """Whether all of these can be resident on one multiprocessor at once."""
-    threads = [32 * program.warps for program in programs]
+    threads = [32 * program.num_warps for program in programs]
     registers = sum(n * -(-program.registers // 8) * 8 for n, program in zip(threads, programs, strict=True))
-    shared = sum(program.shared + PROGRAM_BYTES for program in programs)
+    shared = sum(program.shared_memory + PROGRAM_BYTES for program in programs)
     return registers <= REGISTERS and shared <= SHARED_BYTES and sum(threads) <= THREADS
 
 
@@ -233,7 +232,7 @@ def test_helpers_fit_beside_the_gemm(case: Case, compiled: Compile) -> None:
         if case.op == "gemm_all_scatter" and helper.kernel in ("consumer_kernel", "pull_kernel"):
             # They move most, and have multiprocessors for themselves.
             each = -(-helper.programs // (PROCESSORS - gemm.programs))
-            assert _fits([helper] * each), (each, helper.registers, helper.shared)
+            assert _fits([helper] * each), (each, helper.registers, helper.shared_memory)
         else:
             each = -(-helper.programs // PROCESSORS)
             assert _fits([gemm] + [helper] * each), (helper.kernel, each, gemm.registers, helper.registers)
@@ -289,8 +288,8 @@ def test_b_is_not_fetched_ahead_where_it_gains_nothing(
 
 
 def test_what_does_not_fit_is_found() -> None:
-    def program(registers: int, shared: int, warps: int) -> Assembly:
-        return Assembly("sm_90", "hand_written", {}, "", shared, registers, 0, warps)
+    def program(registers: int, shared: int, warps: int) -> Compiled:
+        return Compiled("sm_90", "hand_written", {}, "", shared, registers, 0, warps)
 
     gemm = program(168, FULL_PIPELINE_BYTES, 8)
     assert _fits([gemm] + [program(88, 0, 4)] * 2)

@@ -3,7 +3,7 @@ clocks in the right places and no other pipeline."""
 
 import pytest
 
-from tests.compile.assembly import Assembly
+from pyrocshmem.testing import Compiled
 from tests.compile.cases import CASES, FULL_PIPELINE_BYTES, Case
 from tests.compile.conftest import Compile
 
@@ -26,10 +26,10 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def _facts(kernel: Assembly) -> tuple[str, str, int, int, int]:
+def _facts(kernel: Compiled) -> tuple[str, str, int, int, int]:
     # From the first .file on there are only names and lines of the source.
     text = kernel.normal().split("\n.file")[0]
-    return kernel.kernel, text, kernel.registers, kernel.spills, kernel.shared
+    return kernel.kernel, text, kernel.registers, kernel.spills, kernel.shared_memory
 
 
 @every_case
@@ -50,14 +50,14 @@ def test_on_keeps_the_pipeline(
     for off, on in zip(compiled(case, target), compiled_recorded(case, target), strict=True):
         assert on.kernel == off.kernel
         assert on.count("%globaltimer") > off.count("%globaltimer")
-        assert on.shared == off.shared, f"{on.kernel}: shared memory"
+        assert on.shared_memory == off.shared_memory, f"{on.kernel}: shared memory"
         assert on.count(r"wgmma\.mma_async") == off.count(r"wgmma\.mma_async")
 
 
 def test_marks_stay_in_order(compiled_recorded: Compile) -> None:
     """Of a tile's marks none moves, with its loads, ahead of the end of the tile before."""
     (gemm,) = compiled_recorded(GEMM, TARGET)
-    assert gemm.shared == FULL_PIPELINE_BYTES
+    assert gemm.shared_memory == FULL_PIPELINE_BYTES
     before, _, after = gemm.normal().partition("wgmma.mma_async")
     assert before.count("%globaltimer") == 1, "the first tile's"
     assert after.index("wgmma.wait_group.sync.aligned 0") < after.index("%globaltimer")

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from pyrocshmem import message, note
-from tests.compile.assembly import NOTE_LOADS, QUAD_LOADS, Assembly, endless_polls
+from pyrocshmem.testing import Compiled
+from tests.compile.assembly import NOTE_LOADS, QUAD_LOADS, endless_polls
 from tests.compile.cases import CASES, FEW, SMALL, Case
 from tests.compile.conftest import Compile
 
@@ -42,7 +43,7 @@ def test_polls(case: Case, target: str, compiled: Compile) -> None:
         assert kernel.count(UNCACHED) == (4 if kernel.constants["TILES"] == "True" else 2)
 
 
-def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
+def repeated_polls(case: Case, kernel: Compiled) -> list[str]:
     """A layout conversion of what was polled for may make the compiler poll again, for every thread's every word."""
     constants = kernel.constants
     if not kernel.nvidia or constants.get("ALIGNED") != "True":
@@ -55,7 +56,7 @@ def repeated_polls(case: Case, kernel: Assembly) -> list[str]:
         sums and constants["GATHERS"] == "True"
     )
     first = constants.get("TILES") == "True"
-    units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.warps))
+    units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.num_warps))
     notes = units if constants.get("PARTS", "0") != "0" else 0
     found, noted = kernel.count(QUAD_LOADS), kernel.count(NOTE_LOADS)
     needed = hops * units + first
@@ -77,7 +78,7 @@ def test_a_repeated_poll_is_found() -> None:
     ):
         found = {**constants, "PARTS": str(parts)}
         for count, notes in itertools.product(range(1, 6), range(3)):
-            kernel = Assembly("sm_90", "exchange_kernel", found, load * count + note * notes, 0, 0, 0)
+            kernel = Compiled("sm_90", "exchange_kernel", found, load * count + note * notes, 0, 0, 0)
             assert bool(repeated_polls(Case(op), kernel)) == (count != needed or notes != (parts > 0))
 
 
@@ -90,7 +91,7 @@ def test_an_endless_poll_is_found(gone: str) -> None:
     for text in (message._poll_quads(1), message._poll_quads(2), note.POLL.value):
         assert gone in text
         lines = text.replace(gone, "") if gone.endswith(("@p ", ":")) else _without_line(text, gone)
-        kernel = Assembly("sm_90", "exchange_kernel", {}, lines, 0, 0, 0)
+        kernel = Compiled("sm_90", "exchange_kernel", {}, lines, 0, 0, 0)
         assert bool(endless_polls(kernel)) == (gone != "")
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from pyrocshmem.testing import TARGETS
 from tests.compile import assembly as rules
 from tests.compile import publishers
 from tests.compile.conftest import Rest
-from tests.compile.target_names import TARGETS
 
 TIER = 3
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.compile.assembly import Assembly
+    from pyrocshmem.testing import Compiled
     from tests.compile.cases import Case
 
 
@@ -46,7 +46,7 @@ class _Recorder:
         pass
 
 
-def compile_recorded(case: "Case", target_name: str) -> "list[Assembly]":
+def compile_recorded(case: "Case", target_name: str) -> "list[Compiled]":
     """As `compile_case`, of a call that a timeline records."""
     from pyrocshmem import trace
 
@@ -54,31 +54,17 @@ def compile_recorded(case: "Case", target_name: str) -> "list[Assembly]":
         return compile_case(case, target_name)
 
 
-def compile_case(case: "Case", target_name: str) -> "list[Assembly]":
+def compile_case(case: "Case", target_name: str) -> "list[Compiled]":
     """Make the call of `case` on `target_name`, and return what its kernels became, in stream order."""
     import torch
 
-    from pyrocshmem.calls import kernel_launch as launch_module
-    from tests.compile import fake_gpu
-    from tests.compile.assembly import Assembly
+    from pyrocshmem import testing
 
-    found: list[Assembly] = []
-    real = launch_module.Launch.compile
-
-    def recording(self: Any, args: tuple[Any, ...]) -> Any:
-        compiled = real(self, args)
-        found.append(Assembly.of(target_name, self.constants, compiled, self.grid[0]))
-        return compiled
-
-    launch_module.Launch.compile = recording  # type: ignore[method-assign]
-    try:
-        with fake_gpu.pretend(target_name), torch.no_grad():
+    def call() -> None:
+        with torch.no_grad():
             _call(case)
-    finally:
-        launch_module.Launch.compile = real  # type: ignore[method-assign]
-    if not found:
-        raise AssertionError(f"{case} on {target_name} compiled nothing")
-    return found
+
+    return testing.compile_call(target_name, call)
 
 
 def _call(case: "Case") -> None:
@@ -88,7 +74,7 @@ def _call(case: "Case") -> None:
     from pyrocshmem import collectives, stream_k
     from pyrocshmem.calls.workspace import Workspace
     from pyrocshmem.shards import shard_range
-    from tests.compile.planning_heap import PlanningHeap, operand
+    from pyrocshmem.testing import PlanningHeap
 
     M, N, K = case.shape
     dtype = getattr(torch, case.dtype)
@@ -111,8 +97,8 @@ def _call(case: "Case") -> None:
         arguments["num_rows"] = M
         first, last = shard_range(M, heap.rank, case.world_size)
         M = last - first
-    a = operand(M, K, dtype, case.layouts[0])
-    b = operand(K, N, dtype, case.layouts[1])
+    a = _operand(M, K, dtype, case.layouts[0])
+    b = _operand(K, N, dtype, case.layouts[1])
     if arguments.get("bias"):
         arguments["bias"] = torch.empty(N, dtype=dtype)
     config = _config(case, dtype, heap.device)
@@ -128,6 +114,19 @@ def _call(case: "Case") -> None:
         stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=heap, config=config, **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
+
+
+def _operand(rows: int, cols: int, dtype: Any, layout: str) -> Any:
+    """A matrix [rows, cols]: "row", "column" (a transposed view), or "odd" (strides that TMA can't address)."""
+    import torch
+
+    if layout == "row":
+        return torch.empty(rows, cols, dtype=dtype)
+    if layout == "column":
+        return torch.empty(cols, rows, dtype=dtype).t()
+    if layout == "odd":
+        return torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
+    raise ValueError(f"layout {layout!r}, allowed are row, column, odd")
 
 
 def _pointwise(product: Any, kv_heads: int = 0, head_dim: int = 0) -> None:

@@ -84,6 +84,8 @@ def test_candidates_around_small_tiles(
 class _Greedy:
     """A kernel that compiles, and then needs more than the device has."""
 
+    arg_names = ()
+
     def warmup(self, *args: object, **options: object) -> Any:
         return self
 

@@ -17,10 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
-from pyrocshmem.stream_k.choice import table
-from pyrocshmem.stream_k.nn import pointwise
-from pyrocshmem.stream_k.ops import gemm as ops_gemm
-from tests.compile import assembly, target_names
+from pyrocshmem.testing.compiled import resources
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,12 @@ class Target:
         return self.triton.backend == "cuda"
 
 
-TARGETS = {
+_TARGETS = {
     "sm_90": Target("sm_90", GPUTarget("cuda", 90, 32), 0, 132, 232_448),
     "gfx942": Target("gfx942", GPUTarget("hip", "gfx942", 64), 1, 304, 65_536),
     "gfx950": Target("gfx950", GPUTarget("hip", "gfx950", 64), 2, 256, 163_840),
 }
-assert tuple(TARGETS) == target_names.TARGETS
+TARGETS = tuple(_TARGETS)
 
 
 class _Utilities:
@@ -59,7 +56,7 @@ class _Utilities:
     def load_binary(
         self, name: str, kernel: bytes, shared: int, device: int
     ) -> tuple[int, int, int, int, int]:
-        used = assembly.resources(kernel) if self._target.nvidia else (0, 0)
+        used = resources(kernel) if self._target.nvidia else (0, 0)
         return 1, 1, *used, 1024
 
     def unload_module(self, module: int) -> None:
@@ -89,18 +86,29 @@ class _Driver:
 
 @contextmanager
 def pretend(name: str) -> Iterator[Target]:
-    """Inside, this process seems to have GPUs of the target `name`, as many multiprocessors, and that backend.
+    """Inside, this process seems to have GPUs of the target `name`, as many multiprocessors, and that backend; what is
+    launched is compiled, and doesn't run.
 
-    The driver stays when the block ends, as kernels that are dropped later unload through it.
+    The driver stays when the block ends, as kernels that are dropped later unload through it. Raises ValueError for a
+    target that is none of TARGETS, RuntimeError in a process that runs kernels.
     """
-    target = TARGETS[name]
+    if name not in _TARGETS:
+        raise ValueError(f"target is {name!r}, allowed are {', '.join(TARGETS)}")
+    if own_target.interpreted() or own_target.backend() != "host":
+        raise RuntimeError(
+            f"this process runs kernels ({own_target.describe()}), so it can't compile them for {name}: start one with "
+            "TRITON_INTERPRET=0 and PYROCSHMEM_BACKEND=cpu in its environment"
+        )
+    from pyrocshmem.stream_k.local_gemm import plan
+
+    target = _TARGETS[name]
     triton.runtime.driver.set_active(_Driver(target))
     backend = "cuda" if target.nvidia else "hip"
     with (
         mock.patch.object(own_target, "backend", return_value=backend),
         mock.patch.object(own_target, "CPU_PROGRAMS", target.num_multiprocessors),
-        # Operands lie on the CPU here, whatever the target. By name: the package's `gemm` is the function.
-        mock.patch.object(ops_gemm, "check_device"),
+        # Operands lie on the CPU here, whatever the target.
+        mock.patch.object(plan, "check_device"),
     ):
         _forget()
         try:
@@ -111,6 +119,9 @@ def pretend(name: str) -> Iterator[Target]:
 
 def _forget() -> None:
     """What is remembered was chosen, and launches are compiled, for one kind of GPU."""
+    from pyrocshmem.stream_k.choice import table
+    from pyrocshmem.stream_k.nn import pointwise
+
     for remembered in (own_target.num_multiprocessors, table.choose):
         remembered.cache_clear()
     pointwise._launches.clear()

@@ -1,21 +1,24 @@
 """A heap for planning alone: one process plays one rank of any number, votes pass, memory is plain and stays unread."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pyrocshmem import status
 from pyrocshmem.heap import SYSTEM_WORDS, Heap
+from pyrocshmem.heap_tensors import Plan
 
 
 class PlanningHeap(Heap):
-    """Rank 1 of `world_size`; allocates, answers every question of an op that plans a call, and reaches nobody."""
+    """Rank 1 of `world_size` (0 of one), on the CPU; allocates, answers every question of an op that plans a call, and
+    reaches nobody. Plans of a workspace on it are for one target."""
 
     def __init__(self, world_size: int) -> None:
         self._closed = True  # for `close` and `__del__`: there is nothing to leave
         self.rank, self.world_size = min(1, world_size - 1), world_size
         self.device = torch.device("cpu")
-        self.base, self.bases = 0, [0] * world_size
+        self.base, self.bases = 0, (0,) * world_size
         self.heap_bases = torch.zeros(9, dtype=torch.int64)
         self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64)
         self._system = torch.zeros(SYSTEM_WORDS, dtype=torch.int32)
@@ -25,13 +28,13 @@ class PlanningHeap(Heap):
     def __repr__(self) -> str:
         return f"PlanningHeap({self.world_size})"
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        tensor = torch.empty(*shape, dtype=dtype)
+    def _allocate(self, name: str, make_plan: Callable[[], Plan]) -> torch.Tensor:
+        plan = make_plan()
+        tensor = torch.empty(plan.shape, dtype=plan.dtype)
+        if plan.fill is not None:
+            plan.fill(tensor)
         self._mine[tensor.data_ptr()] = tensor
         return tensor
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self.empty(*shape, dtype=dtype).zero_()
 
     def free(self, tensor: torch.Tensor) -> None:
         del self._mine[tensor.data_ptr()]
@@ -59,14 +62,3 @@ class PlanningHeap(Heap):
 
     def new_ledger(self) -> None:
         return None
-
-
-def operand(rows: int, cols: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """A matrix [rows, cols]: "row", "column" (a transposed view), or "odd" (strides that TMA can't address)."""
-    if layout == "row":
-        return torch.empty(rows, cols, dtype=dtype)
-    if layout == "column":
-        return torch.empty(cols, rows, dtype=dtype).t()
-    if layout == "odd":
-        return torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
-    raise ValueError(f"layout {layout!r}, allowed are row, column, odd")
