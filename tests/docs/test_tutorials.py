@@ -48,5 +48,8 @@ def test_a_page_prints_what_it_says(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.num_ranks(2)
 def test_the_first_example_of_the_readme(tmp_path: Path) -> None:
-    first = blocks(ROOT / "README.md", "python")[0]
-    assert output(first, tmp_path)
+    assert output(blocks(ROOT / "README.md", "python")[0], tmp_path)
+
+
+def test_the_kernel_of_the_readme_is_the_example() -> None:
+    assert blocks(ROOT / "README.md", "python")[1] in (ROOT / "examples/device/put.py").read_text()
