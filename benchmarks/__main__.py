@@ -142,7 +142,7 @@ def report(
         list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
     ] = None,
 ) -> None:
-    """Write docs/results.md, its plots, and the table of README.md."""
+    """Write docs/results.md, its pictures, docs/img/speedup.svg, and the table of README.md."""
     from pyrocshmem.benchmarks import documents, notes, plots
 
     found = _read(files)
@@ -151,10 +151,10 @@ def report(
         # Elsewhere first: what is in docs/ stays whole until all is made.
         with tempfile.TemporaryDirectory() as folder:
             drawn = plots.draw(found, Path(folder))
-            documents.write(found, drawn, ROOT, said)
+            documents.write(found, drawn, ROOT, said, plots.FRONT)
     except (OSError, ValueError) as error:
         _refuse(error)
-    typer.echo(f"wrote docs/results.md, {len(drawn)} plots and the table of README.md")
+    typer.echo(f"wrote docs/results.md, {len(drawn)} pictures and the table of README.md")
 
 
 @app.command()

@@ -51,6 +51,10 @@ and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_t
 workspace that it needs.
 """
 
+_PICTURES = """Strong lines are ours (blue) and the best peer (red), which is the fastest one in most cases of the
+picture; all others are pale. Dotted lines are the GEMM alone.
+"""
+
 
 def all_variants(files: Sequence[File]) -> str:
     """For each op on GPUs and each set of shapes: ours, and its faster variant, over each of its peers."""
@@ -115,13 +119,14 @@ def _mean_and_worst(found: Sequence[float]) -> str:
     return f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else ""
 
 
-def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes) -> None:
-    """docs/results.md with the `notes`, the `plots`, which are copied to docs/results, and the table between its marks
-    in README.md. ValueError, before anything is written, where the marks are missing."""
-    drawn = [path for path in plots if path.suffix == ".png"]
-    pictures = "".join(f"![{path.stem.replace('-', ' ')}](results/{path.name})\n" for path in drawn)
+def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes, front: str) -> None:
+    """docs/results.md with the `notes`, the `plots`, which are copied to docs/results (that named `front` to docs/img)
+    and are all that stays there, and the table between its marks in README.md. ValueError, before anything is written,
+    where the marks are missing."""
+    shown = [path for path in plots if path.name != front]
+    pictures = "".join(f"![{path.stem.replace('-', ' ')}](results/{path.name})\n" for path in shown)
     summary = f"## Summary\n\n{all_variants(files)}"
-    text = f"{_HEAD}\n{summary}\n{document(files, notes)}\n## Plots\n\n{pictures}"
+    text = f"{_HEAD}\n{summary}\n{document(files, notes)}\n## Pictures\n\n{_PICTURES}\n{pictures}"
     readme = root / "README.md"
     before, begin, rest = readme.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -129,7 +134,10 @@ def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes
         raise ValueError(f"{readme} has no table to put in place, allowed is one between {BEGIN} and {END}")
     readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{after}")
     (root / "docs" / "results.md").write_text(text)
-    folder = root / "docs" / "results"
-    folder.mkdir(exist_ok=True)
+    folders = {name: root / "docs" / name for name in ("results", "img")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    for path in folders["results"].glob("*.svg"):
+        path.unlink()
     for path in plots:
-        shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(path, folders["img" if path.name == front else "results"] / path.name)

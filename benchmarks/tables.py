@@ -55,7 +55,11 @@ def shape(case: dict[str, Any]) -> str:
         return f"{case['M']} x {case['N'] * (case['ranks'] if case['op'] in COLUMN_NORMS else 1)}"
     if TIMED[case["op"]].kind != "collective":
         return f"{case['M']} x {case['N']} x {case['K']}"
-    nbytes = tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype")))
+    return size(tensor_bytes(*(case[name] for name in ("op", "M", "N", "ranks", "dtype"))))
+
+
+def size(nbytes: int) -> str:
+    """Bytes with the unit in which they read well: "64 KiB"."""
     step = 2 if nbytes >= 1 << 20 else 1 if nbytes >= 1 << 10 else 0
     return f"{nbytes / 1024**step:.4g} {('B', 'KiB', 'MiB')[step]}"
 

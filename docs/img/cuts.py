@@ -38,12 +38,12 @@ def draw_matrix(axes: Axes, name: str, cut: str, x: float) -> None:
         colour = COLOURS[rank] if cut in (down, across) else WHOLE
         axes.add_patch(Rectangle(place, width, height, facecolor=colour, edgecolor="white"))
     sizes = " x ".join(f"{letter}/R" if letter == cut else letter for letter in (down, across))
-    axes.text(x + SIZE / 2, -0.05, f"{name}: {sizes}", ha="center", va="top", fontsize=8)
+    axes.text(x + SIZE / 2, -0.05, f"{name}: {sizes}", ha="center", va="top", fontsize=10)
 
 
 def draw(path: Path) -> None:
     """Column-parallel ops to the left, row-parallel ones to the right."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6.3), layout="constrained")
     panels = figure.subplots(3, 2)
     for column, letter in enumerate("NK"):
         problems = [problem for problem in PROBLEMS.values() if problem.b_cut == letter]
@@ -58,14 +58,14 @@ def draw(path: Path) -> None:
                 axes.text(
                     (i + 1) * (SIZE + GAP) - GAP / 2, SIZE / 2, sign, ha="center", va="center", fontsize=14
                 )
-            axes.set_title(f"{op}\n{result}", fontsize=9)
+            axes.set_title(f"{op}\n{result}", fontsize=10)
             axes.set_xlim(-0.1, 3 * SIZE + 2 * GAP + 0.1)
             axes.set_ylim(-0.3, SIZE + 0.05)
             axes.set_aspect("equal")
             axes.set_axis_off()
     named = [Patch(facecolor=colour, label=f"rank {rank}'s") for rank, colour in enumerate(COLOURS)]
     named.append(Patch(facecolor=WHOLE, label="whole on every rank"))
-    figure.legend(handles=named, loc="outside lower center", ncols=len(named), frameon=False, fontsize=8)
+    figure.legend(handles=named, loc="outside lower center", ncols=len(named), frameon=False, fontsize=9.5)
     # Text stays text, and the same picture is the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cuts"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

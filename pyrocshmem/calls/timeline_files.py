@@ -1,10 +1,14 @@
-"""Files of a timeline: Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and a Gantt chart."""
+"""Files of a timeline: Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and a Gantt chart.
+
+python -m pyrocshmem.calls.timeline_files FILE...    # draws the charts of such files anew
+"""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +30,7 @@ _COLOURS = {
     "fix-up": "#cc79a7",
     "store": "#56b4e9",
     "announce": "#000000",
-    "wait": "#e5e5e5",
+    "wait": "#d0d0d0",
     "push": "#e69f00",
     "reduce": "#009e73",
     "pull": "#f0e442",
@@ -44,18 +48,38 @@ Lane = tuple[str, int]
 def write(timeline: Timeline, path: Path, title: str = "timeline") -> list[Path]:
     """Write `path` (.json or .json.gz, Chrome's trace format) and beside it a picture, .png; without matplotlib no
     picture. Returns what was written. ValueError for another suffix."""
-    check_path(path)
-    name = path.name.removesuffix(".gz")
-    text = json.dumps(chrome_trace(timeline, title), separators=(",", ":"))
+    picture = _picture(path)
+    traced = chrome_trace(timeline, title)
+    text = json.dumps(traced, separators=(",", ":"))
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:
         path.write_text(text + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         return [path]
-    picture = path.with_name(name.removesuffix(".json") + ".png")
-    draw(timeline, picture, title)
+    draw(timeline.spans, traced["otherData"], picture)
     return [path, picture]
+
+
+def redraw(path: Path) -> Path:
+    """Draw the picture beside `path`, a file that `write` wrote; returns where. Of a large trace, the programs that
+    were left out of the file are left out of the picture."""
+    picture = _picture(path)
+    content = path.read_bytes()
+    traced = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    threads: dict[tuple[int, int], Lane] = {}
+    spans = []
+    for event in traced["traceEvents"]:
+        where = event["pid"], event["tid"]
+        if event["name"] == "thread_name":
+            kernel, _, lane = event["args"]["name"].rpartition(" ")
+            threads[where] = kernel, int(lane)
+        elif event["ph"] == "X":
+            tile = event.get("args", {}).get("tile", -1)
+            begin = event["ts"]
+            spans.append(Span(where[0], *threads[where], event["name"], tile, begin, begin + event["dur"]))
+    draw(spans, traced["otherData"], picture)
+    return picture
 
 
 def report(console: Console, timeline: Timeline, path: Path, title: str) -> None:
@@ -72,8 +96,15 @@ def report(console: Console, timeline: Timeline, path: Path, title: str) -> None
 
 def check_path(path: Path) -> None:
     """ValueError for a file that `write` doesn't write."""
-    if not path.name.removesuffix(".gz").endswith(".json"):
+    _picture(path)
+
+
+def _picture(path: Path) -> Path:
+    """Beside a trace. ValueError for what is no file of a trace."""
+    name = path.name.removesuffix(".gz")
+    if not name.endswith(".json"):
         raise ValueError(f"a timeline is written to a .json or .json.gz file, got {path}")
+    return path.with_name(name.removesuffix(".json") + ".png")
 
 
 def chrome_trace(timeline: Timeline, title: str, max_spans: int = _MAX_SPANS) -> dict[str, Any]:
@@ -132,33 +163,40 @@ def _lanes(spans: Sequence[Span]) -> list[Lane]:
     return sorted({(span.kernel, span.lane) for span in spans}, key=lambda lane: (order[lane[0]], lane[1]))
 
 
-def draw(timeline: Timeline, path: Path, title: str) -> None:
-    """A Gantt chart, a panel a rank, a row a program, to `path`, in the format of its suffix."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+def draw(spans: Sequence[Span], facts: dict[str, Any], path: Path) -> None:
+    """A Gantt chart, a panel a rank, a row a kernel, a line a program, to `path`, in the format of its suffix. facts:
+    what `chrome_trace` says of the whole."""
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = sorted({span.rank for span in timeline.spans})
+    ranks = sorted({span.rank for span in spans})
     if not ranks:
         raise ValueError("nothing to draw: no stage was recorded")
-    height = 2.4 * len(ranks) + 1.0
-    figure, axes = plt.subplots(
-        len(ranks), 1, sharex=True, squeeze=False, figsize=(13, height), layout="constrained"
-    )
+    # Readable at 800 pixels, the width of a page; twice as many are drawn.
+    figure = Figure(figsize=(8, 1.9 * len(ranks) + 1.5), layout="constrained")
+    axes = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)
     for axis, rank in zip(axes.flat, ranks, strict=True):
-        _draw_rank(axis, [span for span in timeline.spans if span.rank == rank])
-        axis.set_title(f"rank {rank}", loc="left", fontsize=9)
-    axes.flat[-1].set_xlabel(f"microseconds; clocks agree within {timeline.clock_error_us:.1f}")
-    figure.suptitle(
-        f"{title}: {timeline.total_us:.1f} us, {timeline.exposed_us:.1f} of them exposed", fontsize=11
-    )
-    seen = {span.stage for span in timeline.spans}
+        _draw_rank(axis, [span for span in spans if span.rank == rank])
+        axis.set_title(f"rank {rank}", loc="left", fontsize=11)
+    total, exposed = (format_seconds(facts[name] / 1e6) for name in ("total_us", "exposed_communication_us"))
+    op, _, sizes = facts["title"].partition(", ")
+    figure.suptitle(f"{op}: {total}, {exposed} of it exposed", fontsize=14)
+    clocks = f"clocks agree within {facts['clock_error_us']:.1f}"
+    axes.flat[-1].set_xlabel(f"microseconds; {clocks}" + (f"\n{sizes}" if sizes else ""), fontsize=11)
+    axes.flat[-1].tick_params(axis="x", labelsize=11)
+    seen = {span.stage for span in spans}
     patches = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items() if stage in seen]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    columns = min(len(patches), 6)
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=11,
+        handlelength=1.2,
+        columnspacing=1.4,
+    )
+    figure.savefig(path, dpi=200)
 
 
 def _draw_rank(axis: Axes, spans: Sequence[Span]) -> None:
@@ -169,12 +207,12 @@ def _draw_rank(axis: Axes, spans: Sequence[Span]) -> None:
     for kernel, _ in lanes:
         programs[kernel] += 1
     # A stream among a hundred programs would be too thin to see.
-    thick = max(1.0, len(lanes) / 40)
+    thick = max(1.0, len(lanes) / 20)
     places: dict[Lane, tuple[float, float]] = {}
     middles, top = {}, 0.0
     for kernel, count in programs.items():
         height = thick if count <= _FEW else 1.0
-        middles[f"{kernel} ({count})"] = top + count * height / 2
+        middles[kernel] = top + count * height / 2
         for lane in (lane for lane in lanes if lane[0] == kernel):
             places[lane] = (top, top + height)
             top += height
@@ -189,4 +227,9 @@ def _draw_rank(axis: Axes, spans: Sequence[Span]) -> None:
     axis.set_xlim(0, None)
     axis.autoscale_view(scaley=False)
     axis.set_ylim(top, 0)
-    axis.set_yticks(list(middles.values()), list(middles), fontsize=7)
+    axis.set_yticks(list(middles.values()), list(middles), fontsize=11)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(redraw(Path(name)))

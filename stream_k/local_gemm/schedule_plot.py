@@ -1,6 +1,6 @@
 """Draws a schedule: programs down, K-iterations across; above it the same product in whole tiles.
 
-Usage: python -m stream_k.local_gemm.schedule_plot --shape 2432,256,1088 --programs 8 --out schedule.svg
+Usage: python -m pyrocshmem.stream_k.local_gemm.schedule_plot --shape 2432,256,1088 --programs 8 --out schedule.svg
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def draw(schedule: Schedule, path: Path, title: str) -> None:
     panels = [(f"whole tiles: {whole.max_iters} iterations", whole)]
     if schedule != whole:
         panels.append((f"{title}: {schedule.max_iters} iterations", schedule))
-    height = min(0.26 * schedule.num_programs + 0.9, 9.0)
+    # Readable at 800 pixels, the width of a page.
+    height = min(0.27 * schedule.num_programs + 0.8, 9.0)
+    longest = max(shown.max_iters for _, shown in panels)
     # A fixed salt and no date: the same schedule gives the same file.
     with mpl.rc_context({"svg.hashsalt": "schedule", "svg.fonttype": "none"}):
         figure, axes = plt.subplots(
@@ -58,11 +60,11 @@ def draw(schedule: Schedule, path: Path, title: str) -> None:
             1,
             sharex=True,
             squeeze=False,
-            figsize=(9, height * len(panels)),
+            figsize=(8, height * len(panels)),
             layout="constrained",
         )
         for axis, (name, shown) in zip(axes.flat, panels, strict=True):
-            _draw_panel(axis, shown, name)
+            _draw_panel(axis, shown, name, longest)
         axes.flat[-1].set_xlabel("K-iterations done by a program")
         patches = [
             Patch(facecolor=colour, edgecolor="black", label=name) for name, colour in _COLOURS.items()
@@ -88,7 +90,7 @@ def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Segment]]:
             at += segment.k_end - segment.k_begin
 
 
-def _draw_panel(axis: Axes, schedule: Schedule, name: str) -> None:
+def _draw_panel(axis: Axes, schedule: Schedule, name: str, longest: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     labelled = schedule.num_programs <= _MAX_LABELLED_PROGRAMS
@@ -96,8 +98,10 @@ def _draw_panel(axis: Axes, schedule: Schedule, name: str) -> None:
     for program, at, segment in _placed(schedule):
         length = segment.k_end - segment.k_begin
         axis.barh(program, length, left=at, height=0.8, color=_COLOURS[kind_of(segment)], edgecolor="black")
-        if labelled and length * 12 >= schedule.max_iters:
-            axis.text(at + length / 2, program, f"tile {segment.tile}", ha="center", va="center", fontsize=7)
+        label = f"tile {segment.tile}"
+        # Some 90 letters of any font are as wide as the `longest` row.
+        if labelled and len(label) * longest <= 90 * length:
+            axis.text(at + length / 2, program, label, ha="center", va="center", fontsize=8.5)
         if segment.contributors:
             finishing[segment.tile] = (program, at)
     if labelled:
@@ -106,7 +110,7 @@ def _draw_panel(axis: Axes, schedule: Schedule, name: str) -> None:
                 row, begin = finishing[segment.tile]
                 end = at + segment.k_end - segment.k_begin
                 axis.annotate("", (begin, row), (end, program), arrowprops={"arrowstyle": "->", "lw": 0.8})
-    axis.set_title(name, loc="left", fontsize=9)
+    axis.set_title(name, loc="left", fontsize=11)
     axis.set_ylabel("program")
     axis.set_ylim(schedule.num_programs - 0.5, -0.5)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -74,8 +74,8 @@ def test_layers(tmp_path: Path) -> None:
     assert "| ours 12.5 |" in text
     drawn = {path.name for path in plots.draw([file], tmp_path)}
     on = "-cpu" if target.interpreted() else ""
-    assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.png" for op in LAYERS} <= drawn
-    assert "speedup.png" in drawn
+    assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.svg" for op in LAYERS} <= drawn
+    assert "speedup-over-peers.svg" in drawn
 
 
 def compiled_ops(rank: int, world_size: int) -> set[str]:

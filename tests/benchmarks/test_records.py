@@ -102,7 +102,10 @@ def test_report(tmp_path: Path) -> None:
     (root / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\nafter\n")
     files = [records_module.File(tmp_path / "made.jsonl", made_up.ENVIRONMENT, cases)]
     drawn = plots.draw(files, root / "drawn")
-    documents.write(files, drawn, root, NO_NOTES)
+    stale = root / "docs" / "results" / "of-an-older-report.svg"
+    stale.parent.mkdir()
+    stale.touch()
+    documents.write(files, drawn, root, NO_NOTES, plots.FRONT)
     text = (root / "docs" / "results.md").read_text()
     assert "| 4096 x 4096 x 1792 | eager | 100 | 80 (0.80) | 200 (2.00) | 90 (**0.90**) |" in text
     assert "50 (**0.50**)" in text  # a losing case, shown
@@ -118,14 +121,15 @@ def test_report(tmp_path: Path) -> None:
     row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | `nccl_window` | 0.90 (0.90) |  |"
     assert [line for line in readme.splitlines() if line.startswith("| `")] == [row]  # the fused op alone
     assert "unfused 1.00 (0.50)" in text  # the summary has every peer
-    names = {path.stem for path in drawn if path.suffix == ".svg"}
-    assert names == {path.stem for path in drawn if path.suffix == ".png"}
-    for part in ("-time", "-efficiency", "-bandwidth", "-utilisation", "roofline", "speedup"):
+    names = {path.stem for path in drawn if path.name != plots.FRONT}
+    for part in ("-time", "-efficiency", "-utilisation", "roofline", "speedup-over-peers"):
         assert any(name.endswith(part) for name in names), part
     assert not any(name.startswith("barrier") for name in names)  # one point
     assert "| no data | eager | 3 | 9 (3.00) |" in text
-    assert all((root / "docs" / "results" / path.name).stat().st_size > 1000 for path in drawn)
-    assert all(f"(results/{name}.png)" in text for name in names)
+    assert {path.name for path in stale.parent.iterdir()} == {f"{name}.svg" for name in names}
+    assert all(path.stat().st_size > 1000 for path in stale.parent.iterdir())
+    assert (root / "docs" / "img" / plots.FRONT).read_bytes() == (root / "drawn" / plots.FRONT).read_bytes()
+    assert all(f"(results/{name}.svg)" in text for name in names)
 
 
 def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None
     whole["skipped"] = {"ours_whole_tiles": IS_DEFAULT}
     (group,) = stats.groups([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, [split, whole])])
     figure = plots.utilisation(group)
-    assert {axis.get_title(): len(axis.collections[0].get_offsets()) for axis in figure.axes} == {
+    assert {axis.get_title(): len(axis.lines[0].get_xdata()) for axis in figure.axes} == {
         "blas": 2,
         "ours_whole_tiles": 2,
         "ours": 2,

@@ -66,6 +66,16 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert (tmp_path / "b.png").exists()
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_picture_is_drawn_anew_from_its_file(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = timeline_files.write(_made_up(), tmp_path / name, "an op, its sizes")
+    first = picture.read_bytes()
+    picture.unlink()
+    assert timeline_files.redraw(path) == picture
+    assert picture.read_bytes() == first
+
+
 def test_large_traces_stay_below_a_megabyte(tmp_path: Path) -> None:
     large = _made_up(programs=128, tiles=64)
     text = json.dumps(timeline_files.chrome_trace(large, "large"), separators=(",", ":"))
