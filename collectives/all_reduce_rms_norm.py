@@ -19,9 +19,11 @@ from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
 from pyrocshmem.calls.workspace import Workspace, find_workspace
-from pyrocshmem.collectives.exchange import Exchange, Finish, cheaper_algorithm
+from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
+from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.whole_tensors import all_reduce, check, check_algorithm, check_kind
-from pyrocshmem.elements import DTYPES
+from pyrocshmem.elements import DTYPES, names
 
 
 def all_reduce_rms_norm(
@@ -95,19 +97,19 @@ class _Plan:
             # In two shots the squares travel beside the sums, in one they take a trip of their own: two are the faster
             # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
-        out, finish = results(x, residual, weight, eps)
+        out, after = results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
-        self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, finish=finish)
+        self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, after=after)
 
     def run(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
-        out, finish = results(x, residual, weight, eps)
+        out, after = results(x, residual, weight, eps)
         with self.workspace.begin(self.called):
-            self.exchange.run(x.resolve_neg().contiguous(), out, finish)
-        assert finish.total is not None
-        return out, finish.total
+            self.exchange.run(x.resolve_neg().contiguous(), out, after)
+        assert after.total is not None
+        return out, after.total
 
 
 def check_norm(
@@ -121,7 +123,7 @@ def check_norm(
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}, a torch.Tensor is needed")
     if weight.dtype not in DTYPES:
-        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"weight has dtype {weight.dtype}, allowed are {names()}")
     check_plain("weight", weight)
     N = shape[-1]
     if weight.shape != (N,) or weight.device != x.device or not weight.is_contiguous():
@@ -149,13 +151,14 @@ def results(
     weight: torch.Tensor,
     eps: float,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Finish]:
+) -> tuple[torch.Tensor, AfterSum]:
     """(a new result like `like`, of any strides, what becomes of the sums on their way to it)."""
     out, total = new_like(like), new_like(like)
     if residual is not None:
         residual = residual.contiguous()
     # A plan's kernel takes a float, whatever the type of a number that is equal.
-    return out, Finish(bias, like.shape[-1], "none", residual, total, weight, float(eps))
+    finish = Finish.of(bias)._replace(residual=residual)
+    return out, AfterSum(finish, like.shape[-1], total, weight, float(eps))
 
 
 def normalized(

@@ -24,7 +24,7 @@ def gate_kernel(context, problem, events, OP: tl.constexpr, WORLD: tl.constexpr)
     """One small program that ends when all programs of the call's GEMM have begun: what follows it on its stream
     can't take the multiprocessors that they need."""
     trace.mark(events, trace.WAIT, -1)
-    signal.wait_begun(problem[6], context, OP, WORLD)
+    signal.wait_begun(problem.num_gemm_programs, context, OP, WORLD)
     trace.mark(events, trace.END, -1)
 
 

@@ -1,17 +1,16 @@
 """Epilogues: what happens to a finished tile.
 
 `store_output` is the one of a plain GEMM, `store_with_squares` that of a GEMM whose rows are normalized next; those
-that feed collectives are in `collectives`. To write another, give a jit function with the signature that
-`stream_k.local_gemm.kernel` describes to `Product.launch`; `finished`, `row_squares` and `store_block` are its
-building blocks.
-
-OPTIONS is a tuple of constants; the first three places mean the same in every epilogue:
-    OPTIONS[0]  ACTIVATION, index into `ACTIVATIONS`
-    OPTIONS[1]  what is added: 0, nothing; 1, `bias` [N], to every row; 2, where sums over ranks or of one rank are
-                stored, a residual [M, N] in its place, contiguous, behind the activation
-    OPTIONS[2]  C_HOW, how `c` is written: ROW (a descriptor) or POINTER (strides in `extra`)
+that feed collectives are in their files. To write another, give a jit function with the signature that
+`stream_k.local_gemm.kernel` describes to `Product.launch`. What is done to a finished tile is one thing, a `Finish`,
+which every epilogue has in its `extra`; `scaled`, `finished`, `add_residual`, `row_squares` and `store_block` do it.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from triton.language import target_info
@@ -24,11 +23,55 @@ ACTIVATIONS = ("none", "relu", "gelu", "silu")
 _RELU = tl.constexpr(1)
 _GELU = tl.constexpr(2)
 _SILU = tl.constexpr(3)
-# OPTIONS[1], the dimensions of what is added.
-_BIAS = tl.constexpr(1)
-RESIDUAL = tl.constexpr(2)
 _POINTER = tl.constexpr(POINTER)
 _INTERPRETED = tl.constexpr(target.interpreted())
+_ACTIVATION = {name: tl.constexpr(number) for number, name in enumerate(ACTIVATIONS)}
+
+
+class Finish(NamedTuple):
+    """What is done to a finished tile, in fp32: activation(sum + bias) + residual, where the sum is of `scales` times
+    each rank's product. That is rounded once, to the type of the memory that it is stored in. A kernel is compiled for
+    what is there: None costs nothing.
+
+    scales: None; the place for those of 8-bit operands. bias: [N], added to every row. residual: [M, N], contiguous.
+    activation: index into `ACTIVATIONS`, a constant.
+    """
+
+    scales: Any
+    bias: Any
+    residual: Any
+    activation: Any
+
+    @classmethod
+    def of(cls, added: torch.Tensor | None = None, activation: str = "none") -> Finish:
+        """added: a bias or a residual, as `stream_k.local_gemm.operands.in_one` makes one of both."""
+        number = _ACTIVATION[activation]
+        if added is not None and added.ndim == 2:
+            return cls(None, None, added, number)
+        return cls(None, added, None, number)
+
+
+class Options(NamedTuple):
+    """Constants of an epilogue that stores. c_how: how `c` is written, ROW (a descriptor) or POINTER."""
+
+    c_how: int
+
+
+class Output(NamedTuple):
+    """`extra` of `store_output`: the strides of `c`, where it is a pointer."""
+
+    finish: Any
+    stride_m: Any
+    stride_n: Any
+
+
+class OutputWithSquares(NamedTuple):
+    """`extra` of `store_with_squares`. squares: fp32 [tiles_n, M]."""
+
+    finish: Any
+    stride_m: Any
+    stride_n: Any
+    squares: Any
 
 
 @triton.jit
@@ -52,20 +95,26 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def finished(part, bias, col, N, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
-    """A block [*, WIDTH] of a product, biased and activated."""
-    if OPTIONS[1] == _BIAS:
-        part = add_bias(part, bias, col, N, WIDTH)
-    return activate(part, OPTIONS[0])
+def scaled(part, finish):
+    """An fp32 block of this rank's product, before it is added to anything."""
+    tl.static_assert(finish.scales is None, "no element type is scaled")
+    return part
 
 
 @triton.jit
-def add_residual(
-    x, residual, row, row_end, col, N, R: tl.constexpr, C: tl.constexpr, OPTIONS: tl.constexpr
-):  # fmt: skip
-    """fp32 `x` [R, C], at (row, col) of rows of N that end at `row_end`, plus what `residual` has there, if that is
-    what OPTIONS say: before `x` is rounded, so that their sum is rounded once."""
-    if OPTIONS[1] == RESIDUAL:
+def finished(part, finish, col, N, WIDTH: tl.constexpr):
+    """An fp32 block [*, WIDTH] of scaled products' sum, from column `col` on, biased and activated: all that is left of
+    `finish` but the residual."""
+    if finish.bias is not None:
+        part = add_bias(part, finish.bias, col, N, WIDTH)
+    return activate(part, finish.activation)
+
+
+@triton.jit
+def add_residual(x, residual, row, row_end, col, N, R: tl.constexpr, C: tl.constexpr):
+    """fp32 `x` [R, C], at (row, col) of rows of N that end at `row_end`, plus what `residual` has there, if there is
+    one: before `x` is rounded, so that their sum is rounded once."""
+    if residual is not None:
         i = tl.arange(0, R)
         j = tl.arange(0, C)
         mask = (row + i < row_end)[:, None] & (col + j < N)[None, :]
@@ -111,15 +160,16 @@ def store_output(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """C = activation(A B + bias), or A B + residual. `extra` is (bias or residual, stride_cm, stride_cn)."""
-    bias, stride_m, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    """C = A B, finished. `extra` is an `Output`."""
+    N = problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
-        value = add_residual(value, bias, row, row_end, col, N, BLOCK_M, PART_N, OPTIONS)
-        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = add_residual(value, extra.finish.residual, row, row_end, col, N, BLOCK_M, PART_N)
+        store_block(
+            c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
+        )  # fmt: skip
 
 
 @triton.jit
@@ -127,17 +177,19 @@ def store_with_squares(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """As `store_output`, and of each row of the tile the sum of the squares of what is stored, to `squares`, fp32
-    [tiles_n, M]. `extra` is (bias, stride_cm, stride_cn, squares)."""
-    bias, stride_m, stride_n, squares = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    """As `store_output`, without a residual, and of each row of the tile the sum of the squares of what is stored.
+    `extra` is an `OutputWithSquares`."""
+    M, N = problem.M, problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS[2] == _POINTER else c.dtype
+    DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS.c_how == _POINTER else c.dtype
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = rounded(finished(parts[i], bias, col, N, PART_N, OPTIONS), DTYPE)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = rounded(value, DTYPE)
         sums += row_squares(value.to(tl.float32), col, N, PART_N)
-        store_block(c, row, col, value, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+        store_block(
+            c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
+        )  # fmt: skip
     rows = row + tl.arange(0, BLOCK_M)
-    tl.store(squares + tl.cast(tile_n, tl.int64) * M + rows, sums, mask=rows < row_end)
+    tl.store(extra.squares + tl.cast(tile_n, tl.int64) * M + rows, sums, mask=rows < row_end)

@@ -9,7 +9,6 @@ Large tensors go in pieces, one launch each, so that the slots stay small: piece
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ import triton
 from pyrocshmem import status, target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.epilogue import ACTIVATIONS
-from pyrocshmem.collectives.exchange_kernel import exchange_kernel
+from pyrocshmem.collectives.exchange_kernel import AfterSum, exchange_kernel
 from pyrocshmem.heap import Heap
 from pyrocshmem.message_slots import QUAD_BYTES
 
@@ -46,32 +44,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Finish:
-    """What becomes of sums: `activation(sum + bias) + residual`, written to `total`, and its RMSNorm as the result.
-
-    bias: [columns], for rows of x that long. residual, total: like the result. weight: [columns]; None: no norm.
-    """
-
-    bias: torch.Tensor | None = None
-    columns: int = 1
-    activation: str = "none"
-    residual: torch.Tensor | None = None
-    total: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    eps: float = 0.0
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether parts and pieces are whole rows: a bias counts columns from the first element of a piece."""
-        return self.weight is not None or self.bias is not None
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Those that a kernel gets."""
-        return self.bias, self.residual, self.total, self.weight
-
-
-_NOTHING = Finish()
+_NOTHING = AfterSum()
 
 
 class _Piece(NamedTuple):
@@ -103,17 +76,17 @@ class Exchange:
         x: torch.Tensor,
         out: torch.Tensor,
         root: int = 0,
-        finish: Finish = _NOTHING,
+        after: AfterSum = _NOTHING,
         tiles: bool = False,
         piece_bytes: int | None = None,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
         world = heap.world_size
-        pieces = _pieces(kind, x, out.dtype, world, finish.by_rows, piece_bytes or PIECE_BYTES)
+        pieces = _pieces(kind, x, out.dtype, world, after.by_rows, piece_bytes or PIECE_BYTES)
         largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
         notes = 0
-        if finish.weight is not None:
+        if after.weight is not None:
             units = _row_units(pieces[0], out.dtype)
             of_row = row_programs(units, world, target.interpreted())[1]
             notes = world * of_row * max(piece.rows for piece in pieces)
@@ -122,20 +95,20 @@ class Exchange:
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
             rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], root)
-            launch = _launch(heap, op, kind, x, out, finish, piece, tiles)
-            launch.compile((*_at(piece, x, out, finish), *rest))
+            launch = _launch(heap, op, kind, x, out, after, piece, tiles)
+            launch.compile((*_at(piece, x, out, after), *rest))
             self.launches.append((launch, piece, rest))
 
     def part_of_tiles(self) -> tuple[int, ...]:
-        """Where elements of x belong, as `collectives.message_tiles.send_tile` takes it, behind the bias."""
+        """Where elements of x belong: `collectives.message_tiles.Parts`, behind its `finish`."""
         _, piece, _ = self.launches[0]
         units = piece.rows * _row_units(piece, self.out_dtype)
         return self.slot_quads, units, piece.x_part, piece.longer, piece.extra, piece.limit
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, finish: Finish = _NOTHING) -> None:
+    def run(self, x: torch.Tensor, out: torch.Tensor, after: AfterSum = _NOTHING) -> None:
         """Enqueue it for tensors of this kind."""
         for launch, piece, rest in self.launches:
-            launch((*_at(piece, x, out, finish), *rest))
+            launch((*_at(piece, x, out, after), *rest))
 
 
 def sent_by_tiles(kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool) -> bool:
@@ -169,13 +142,14 @@ def exchange(
         plan.run(x, out)
 
 
-def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, finish: Finish) -> tuple[Any, ...]:
-    """x, out and `finish` as the kernel takes them: from the first element of a piece on."""
-    residual, total = finish.residual, finish.total
+def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, after: AfterSum) -> tuple[Any, ...]:
+    """x, out and `after` as the kernel takes them: from the first element of a piece on."""
     if piece.first:
         x, out = x.view(-1)[piece.first :], out.view(-1)[piece.out_first :]
-        residual, total = (t if t is None else t.view(-1)[piece.first :] for t in (residual, total))
-    return x, out, (finish.bias, finish.columns, residual, total, finish.weight, finish.eps)
+        whole = (after.finish.residual, after.total)
+        residual, total = (t if t is None else t.view(-1)[piece.first :] for t in whole)
+        after = after._replace(finish=after.finish._replace(residual=residual), total=total)
+    return x, out, after
 
 
 def _row_units(piece: _Piece, out_dtype: torch.dtype) -> int:
@@ -261,7 +235,7 @@ def _launch(
     kind: str,
     x: torch.Tensor,
     out: torch.Tensor,
-    finish: Finish,
+    after: AfterSum,
     piece: _Piece,
     tiles: bool,
 ) -> Launch:
@@ -269,7 +243,7 @@ def _launch(
     ranks = triton.next_power_of_2(world)
     row_units = _row_units(piece, out.dtype)
     sums, gathers, broadcasts = _KINDS[kind]
-    if finish.weight is not None:
+    if after.weight is not None:
         step, parts = row_programs(row_units, world, target.interpreted())
         programs, threads = piece.rows * parts, min(_MOST_THREADS, step * ranks)
     else:
@@ -279,15 +253,15 @@ def _launch(
             step *= 2
         programs = -(-units // step)
     # Places that must be multiples of 16 bytes for whole units to be loaded and stored at once.
-    places = [t.data_ptr() for t in (x, out, finish.residual, finish.total, finish.weight) if t is not None]
-    sizes = (x.numel(), piece.first, piece.out_first, *piece[3:5], *piece[6:])
-    places += [out.element_size() * size for size in sizes]
+    aligned = (x, out, after.finish.residual, after.total, after.weight)
+    places = [t.data_ptr() for t in aligned if t is not None]
+    sizes = (x.numel(), piece.first, piece.out_first, piece.width, piece.x_part, piece.extra, piece.limit)
+    places += [out.element_size() * size for size in (*sizes, piece.out_part, piece.out_width)]
     constants = {
         "SUMS": sums,
         "GATHERS": gathers,
         "BROADCASTS": broadcasts,
         "TILES": tiles,
-        "ACTIVATION": ACTIVATIONS.index(finish.activation),
         "PARTS": parts,
         "ALIGNED": all(place % QUAD_BYTES == 0 for place in places),
         "OP": op,

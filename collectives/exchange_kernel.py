@@ -32,28 +32,54 @@ its own number, see `_row_squares`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, trace
 from pyrocshmem.collectives import words as units
-from pyrocshmem.collectives.epilogue import activate
+from pyrocshmem.collectives.epilogue import Finish, activate
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 
 
+class AfterSum(NamedTuple):
+    """What becomes of a sum: `finish` is done to it; that is written to `total`, and its RMSNorm, where there is a
+    weight, is the result. Tensors on the host, pointers in the kernel.
+
+    columns: of the bias of `finish`, for rows of x that long. The residual and total: like the result. weight:
+    [columns]; None: no norm.
+    """
+
+    finish: Any = Finish.of()
+    columns: Any = 1
+    total: Any = None
+    weight: Any = None
+    eps: Any = 0.0
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether parts and pieces are whole rows: a bias counts columns from the first element of a piece."""
+        return self.weight is not None or self.finish.bias is not None
+
+    def tensors(self) -> tuple[Any, ...]:
+        """Those that a kernel gets, or None."""
+        return self.finish.bias, self.finish.residual, self.total, self.weight
+
+
 @triton.jit
-def _finished(values, added, place, mask, last, finish, ACTIVATION: tl.constexpr):
-    """activation(values + bias) + `added`, of the elements from number `place` to `last`; `finish`: see the kernel."""
-    bias, columns, residual, total, weight, eps = finish
+def _finished(values, added, place, mask, last, finish, columns):
+    """`values`, of the elements from number `place` to `last`, finished: `added` is what the residual has there.
+    columns: of the bias."""
     done = ()
     for e in tl.static_range(len(values)):
         value = values[e]
-        if bias is not None:
+        if finish.bias is not None:
             here = mask & (place + e < last)
-            value += tl.load(bias + (place + e) % columns, mask=here, other=0.0).to(tl.float32)
-        value = activate(value, ACTIVATION)
-        if residual is not None:
+            value += tl.load(finish.bias + (place + e) % columns, mask=here, other=0.0).to(tl.float32)
+        value = activate(value, finish.activation)
+        if finish.residual is not None:
             value += added[e]
         done = done + (value,)  # type: ignore[assignment]
     return done
@@ -164,17 +190,17 @@ def _units_here(rows, row_units, PARTS: tl.constexpr, STEP: tl.constexpr, UNIT: 
 def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Record that messages did not come, if so. absent [ranks]: 0, or larger the surer it is that the rank is late."""
     if tl.max(absent, axis=0) != 0:
-        waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
+        waited = (now_ns() - deadline) // 1000 + tl.load(context.control + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)
         signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)
 
 
 @triton.jit
 def exchange_kernel(
-    x, out, finish, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
+    x, out, after, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, TILES: tl.constexpr,
-    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
+    PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages; one program for each STEP units of a part.
@@ -182,7 +208,7 @@ def exchange_kernel(
     Parts: each has `rows` rows of `width` elements, of which the first `longer` parts fill `limit` elements and the
     others `extra` fewer. A part begins `x_part` elements behind the one before (0: all of x is everyone's), `extra`
     more behind the `longer` ones. Parts of out are `out_part` elements apart, its rows `out_width`.
-    finish: (bias, columns, residual, total, weight, eps), see `collectives.exchange.Finish`; n: elements of x.
+    after: an `AfterSum`. n: elements of x.
     SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. TILES: the tiles of a GEMM send x.
     RANKS: WORLD, or the next power of two. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
     ALIGNED: see `words.load_unit`.
@@ -194,12 +220,12 @@ def exchange_kernel(
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
     LAST_QUADS: tl.constexpr = 1 if SUMS and GATHERS else QUADS
-    control, abort, record, heap_bases = context
+    finish = after.finish
     if not TILES:
         dependent_launch.wait_for_previous()
     # All loads that the first push needs are under way before any of them is waited for.
-    rank = tl.load(control + signal.RANK)
-    home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), heap_bases)[None, :]
+    rank = tl.load(context.control + signal.RANK)
+    home = remote(messages, tl.minimum(tl.arange(0, RANKS), WORLD - 1), context.heap_bases)[None, :]
     program = tl.program_id(0)
     trace.mark(events, trace.PUSH, program)
 
@@ -239,14 +265,13 @@ def exchange_kernel(
     deadline = message.deadline_ns(context)
     last = signal.is_last(context, False)
     # The residual and the weights are loaded while the messages travel.
-    bias, columns, residual, total, weight, eps = finish
     added, weights = (), ()
-    if residual is not None:
-        more = units.load_unit(residual, own + element, element, mine, valid, UNIT, ALIGNED)
+    if finish.residual is not None:
+        more = units.load_unit(finish.residual, own + element, element, mine, valid, UNIT, ALIGNED)
         added = units.unpack(more, UNIT, DTYPE)
     if PARTS:
         weights = _weights(
-            weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED
+            after.weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED
         )
 
     trace.mark(events, trace.WAIT, -1)
@@ -266,7 +291,7 @@ def exchange_kernel(
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
-        values = _finished(values, added, own + element, valid, own + mine, finish, ACTIVATION)
+        values = _finished(values, added, own + element, valid, own + mine, finish, after.columns)
         words = units.pack(values, DTYPE)
         if GATHERS:
             # A sum that lacks a term is not sent: a peer so late that all it waits for has come would take it for
@@ -295,21 +320,21 @@ def exchange_kernel(
     if TILES:
         # After the messages: where this rank's host was late between the two kernels, its peers may have finished this
         # call without it, given up on a later one, and sent messages of a call that uses this slot again.
-        late = tl.maximum(late, tl.where(signal.load_now(abort) != 0, 1, 0))
+        late = tl.maximum(late, tl.where(signal.load_now(context.abort) != 0, 1, 0))
     trace.mark(events, trace.STORE, program)
     if BROADCASTS:
         there &= ranks == root
         ranks = tl.zeros_like(ranks)
     place = tl.cast(ranks, tl.int64) * out_part + (row * out_width + column)[:, None]
     if PARTS:
-        if total is not None:
-            units.store_unit(total, place, elements, end, words, there, UNIT, ALIGNED)
+        if after.total is not None:
+            units.store_unit(after.total, place, elements, end, words, there, UNIT, ALIGNED)
         trace.mark(events, trace.WAIT, -1)
         notes = note.first(messages, slot_quads, number)
         squares, later = _row_squares(notes, keeps, number, deadline, context, PARTS, STEP, WORLD, RANKS)
         late |= later
         trace.mark(events, trace.STORE, program)
-        words = _normalized(words, squares, weights, width, eps, UNIT, DTYPE)
+        words = _normalized(words, squares, weights, width, after.eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     absent = tl.max(late, axis=0)
     if SUMS and GATHERS:

@@ -7,8 +7,27 @@ Ops that hand rows to ranks cut the M rows into R blocks, as `torch.tensor_split
 have a row more. Tiles are counted from the first row of each block, so that none straddles two of them.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Problem(NamedTuple):
+    """The sizes of a GEMM and its schedule (`stream_k.local_gemm.schedule`): numbers on the host and in a kernel.
+
+    M, N, K: of the whole result and the inner size. iterations: steps of BLOCK_K along K of a tile. num_split_tiles,
+    num_split_programs: the tiles that are cut along K, and the programs that share them. num_gemm_programs: those that
+    have tiles.
+    """
+
+    M: Any
+    N: Any
+    K: Any
+    iterations: Any
+    num_split_tiles: Any
+    num_split_programs: Any
+    num_gemm_programs: Any
 
 
 @triton.jit
@@ -59,23 +78,24 @@ def program_of(iteration, iterations, num_split_tiles, num_split_programs):
 @triton.jit
 def num_finished_tiles(program, problem, tiles):
     """How many of `tiles` tiles `program` finishes: (split ones, all)."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    iterations = problem.iterations
     split = 0
-    if program < num_split_programs:
-        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+    if program < problem.num_split_programs:
+        lo, hi = program_range(program, iterations, problem.num_split_tiles, problem.num_split_programs)
         split = hi // iterations - lo // iterations
-    whole = tl.cdiv(max(tiles - num_split_tiles - program, 0), num_gemm_programs)
+    whole = tl.cdiv(max(tiles - problem.num_split_tiles - program, 0), problem.num_gemm_programs)
     return split, split + whole
 
 
 @triton.jit
 def finished_tile(i, split, program, problem):
     """The i-th of the tiles that `program` finishes, the first `split` of which are split ones."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    tile = num_split_tiles + program + (i - split) * num_gemm_programs
+    tile = problem.num_split_tiles + program + (i - split) * problem.num_gemm_programs
     if i < split:
-        lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
-        tile = lo // iterations + i
+        lo, hi = program_range(
+            program, problem.iterations, problem.num_split_tiles, problem.num_split_programs
+        )
+        tile = lo // problem.iterations + i
     return tile
 
 

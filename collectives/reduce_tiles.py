@@ -26,26 +26,41 @@ Slots: calls use two in turn. A peer that has entered call n - 1 has finished re
 (LAG = 1 in the kernel). The result needs no slots: an owner pushes a tile only when all ranks have published their
 partials of this call, hence have entered it, hence are done with what the result held before.
 
-`extra` is (partials, slot_elements, results, flags, squares, bias or residual): pointers but for the int64 size of a
-slot. `squares`, when asked for, is fp32 [tiles_n, M]: the sum of squares, over a tile's columns, of each row
-of the *reduced* tile, before it is rounded.
+`extra` is a `Sums`, OPTIONS are `Options`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
-from pyrocshmem.collectives.epilogue import RESIDUAL, finished, rounded
+from pyrocshmem.collectives.epilogue import finished, rounded, scaled
 from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others, remote
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_REDUCE))
 
-# Places in OPTIONS after the three of collectives.epilogue.
-_ONE_SHOT = tl.constexpr(3)
-_SQUARES = tl.constexpr(4)
-_ROWS = tl.constexpr(5)  # rows of a tile that a consumer sums at a time
-_BESIDE = tl.constexpr(6)
+
+class Sums(NamedTuple):
+    """Pointers, but for slot_elements, the int64 size of a slot of `partials`. squares, when asked for: fp32
+    [tiles_n, M], the sum of squares, over a tile's columns, of each row of the *reduced* tile, before it is rounded."""
+
+    partials: Any
+    slot_elements: Any
+    results: Any
+    flags: Any
+    squares: Any
+    finish: Any
+
+
+class Options(NamedTuple):
+    """Constants. rows: of a tile that a consumer sums at a time. beside: it runs on programs of the GEMM's launch."""
+
+    one_shot: bool
+    squares: bool
+    rows: int
+    beside: bool
 
 
 @triton.jit
@@ -68,8 +83,7 @@ def tile_owner(tile, num_gemm_programs, WORLD: tl.constexpr):
 
 @triton.jit
 def _num_tiles(problem, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    return tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    return tl.cdiv(problem.M, BLOCK_M) * tl.cdiv(problem.N, BLOCK_N)
 
 
 @triton.jit
@@ -97,15 +111,12 @@ def announce_partial(
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Announcement: raise ready[this rank][tile], at every rank in a one-shot, at the owner in a two-shot."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
     to = lanes < WORLD * told
-    if not OPTIONS[_ONE_SHOT]:
-        to = lanes == tl.where(told == 1, tile_owner(tile, num_gemm_programs, WORLD), -1)
-    flag = signal.word(flags, tile, tl.load(control + signal.RANK))
-    signal.publish(flag, epoch, lanes, heap_bases, to)
+    if not OPTIONS.one_shot:
+        to = lanes == tl.where(told == 1, tile_owner(tile, problem.num_gemm_programs, WORLD), -1)
+    flag = signal.word(extra.flags, tile, tl.load(context.control + signal.RANK))
+    signal.publish(flag, epoch, lanes, context.heap_bases, to)
 
 
 @triton.jit
@@ -114,11 +125,10 @@ def publish_partial(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: the partial tile into this rank's heap. `c` describes both slots as rows of BLOCK_N elements."""
-    partials, slot_elements, results, flags, squares, bias = extra
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    top = ((epoch & 1) * (slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
+    top = ((epoch & 1) * (extra.slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
-        c.store([top, i * PART_N], rounded(parts[i], c.dtype))
+        c.store([top, i * PART_N], rounded(scaled(parts[i], extra.finish), c.dtype))
 
 
 @triton.jit
@@ -128,23 +138,22 @@ def push_partial(
 ):  # fmt: skip
     """Epilogue: the partial tile into its consumer's slot (one-shot: everyone's), then its flag: at once, since Triton
     3.6 can't compile these stores with an announcement behind a condition."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    control, abort, record, heap_bases = context
-    rank = tl.load(control + signal.RANK)
+    heap_bases = context.heap_bases
+    rank = tl.load(context.control + signal.RANK)
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    place = partials + (epoch & 1) * slot_elements
+    place = extra.partials + (epoch & 1) * extra.slot_elements
     rows = tl.arange(0, BLOCK_M)
-    number = _slot_tile(tile, tiles, rank, OPTIONS[_ONE_SHOT], WORLD)
+    number = _slot_tile(tile, tiles, rank, OPTIONS.one_shot, WORLD)
     for i in tl.static_range(len(parts)):
         offsets = _packed(number, rows, i * PART_N + tl.arange(0, PART_N), BLOCK_M, BLOCK_N)
-        value = rounded(parts[i], partials.dtype.element_ty)
-        if OPTIONS[_ONE_SHOT]:
+        value = rounded(scaled(parts[i], extra.finish), extra.partials.dtype.element_ty)
+        if OPTIONS.one_shot:
             for k in tl.static_range(WORLD):
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)
         else:
-            tl.store(remote(place, tile_owner(tile, num_gemm_programs, WORLD), heap_bases) + offsets, value)
+            owner = tile_owner(tile, problem.num_gemm_programs, WORLD)
+            tl.store(remote(place, owner, heap_bases) + offsets, value)
     announce_partial(tile, 1, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
 
@@ -155,17 +164,15 @@ def _sources(
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Where the R partials of `tile` start: a tuple of pointers, in rank order."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    control, abort, record, heap_bases = context
-    slot = partials + (epoch & 1) * slot_elements
+    slot = extra.partials + (epoch & 1) * extra.slot_elements
     places = ()
     for source in tl.static_range(WORLD):
         if PUSHED:
-            place = slot + tl.cast(_slot_tile(tile, tiles, source, OPTIONS[_ONE_SHOT], WORLD), tl.int64) * (
+            place = slot + tl.cast(_slot_tile(tile, tiles, source, OPTIONS.one_shot, WORLD), tl.int64) * (
                 BLOCK_M * BLOCK_N
             )
         else:
-            place = remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, heap_bases)
+            place = remote(slot + tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N), source, context.heap_bases)
         places = places + (place,)  # type: ignore[assignment]
     return places
 
@@ -175,7 +182,8 @@ def _targets(pointer, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
     """Where a final tile goes: to every rank; in a one-shot, where each makes its own, only here."""
     places = (pointer,)
     if not ONE_SHOT:
-        places = others(pointer, tl.load(context[0] + signal.RANK), context[3], WORLD) + (pointer,)
+        rank = tl.load(context.control + signal.RANK)
+        places = others(pointer, rank, context.heap_bases, WORLD) + (pointer,)
     return places
 
 
@@ -186,10 +194,8 @@ def _reduce_tile(
     GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the R partials of `tile`, sum them in rank order, and store the result where it belongs."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    control, abort, record, heap_bases = context
-    ROWS: tl.constexpr = OPTIONS[_ROWS]
+    M, N, flags, finish = problem.M, problem.N, extra.flags, extra.finish
+    ROWS: tl.constexpr = OPTIONS.rows
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     lanes = tl.arange(0, signal.MAX_WORLD)
     trace.mark(events, trace.WAIT, tile)
@@ -197,8 +203,8 @@ def _reduce_tile(
         trace.mark(events, trace.REDUCE, tile)
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         sources = _sources(tile, tiles, epoch, extra, context, PUSHED, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
-        targets = _targets(results, context, WORLD, OPTIONS[_ONE_SHOT])
-        square_targets = _targets(squares, context, WORLD, OPTIONS[_ONE_SHOT])
+        targets = _targets(extra.results, context, WORLD, OPTIONS.one_shot)
+        square_targets = _targets(extra.squares, context, WORLD, OPTIONS.one_shot)
         cols = tl.arange(0, BLOCK_N)
         j = tile_n * BLOCK_N + cols
         for step in range(0, BLOCK_M // ROWS):
@@ -207,23 +213,23 @@ def _reduce_tile(
             total = tl.load(sources[0] + packed).to(tl.float32)
             for source in tl.static_range(1, WORLD):
                 total += tl.load(sources[source] + packed).to(tl.float32)
-            total = finished(total, bias, tile_n * BLOCK_N, N, BLOCK_N, OPTIONS)
+            total = finished(total, finish, tile_n * BLOCK_N, N, BLOCK_N)
             i = tile_m * BLOCK_M + rows
             offsets = i.to(tl.int64)[:, None] * N + j[None, :]
             mask = (i < M)[:, None] & (j < N)[None, :]
-            if OPTIONS[1] == RESIDUAL:
-                total += tl.load(bias + offsets, mask=mask, other=0.0).to(tl.float32)
-            value = total.to(results.dtype.element_ty)
+            if finish.residual is not None:
+                total += tl.load(finish.residual + offsets, mask=mask, other=0.0).to(tl.float32)
+            value = rounded(total, extra.results.dtype.element_ty)
             for k in tl.static_range(len(targets)):
                 tl.store(targets[k] + offsets, value, mask=mask)
-            if OPTIONS[_SQUARES]:
+            if OPTIONS.squares:
                 sums = tl.sum(tl.where(mask, total * total, 0.0), axis=1)
                 for k in tl.static_range(len(targets)):
                     tl.store(square_targets[k] + tl.cast(tile_n, tl.int64) * M + i, sums, mask=i < M)
-        if not OPTIONS[_ONE_SHOT]:
+        if not OPTIONS.one_shot:
             trace.mark(events, trace.ANNOUNCE, tile)
-            flag = signal.word(flags, tiles + tile, tl.load(control + signal.RANK))
-            signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD)
+            flag = signal.word(flags, tiles + tile, tl.load(context.control + signal.RANK))
+            signal.publish(flag, epoch, lanes, context.heap_bases, lanes < WORLD)
 
 
 @triton.jit
@@ -234,18 +240,17 @@ def reduce_groups(
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
     launch): pulls."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    num_gemm_programs = problem.num_gemm_programs
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
     groups = tl.cdiv(tiles, WORLD)
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if OPTIONS[_BESIDE]:
+    if OPTIONS.beside:
         first -= num_gemm_programs
         step -= num_gemm_programs
-    rank = tl.load(context[0] + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     if first >= 0:
-        if OPTIONS[_ONE_SHOT]:
+        if OPTIONS.one_shot:
             for tile in range(first, tiles, step):
                 _reduce_tile(
                     tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
@@ -265,7 +270,7 @@ def reduce_groups(
             for group in range(first, groups, step):
                 tile = owned_tile(group, num_gemm_programs, lanes, WORLD)
                 mask = (lanes < WORLD) & (tile < tiles)
-                done = signal.word(flags, tiles + tile, lanes)
+                done = signal.word(extra.flags, tiles + tile, lanes)
                 signal.wait(done, mask, epoch, tile, lanes, context, _OP, WORLD)
 
 
@@ -277,15 +282,14 @@ def reduce_own_tiles(
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot,
     its rank owns."""
-    partials, slot_elements, results, flags, squares, bias = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    num_gemm_programs = problem.num_gemm_programs
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
-    rank = tl.load(context[0] + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     program = tl.program_id(0)
     split, count = num_finished_tiles(program, problem, tiles)
     for i in range(0, count):
         tile = finished_tile(i, split, program, problem)
-        if OPTIONS[_ONE_SHOT]:
+        if OPTIONS.one_shot:
             _reduce_tile(
                 tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
             )
@@ -293,11 +297,11 @@ def reduce_own_tiles(
             _reduce_tile(
                 tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
             )
-    if not OPTIONS[_ONE_SHOT]:
+    if not OPTIONS.one_shot:
         trace.mark(events, trace.WAIT, -1)
         one = tl.arange(0, 1)
         for i in range(0, count):
             tile = finished_tile(i, split, program, problem)
             owner = tile_owner(tile, num_gemm_programs, WORLD)
-            done = signal.word(flags, tiles + tile, owner + one)
+            done = signal.word(extra.flags, tiles + tile, owner + one)
             signal.wait(done, one == 0, epoch, tile, owner, context, _OP, WORLD)

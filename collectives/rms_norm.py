@@ -31,7 +31,7 @@ from pyrocshmem.calls.tensors import (
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, backward, forward, plan_key
-from pyrocshmem.elements import DTYPES
+from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.shards import shard_range
 
 
@@ -267,7 +267,7 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, a torch.Tensor is needed")
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, allowed are {', '.join(map(str, DTYPES))}")
+            raise TypeError(f"{name} has dtype {tensor.dtype}, allowed are {names()}")
         check_held(name, tensor)
         if tuple(tensor.shape) != wanted[name] or tensor.device != x.device:
             raise ValueError(
@@ -276,7 +276,7 @@ def _check(tensors: dict[str, torch.Tensor | None], norm: Norm) -> None:
     out_dtype = norm.out_dtype
     if out_dtype not in DTYPES or (out is not None and out.dtype != out_dtype):
         got = "" if out is None else f", out is {out.dtype}"
-        raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"out_dtype is {out_dtype}{got}; allowed are {names()}")
     check_eps(norm.eps)
     assert weight is not None
     check_plain("weight", weight)

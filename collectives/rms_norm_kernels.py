@@ -66,8 +66,7 @@ def rms_norm_kernel(
     Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
     (1/3, 1) and (5/3, 1/3) times the weights.
     """
-    control, abort, record, heap_bases = context
-    rank = tl.load(control + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(M, ROWS)
     lanes = tl.arange(0, signal.MAX_WORLD)
@@ -79,7 +78,7 @@ def rms_norm_kernel(
     places = (out + column,)
     if REPLICATED:
         epoch = signal.begin(context, True, WORLD)
-        places = others(out + column, rank, heap_bases, WORLD) + (out + column,)
+        places = others(out + column, rank, context.heap_bases, WORLD) + (out + column,)
     absent = tl.zeros((RANKS,), tl.int32)
     for ahead in range(program, blocks + programs, programs):
         if ahead < blocks:
@@ -96,7 +95,7 @@ def rms_norm_kernel(
             trace.mark(events, trace.WAIT, block)
             told = program - program
             if REPLICATED:
-                told = signal.load_now(abort)
+                told = signal.load_now(context.abort)
             sums, missing = row_sums.receive(block, notes, number, M, deadline, context, ROWS, WORLD, RANKS)
             absent = tl.maximum(absent, missing)
             if (tl.max(missing, axis=0) == 0) & (told == 0):
@@ -116,7 +115,9 @@ def rms_norm_kernel(
                     for k in tl.static_range(WORLD if REPLICATED else 1):
                         tl.store(places[k] + i * out_stride + j, value, mask=mask)
                 if REPLICATED:
-                    signal.publish(signal.word(flags, block, rank), epoch, lanes, heap_bases, lanes < WORLD)
+                    signal.publish(
+                        signal.word(flags, block, rank), epoch, lanes, context.heap_bases, lanes < WORLD
+                    )
     row_sums.report(absent, deadline, number, context, _OP, WORLD)
     if REPLICATED:
         trace.mark(events, trace.WAIT, -1)

@@ -69,6 +69,18 @@ class SquaresProducer(Protocol):
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
 
 
+class _Tensors(NamedTuple):
+    """Those of `rms_norm_kernel`, whose docstring says more."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    updated: torch.Tensor
+    weight: torch.Tensor
+    squares: torch.Tensor
+    out: torch.Tensor
+    scales: torch.Tensor
+
+
 class NormPlan:
     """The launch of `rms_norm_kernel` for tensors of one kind.
 
@@ -119,7 +131,7 @@ class NormPlan:
         self.launch = Launch(rms_norm_kernel, blocks.programs, constants, NUM_WARPS, 1)
         self.templates = norm.templates(x, residual)
         tensors = self._tensors(x, weight, residual, new_results(self.templates, x, residual, out))
-        strides = tuple(tensors[i].stride(0) for i in (0, 1, 5))
+        strides = tensors.x.stride(0), tensors.residual.stride(0), tensors.out.stride(0)
         first = shard_range(hidden, heap.rank, world)[0] if norm.replicated else 0
         sizes = (M, N, hidden, first, tiles_n, *strides)
         self.rest = (*place, flags, workspace.context, *sizes, float(norm.eps))
@@ -162,14 +174,13 @@ class NormPlan:
 
     def _tensors(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, results: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        """Those that the kernel gets."""
+    ) -> _Tensors:
         result, updated, scales = results
         rows = as_rows(x)
         added = rows if residual is None else as_rows(residual)
         squares = scales if self.squares is None else self.squares
         target = as_rows(result) if self.buffer is None else self.buffer
-        return rows, added, updated, weight, squares, target, scales
+        return _Tensors(rows, added, updated, weight, squares, target, scales)
 
 
 def plan_key(

@@ -29,18 +29,53 @@ the peers likewise. The first GEMM waits for nobody; copies wait for it, the sec
 of sums or columns waits for the same step of the peers, and announces its own before.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
-from pyrocshmem.collectives.epilogue import add_residual, finished, store_block, store_output
+from pyrocshmem.collectives.epilogue import Output, add_residual, finished, scaled, store_block, store_output
 from pyrocshmem.collectives.order import block_start, block_tiles
 from pyrocshmem.device import remote
 
 _LANES = tl.constexpr(256)
-# How many bits of an element's partials, of all peers, are loaded ahead, while another part of the tile is added: as
-# many as registers are left for. Worth 1% of an op of two ranks.
-_BITS_AHEAD = tl.constexpr(32)
+
+
+class PeersRows(NamedTuple):
+    """`extra` of `store_rows`. tile_flags: a flag for each tile, for this rank's own streams. finish: of partial tiles,
+    hence without a bias, a residual and an activation."""
+
+    tile_flags: Any
+    finish: Any
+
+
+class OwnRows(NamedTuple):
+    """`extra` of `sum_rows`. flags: a word for every `step_tiles` tiles, raised by each peer. partials: a block of rows
+    for each peer, that of the rank before this one first. The residual of `finish` has the rows of all ranks. stride_m,
+    stride_n: of the result."""
+
+    tile_flags: Any
+    flags: Any
+    step_tiles: Any
+    partials: Any
+    finish: Any
+    stride_m: Any
+    stride_n: Any
+
+
+class OwnColumns(NamedTuple):
+    """`extra` of `store_columns`."""
+
+    tile_flags: Any
+    finish: Any
+
+
+class SumOptions(NamedTuple):
+    """OPTIONS of `sum_rows`. c_how: how the result is written. op: a `status.Op`."""
+
+    c_how: int
+    op: int
 
 
 @triton.jit
@@ -48,13 +83,13 @@ def store_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the partial tile into this rank's rows for a peer. `extra` is (tile_flags,)."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    """Epilogue: the partial tile into this rank's rows for a peer. `extra` is `PeersRows`, OPTIONS are
+    `epilogue.Options`."""
+    N = problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
-        store_block(
-            c, row, tile_n * BLOCK_N + i * PART_N, parts[i], row_end, N, N, 1, OPTIONS[2], BLOCK_M, PART_N
-        )
+        col, value = tile_n * BLOCK_N + i * PART_N, scaled(parts[i], extra.finish)
+        store_block(c, row, col, value, row_end, N, N, 1, OPTIONS.c_how, BLOCK_M, PART_N)
 
 
 @triton.jit
@@ -62,8 +97,9 @@ def store_columns(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: the finished tile into this rank's columns. `extra` is (tile_flags, bias)."""
-    output = (extra[1], problem[1], 1)
+    """Epilogue: the finished tile into this rank's columns. `extra` is `OwnColumns`, OPTIONS are
+    `epilogue.Options`."""
+    output = Output(extra.finish, problem.N, 1)
     store_output(
         parts, tile, row, row_end, tile_n, epoch, c, output, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS
     )  # fmt: skip
@@ -76,18 +112,17 @@ def _came(
 ):  # fmt: skip
     """Wait for the peers' partials of the rows of tile number `tile`, one of this rank's. False: gave up, or a peer
     has."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    number = tile - (WORLD - 1) * block_tiles(M, WORLD, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    before = number - num_gemm_programs
+    number = tile - (WORLD - 1) * block_tiles(problem.M, WORLD, BLOCK_M) * tl.cdiv(problem.N, BLOCK_N)
+    before = number - problem.num_gemm_programs
     step = number // step_tiles
     came = number >= 0
     if (before < 0) | (before // step_tiles != step):
         # The first tile of the step that this program does: what it acquires holds for the others.
         lanes = tl.arange(0, signal.MAX_WORLD)
-        peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
+        peers = (lanes < WORLD) & (lanes != tl.load(context.control + signal.RANK))
         came = signal.wait(signal.word(flags, step, lanes), peers, epoch, tile, lanes, context, OP, WORLD)
     # After the flags: a peer that gives up still sends what it has, but sets the abort word first.
-    return came & (signal.load_now(context[1]) == 0)
+    return came & (signal.load_now(context.abort) == 0)
 
 
 @triton.jit
@@ -112,44 +147,40 @@ def sum_rows(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile in rank order in fp32, into
-    this rank's rows. Writes nothing once a wait has given up.
-
-    `extra` is (tile_flags, flags, step_tiles, partials, bias or residual, stride_m, stride_n): a word of `flags` for
-    every `step_tiles` tiles, raised by each peer; `partials` has a block of rows for each peer, that of the rank before
-    this one first; a residual has the rows of all ranks. OPTIONS[3] is the op.
-    """
-    tile_flags, flags, step_tiles, partials, bias, stride_m, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    this rank's rows. Writes nothing once a wait has given up. `extra` is `OwnRows`, OPTIONS are `SumOptions`."""
+    M, N, partials = problem.M, problem.N, extra.partials
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
-    WIDTH: tl.constexpr = partials.dtype.element_ty.primitive_bitwidth
-    AHEAD: tl.constexpr = _BITS_AHEAD // (PEERS * WIDTH)  # parts
-    rank = tl.load(context[0] + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     # Before the wait, where it costs no time, and the fewest registers: behind the partials it would take all of them.
-    residual = bias + tl.cast(block_start(rank, M, WORLD), tl.int64) * N
+    residual = extra.finish.residual
+    if residual is not None:
+        residual += tl.cast(block_start(rank, M, WORLD), tl.int64) * N
     own = ()
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        own = own + (add_residual(parts[part], residual, row, row_end, col, N, BLOCK_M, PART_N, OPTIONS),)  # type: ignore[assignment]
-    came = _came(tile, epoch, flags, step_tiles, context, problem, OPTIONS[3], WORLD, BLOCK_M, BLOCK_N)
+        value = scaled(parts[part], extra.finish)
+        own = own + (add_residual(value, residual, row, row_end, col, N, BLOCK_M, PART_N),)  # type: ignore[assignment]
+    came = _came(
+        tile, epoch, extra.flags, extra.step_tiles, context, problem, OPTIONS.op, WORLD, BLOCK_M, BLOCK_N
+    )  # fmt: skip
     row_end = tl.where(came, row_end, 0)
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
-    blocks = ()
-    for part in tl.static_range(len(parts) + AHEAD):
-        if part < len(parts):
-            for peer in tl.static_range(PEERS):
-                col = tile_n * BLOCK_N + part * PART_N
-                block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
-                blocks = blocks + (block,)  # type: ignore[assignment]
-        if part >= AHEAD:
-            total = tl.zeros((BLOCK_M, PART_N), tl.float32)
-            for peer in tl.static_range(PEERS):
-                total = tl.where(peer == rank, total + own[part - AHEAD], total)
-                total += blocks[(part - AHEAD) * PEERS + peer].to(tl.float32)
-            total = tl.where(rank == PEERS, total + own[part - AHEAD], total)
-            col = tile_n * BLOCK_N + (part - AHEAD) * PART_N
-            total = finished(total, bias, col, N, PART_N, OPTIONS)
-            store_block(c, row, col, total, row_end, N, stride_m, stride_n, OPTIONS[2], BLOCK_M, PART_N)
+    for part in tl.static_range(len(parts)):
+        col = tile_n * BLOCK_N + part * PART_N
+        blocks = ()
+        for peer in tl.static_range(PEERS):
+            block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
+            blocks = blocks + (block,)  # type: ignore[assignment]
+        total = tl.zeros((BLOCK_M, PART_N), tl.float32)
+        for peer in tl.static_range(PEERS):
+            total = tl.where(peer == rank, total + own[part], total)
+            total += blocks[peer].to(tl.float32)
+        total = tl.where(rank == PEERS, total + own[part], total)
+        total = finished(total, extra.finish, col, N, PART_N)
+        store_block(
+            c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
+        )  # fmt: skip
 
 
 @triton.jit
@@ -158,23 +189,21 @@ def announce_rows(
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Announcement: raise the flag of a tile, for this rank's own streams."""
-    control, abort, record, heap_bases = context
     one = tl.arange(0, 1)
-    rank = tl.load(control + signal.RANK)
-    signal.publish(extra[0] + tile + one, epoch, rank, heap_bases, one < told, "gpu")
+    rank = tl.load(context.control + signal.RANK)
+    signal.publish(extra.tile_flags + tile + one, epoch, rank, context.heap_bases, one < told, "gpu")
 
 
 @triton.jit
 def _raise_word(flags, raised, receivers, epoch, context, events):
     """Raise word number `raised` at the ranks whose bits are set in `receivers`."""
-    control, abort, record, heap_bases = context
     if receivers != 0:
         lanes = tl.arange(0, signal.MAX_WORLD)
-        rank = tl.load(control + signal.RANK)
+        rank = tl.load(context.control + signal.RANK)
         trace.mark(events, trace.ANNOUNCE, raised)
         signal.publish(
-            signal.word(flags, raised, rank), epoch, lanes, heap_bases, ((receivers >> lanes) & 1) == 1
-        )
+            signal.word(flags, raised, rank), epoch, lanes, context.heap_bases, ((receivers >> lanes) & 1) == 1
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["raised", "receivers", "first", "last", "awaited", "senders"])
@@ -189,8 +218,7 @@ def step_kernel(
     enters the call, and waits until every peer has, before it waits for tiles. BETWEEN: raises the word only after the
     tiles have come. ENDS: closes the call.
     """
-    control, abort, record, heap_bases = context
-    rank = tl.load(control + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     epoch = signal.begin(context, ENTERS, WORLD)
     lanes = tl.arange(0, signal.MAX_WORLD)
     if not BETWEEN:
@@ -223,7 +251,7 @@ def pull_kernel(
     into blocks of [ROWS, COLS]; those of all ranks at one position follow one another, so that programs pull from all
     ranks at once, each program always from the same one where R divides the number of programs.
     """
-    rank = tl.load(context[0] + signal.RANK)
+    rank = tl.load(context.control + signal.RANK)
     epoch = signal.begin(context, False, WORLD)
     one = tl.arange(0, 1)
     cols = tl.cdiv(N, COLS)
@@ -241,13 +269,13 @@ def pull_kernel(
             word = signal.word(flags, step, owner)
             came = signal.wait(word + one, one == 0, epoch, step, owner, context, OP, WORLD)
             # After the flag: a peer that gives up still raises its flags, but sets the abort word first.
-            came = came & (signal.load_now(context[1]) == 0)
+            came = came & (signal.load_now(context.abort) == 0)
             trace.mark(events, trace.PULL, step)
         if came:
             i = place // cols * ROWS + tl.arange(0, ROWS)
             j = place % cols * COLS + tl.arange(0, COLS)
             mask = (i < M)[:, None] & (j < N)[None, :]
             row = i.to(tl.int64)[:, None]
-            value = tl.load(remote(columns, owner, context[3]) + row * N + j[None, :], mask=mask)
+            value = tl.load(remote(columns, owner, context.heap_bases) + row * N + j[None, :], mask=mask)
             tl.store(out + row * stride_m + (owner * N + j)[None, :], value, mask=mask)
     trace.mark(events, trace.END, -1)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pyrocshmem import note, signal, target
 from pyrocshmem.device import remote
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from pyrocshmem.trace import now_ns
 
 # Elements that a program holds at a time, 16 for each thread of 8 warps; and the most rows in a block.
@@ -43,7 +43,7 @@ class Blocks:
     @classmethod
     def of(cls, M: int, N: int, device: torch.device) -> Blocks:
         """Few rows: one a program. Many: as many as keep all programs busy, at most 16."""
-        share = num_multiprocessors(device) * (1 if target.interpreted() else _SHARE)
+        share = num_sms(device) * (1 if target.interpreted() else _SHARE)
         rows = min(_MAX_ROWS, triton.next_power_of_2(max(1, -(-M // share))))
         columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
         count = -(-M // rows)
@@ -67,13 +67,12 @@ def send(
 ):
     """Send this rank's fp32 sums [ROWS] of a block of rows to every rank, itself too. RANKS: WORLD, or the next
     power of two."""
-    control, abort, record, heap_bases = context
     ranks = tl.arange(0, RANKS)
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD)[:, None] & (row < M)
     word = tl.broadcast_to(sums.to(tl.int32, bitcast=True)[None, :], [RANKS, ROWS])
-    places = remote(notes, tl.minimum(ranks, WORLD - 1), heap_bases)[:, None]
-    places += (tl.cast(tl.load(control + signal.RANK), tl.int64) * M + row) * 2
+    places = remote(notes, tl.minimum(ranks, WORLD - 1), context.heap_bases)[:, None]
+    places += (tl.cast(tl.load(context.control + signal.RANK), tl.int64) * M + row) * 2
     note.push(places, word, number, there)
 
 
@@ -95,6 +94,6 @@ def receive(
 def report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Record that sums of a rank did not come, if so (absent [RANKS]: 1): once a program, after its last block."""
     if tl.max(absent, axis=0) != 0:
-        waited = (now_ns() - deadline) // 1000 + tl.load(context[0] + signal.BUDGET_US)
+        waited = (now_ns() - deadline) // 1000 + tl.load(context.control + signal.BUDGET_US)
         who = tl.argmax(absent, axis=0)
         signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)

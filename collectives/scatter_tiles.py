@@ -20,37 +20,54 @@ alone writes it.
 No wait can deadlock: a consumer waits for local tiles of programs with lower ids, and for `arrived` only after all its
 own pushes, for the same tiles that it pushed itself.
 
-`extra` is (results, flags, local, squares, bias, stride_n). `squares`, when asked for, is fp32 [R x tiles_n, M]: per
-tile, the sum over its columns of the squares of each row, before rounding.
+`extra` is `Columns`, OPTIONS are `Options`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
-from pyrocshmem.collectives.epilogue import finished, row_squares, store_block
+from pyrocshmem.collectives.epilogue import finished, row_squares, scaled, store_block
 from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others
 
 _OP = tl.constexpr(int(status.Op.GEMM_ALL_SCATTER))
 
-# Places in OPTIONS after the three of collectives.epilogue.
-_SQUARES = tl.constexpr(4)
-_ROWS = tl.constexpr(5)  # rows of a tile that a consumer copies at a time
-_BESIDE = tl.constexpr(6)
+
+class Columns(NamedTuple):
+    """Pointers, but for stride_n, the elements from one column of the result to the next. squares, when asked for: fp32
+    [R x tiles_n, M], per tile the sum over its columns of the squares of each row, before rounding."""
+
+    results: Any
+    flags: Any
+    local: Any
+    squares: Any
+    finish: Any
+    stride_n: Any
+
+
+class Options(NamedTuple):
+    """Constants. c_how: how the GEMM writes, ROW (a descriptor) or POINTER. rows: of a tile that a consumer copies at a
+    time. beside: it runs on programs of the GEMM's launch."""
+
+    c_how: int
+    squares: bool
+    rows: int
+    beside: bool
 
 
 @triton.jit
 def _peers(pointer, context, WORLD: tl.constexpr):
-    return others(pointer, tl.load(context[0] + signal.RANK), context[3], WORLD)
+    return others(pointer, tl.load(context.control + signal.RANK), context.heap_bases, WORLD)
 
 
 @triton.jit
 def _raise_arrived(tile, told, epoch, flags, context, WORLD: tl.constexpr):
-    control, abort, record, heap_bases = context
     lanes = tl.arange(0, signal.MAX_WORLD)
-    flag = signal.word(flags, tile, tl.load(control + signal.RANK))
-    signal.publish(flag, epoch, lanes, heap_bases, lanes < WORLD * told)
+    flag = signal.word(flags, tile, tl.load(context.control + signal.RANK))
+    signal.publish(flag, epoch, lanes, context.heap_bases, lanes < WORLD * told)
 
 
 @triton.jit
@@ -66,11 +83,9 @@ def announce_output(
     BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Announcement: raise the local flag of a tile that `publish_output` has stored."""
-    results, flags, local, squares, bias, stride_n = extra
-    control, abort, record, heap_bases = context
     one = tl.arange(0, 1)
-    rank = tl.load(control + signal.RANK)
-    signal.publish(local + tile + one, epoch, rank, heap_bases, one < told, "gpu")
+    rank = tl.load(context.control + signal.RANK)
+    signal.publish(extra.local + tile + one, epoch, rank, context.heap_bases, one < told, "gpu")
 
 
 @triton.jit
@@ -79,20 +94,18 @@ def publish_output(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: the tile into this rank's result. `c` is its own block of columns."""
-    results, flags, local, squares, bias, stride_n = extra
-    control, abort, record, heap_bases = context
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N = problem.M, problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
-        store_block(c, row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N)
-        if OPTIONS[_SQUARES]:
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        store_block(c, row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N)
+        if OPTIONS.squares:
             sums += row_squares(value, col, N, PART_N)
-    if OPTIONS[_SQUARES]:
+    if OPTIONS.squares:
         rows = row + tl.arange(0, BLOCK_M)
-        tl.store(squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
+        tl.store(extra.squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M)
 
 
 @triton.jit
@@ -101,33 +114,32 @@ def push_output(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: the tile into every rank's result, then its flags. `c` points to the own block of columns."""
-    results, flags, local, squares, bias, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, N = problem.M, problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     places = _peers(c, context, WORLD) + (c,)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(parts[i], bias, col, N, PART_N, OPTIONS)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
         for k in tl.static_range(WORLD):
             store_block(
-                places[k], row, col, value, row_end, N, N * WORLD, stride_n, OPTIONS[2], BLOCK_M, PART_N
-            )
-        if OPTIONS[_SQUARES]:
+                places[k], row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
+            )  # fmt: skip
+        if OPTIONS.squares:
             sums += row_squares(value, col, N, PART_N)
-    if OPTIONS[_SQUARES]:
+    if OPTIONS.squares:
         rows = row + tl.arange(0, BLOCK_M)
-        square_places = _peers(squares, context, WORLD) + (squares,)
+        square_places = _peers(extra.squares, context, WORLD) + (extra.squares,)
         for k in tl.static_range(WORLD):
             tl.store(
                 square_places[k] + _squares_row(tile_n, N, context, BLOCK_N) * M + rows, sums, mask=rows < M
             )
-    _raise_arrived(tile, 1, epoch, flags, context, WORLD)
+    _raise_arrived(tile, 1, epoch, extra.flags, context, WORLD)
 
 
 @triton.jit
 def _squares_row(tile_n, N, context, BLOCK_N: tl.constexpr):
-    return tl.cast(tl.load(context[0] + signal.RANK) * tl.cdiv(N, BLOCK_N) + tile_n, tl.int64)
+    return tl.cast(tl.load(context.control + signal.RANK) * tl.cdiv(N, BLOCK_N) + tile_n, tl.int64)
 
 
 @triton.jit
@@ -137,16 +149,15 @@ def _push_tile(
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a tile of this rank's result, copy it to the peers, raise their flags."""
-    results, flags, local, squares, bias, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    ROWS: tl.constexpr = OPTIONS[_ROWS]
-    rank = tl.load(context[0] + signal.RANK)
+    M, N = problem.M, problem.N
+    ROWS: tl.constexpr = OPTIONS.rows
+    rank = tl.load(context.control + signal.RANK)
     one = tl.arange(0, 1)
     trace.mark(events, trace.WAIT, tile)
-    if signal.wait(local + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
+    if signal.wait(extra.local + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
         trace.mark(events, trace.PUSH, tile)
         tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
-        block = results + rank * N
+        block = extra.results + rank * N
         places = _peers(block, context, WORLD)
         j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         for step in range(0, BLOCK_M // ROWS):
@@ -156,15 +167,15 @@ def _push_tile(
             value = tl.load(block + offsets, mask=mask)
             for k in tl.static_range(WORLD - 1):
                 tl.store(places[k] + offsets, value, mask=mask)
-        if OPTIONS[_SQUARES]:
+        if OPTIONS.squares:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            sums = squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows
+            sums = extra.squares + _squares_row(tile_n, N, context, BLOCK_N) * M + rows
             value = tl.load(sums, mask=rows < M)
             square_places = _peers(sums, context, WORLD)
             for k in tl.static_range(WORLD - 1):
                 tl.store(square_places[k], value, mask=rows < M)
         trace.mark(events, trace.ANNOUNCE, tile)
-        _raise_arrived(tile, 1, epoch, flags, context, WORLD)
+        _raise_arrived(tile, 1, epoch, extra.flags, context, WORLD)
 
 
 @triton.jit
@@ -175,14 +186,12 @@ def push_tiles(
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
     launch)."""
-    results, flags, local, squares, bias, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(problem.M, BLOCK_M) * tl.cdiv(problem.N, BLOCK_N)
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if OPTIONS[_BESIDE]:
-        first -= num_gemm_programs
-        step -= num_gemm_programs
+    if OPTIONS.beside:
+        first -= problem.num_gemm_programs
+        step -= problem.num_gemm_programs
     if first >= 0:
         trace.mark(events, trace.WAIT, -1)
         if signal.wait_entered(epoch, context, _OP, WORLD):
@@ -192,7 +201,7 @@ def push_tiles(
                 )
         trace.mark(events, trace.WAIT, -1)
         for tile in range(first, tiles, step):
-            _wait_arrived(tile, epoch, flags, context, WORLD)
+            _wait_arrived(tile, epoch, extra.flags, context, WORLD)
 
 
 @triton.jit
@@ -203,11 +212,9 @@ def await_own_tiles(
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: wait for the peers' tiles of the same numbers as those that this program
     pushed."""
-    results, flags, local, squares, bias, stride_n = extra
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(problem.M, BLOCK_M) * tl.cdiv(problem.N, BLOCK_N)
     program = tl.program_id(0)
     split, count = num_finished_tiles(program, problem, tiles)
     trace.mark(events, trace.WAIT, -1)
     for i in range(0, count):
-        _wait_arrived(finished_tile(i, split, program, problem), epoch, flags, context, WORLD)
+        _wait_arrived(finished_tile(i, split, program, problem), epoch, extra.flags, context, WORLD)

@@ -33,7 +33,7 @@ from pyrocshmem.calls.tensors import (
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.exchange import cheaper_algorithm, exchange
-from pyrocshmem.elements import DTYPES
+from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 
@@ -176,9 +176,7 @@ def check(heap: Heap, x: torch.Tensor, dimensions: int = 0) -> None:
 def check_kind(x: torch.Tensor, dimensions: int) -> None:
     """As `check`, on any device."""
     if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-        raise TypeError(
-            f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {', '.join(map(str, DTYPES))}"
-        )
+        raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {names()}")
     check_dense(x)
     check_held("x", x)
     if x.ndim < dimensions:

@@ -251,7 +251,7 @@ def exchange_for(rank: int, world_size: int, seconds: float) -> tuple[float, flo
         control[int(signal.BUDGET_US.value)] = 10_000_000
         data = heap.zeros(_BLOCK, dtype=torch.int32)
         wrong = torch.zeros(1, dtype=torch.int32, device=heap.device)
-        arguments = (data, wrong, (control, heap.system, heap.status, heap.heap_bases))
+        arguments = (data, wrong, signal.Context(control, heap.system, heap.status, heap.heap_bases))
         if not target.interpreted():  # loaded before any rank can wait
             ring_kernel.warmup(*arguments, WORLD=world_size, BLOCK=_BLOCK, grid=(1,))
         heap.barrier()

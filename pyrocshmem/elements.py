@@ -1,5 +1,72 @@
-"""Element types: what operands and results may be made of."""
+"""Element types: what operands and results may be made of, and what the code that is not a kernel must know of each.
+
+    ELEMENTS[a.dtype].wide        # one row a type
+
+A new type is a row here and, where its sums are scaled, a line in `collectives.epilogue.finished`. Its eps and its
+bytes are PyTorch's to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from pyrocshmem import target
+
+# What partial sums between ranks may travel in; the first unless a caller asks for another. 16 bits halve the traffic
+# at the price of one rounding a rank.
+_FULL = (torch.float32,)
+_FULL_OR_HALF = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element type of operands.
+
+    results: what their GEMM may store. biases: what a bias may be of. wire: what partial sums of results of this type
+    may travel in. tf32: whether operands may be multiplied as tf32, where the caller allows it. interpreted: whether
+    Triton's interpreter computes with it rightly.
+    """
+
+    dtype: torch.dtype
+    results: tuple[torch.dtype, ...]
+    biases: tuple[torch.dtype, ...]
+    wire: tuple[torch.dtype, ...]
+    tf32: bool = False
+    interpreted: bool = True
+
+    @property
+    def wide(self) -> bool:
+        """4 bytes. A tile on its way out then takes twice the shared memory. Narrower elements are less than an
+        asynchronous copy moves: by pointers they come one at a time, with nothing in flight, so operands that TMA can't
+        address are copied for it."""
+        return self.dtype.itemsize >= 4
+
+    def wire_dtype(self, asked: torch.dtype | None) -> torch.dtype:
+        """What partial sums of results of this type travel in, where the caller asked for `asked`."""
+        return asked if asked in self.wire else self.wire[0]
+
+    @property
+    def widened(self) -> bool:
+        """Whether ops compute in float32 what has this type: in the interpreter, where it would be wrong."""
+        return target.interpreted() and not self.interpreted
+
+
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+_ROWS = (
+    #       dtype  results   biases          wire
+    Element(_FP16, (_FP16,), (_FP16, _FP32), _FULL_OR_HALF),
+    Element(_BF16, (_BF16,), (_BF16, _FP32), _FULL_OR_HALF, interpreted=False),
+    # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
+    Element(_FP32, (_FP32,), (_FP32,), _FULL, tf32=True),
+)
+ELEMENTS = {row.dtype: row for row in _ROWS}
+DTYPES = tuple(ELEMENTS)
+# Of all types.
+WIRE_DTYPES = _FULL_OR_HALF
+
+
+def names(dtypes: tuple[torch.dtype, ...] = DTYPES) -> str:
+    """For an error's text."""
+    return ", ".join(map(str, dtypes))

@@ -174,7 +174,7 @@ def _push_word(pointer, word, mask):
 @triton.jit
 def deadline_ns(context):
     """When a wait that starts now gives up, in nanoseconds of `trace.now_ns`."""
-    return now_ns() + tl.load(context[0] + signal.BUDGET_US).to(tl.int64) * 1000
+    return now_ns() + tl.load(context.control + signal.BUDGET_US).to(tl.int64) * 1000
 
 
 def _poll_quads(quads: int) -> str:

@@ -67,7 +67,7 @@ def poll(notes, place, number, mask, deadline, context):
     Returns (their words, late): zeros where not `mask`; late is 1 where they did not come before `deadline`, or a peer
     gave up.
     """
-    abort = context[1]
+    abort = context.abort
     # An address that can be read where nothing is waited for.
     pointer = notes + 2 * tl.where(mask, place, 0)
     if not _INTERPRETED and not target_info.is_hip():

@@ -24,12 +24,12 @@ Rules that the rest of the project relies on:
   writes to nobody.
 - No other file uses `tl.atomic_*` on a flag.
 
-`context` is the tuple (control, abort, status, heap_bases): `control` int32[64] as laid out below (on the heap when
-there are peers), `abort` int32[1], 0 or 1 + the rank that gave up, `status` int64[16] (`pyrocshmem.status`),
-`heap_bases` int64[1 + max(R, 8)] (`Heap`).
+`context` is a `Context`.
 
 Measured on H200: a signal takes 0.8 us one way relaxed, 1.3 us with release/acquire at system scope.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -70,6 +70,19 @@ _WORD_EXPECTED = tl.constexpr(int(status.Word.EXPECTED))
 _WORD_SEEN = tl.constexpr(int(status.Word.SEEN))
 _WORD_WAITED_US = tl.constexpr(int(status.Word.WAITED_US))
 _WORD_EPOCH = tl.constexpr(int(status.Word.EPOCH))
+
+
+class Context(NamedTuple):
+    """What a kernel needs to take part in calls: tensors on the host, pointers in a kernel.
+
+    control: int32[64], words as above; on the heap when there are peers. abort: int32[1], 0 or 1 + the rank that gave
+    up. record: int64[16] (`pyrocshmem.status`). heap_bases: int64[1 + max(R, 8)] (`Heap`).
+    """
+
+    control: Any
+    abort: Any
+    record: Any
+    heap_bases: Any
 
 
 @triton.jit
@@ -302,7 +315,7 @@ def begin(context, ENTERS: tl.constexpr, WORLD: tl.constexpr):
 @triton.jit
 def wait_begun(count, context, OP: tl.constexpr, WORLD: tl.constexpr):
     """Wait until `count` programs of this call have begun, hence occupy their multiprocessors. False: gave up."""
-    control, one = context[0], tl.arange(0, 1)
+    control, one = context.control, tl.arange(0, 1)
     # Of one program the count is a constant, which has no type yet.
     count, rank, call = tl.cast(count, tl.int32), tl.load(control + RANK), tl.load(control + EPOCH) + 1
     return wait(control + BEGUN + one, one == 0, count, -1, rank, context, OP, WORLD, "gpu", call)
@@ -345,9 +358,9 @@ def is_last(context, ORDERS: tl.constexpr = True):
     else:
         meet()
     sem: tl.constexpr = "acq_rel" if ORDERS else "relaxed"
-    last = tl.atomic_add(context[0] + TICKET, 1, sem=sem, scope="gpu") == tl.num_programs(0) - 1
+    last = tl.atomic_add(context.control + TICKET, 1, sem=sem, scope="gpu") == tl.num_programs(0) - 1
     if last:
-        tl.store(context[0] + TICKET, 0)
+        tl.store(context.control + TICKET, 0)
     return last
 
 

@@ -109,7 +109,7 @@ class Workspace(Streams):
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
         self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
         self.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
-        self.context: tuple[torch.Tensor, ...] = (self.control, abort, self.status, bases)
+        self.context = signal.Context(self.control, abort, self.status, bases)
         self._agree("workspace")
         self._ledger = heap.new_ledger() if heap is not None else None
         if heap is not None:
@@ -177,7 +177,8 @@ class Workspace(Streams):
             self.control = self.control.to("cpu", copy=True)
         for held in (self.plans, self.agreed, self._buffers, self._retired, self._outgrown):
             held.clear()
-        self.own, self.context, self._ledger = None, (), None
+        self.own, self._ledger = None, None
+        self.context = signal.Context(None, None, None, None)
 
     def compare(self, call: str, payload: bytes = b"") -> list[bytes]:
         """Vote on a call that is new, as `Heap.vote` does: from now on `begin` knows it."""

@@ -27,7 +27,7 @@ class Target:
     name: str
     triton: GPUTarget
     device: int
-    num_multiprocessors: int
+    num_sms: int
     shared_bytes: int
 
     @property
@@ -106,7 +106,7 @@ def pretend(name: str) -> Iterator[Target]:
     backend = "cuda" if target.nvidia else "hip"
     with (
         mock.patch.object(own_target, "backend", return_value=backend),
-        mock.patch.object(own_target, "CPU_PROGRAMS", target.num_multiprocessors),
+        mock.patch.object(own_target, "CPU_PROGRAMS", target.num_sms),
         # Operands lie on the CPU here, whatever the target.
         mock.patch.object(plan, "check_device"),
     ):
@@ -122,6 +122,6 @@ def _forget() -> None:
     from pyrocshmem.stream_k.choice import table
     from pyrocshmem.stream_k.nn import pointwise
 
-    for remembered in (own_target.num_multiprocessors, table.choose):
+    for remembered in (own_target.num_sms, table.choose):
         remembered.cache_clear()
     pointwise._launches.clear()

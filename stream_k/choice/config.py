@@ -16,6 +16,7 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.calls.op import registered
 from pyrocshmem.checks import as_integer
+from pyrocshmem.elements import ELEMENTS, WIRE_DTYPES
 from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
 
 # Those whose results move in blocks of rows, beside a GEMM that leaves SMs free.
@@ -96,7 +97,7 @@ class Config:
             ("split", SPLITS),
             ("placement", known_placements()),
             ("algorithm", ALGORITHMS),
-            ("partial_dtype", (None, torch.float32, torch.bfloat16, torch.float16)),
+            ("partial_dtype", (None, *WIRE_DTYPES)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config.{name} is {getattr(self, name)!r}, allowed are {allowed}")
@@ -120,8 +121,7 @@ class Config:
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What partial sums of results of `dtype` travel in."""
-        # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
-        return torch.float32 if dtype == torch.float32 else self.partial_dtype or torch.float32
+        return ELEMENTS[dtype].wire_dtype(self.partial_dtype)
 
 
 def check_config(config: object) -> None:

@@ -28,6 +28,7 @@ import triton.language as tl
 from pyrocshmem import dependent_launch, target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import POINTER
+from pyrocshmem.elements import ELEMENTS
 
 # Elements of a line of a copy are a multiple of this: 128 bytes, what memory is read in.
 _LINE = 64
@@ -99,7 +100,7 @@ class _Copied:
 
 def worth_a_copy(x: torch.Tensor, how: int) -> bool:
     """Whether `x`, which would be read in the way `how`, is better copied."""
-    return how == POINTER and x.element_size() == 2 and target.backend() != "hip"
+    return how == POINTER and not ELEMENTS[x.dtype].wide and target.backend() != "hip"
 
 
 # From readings of 360 products of 1 to 256 rows on H200 (docs/log.md): rows outside, a microsecond; bytes of B, in a

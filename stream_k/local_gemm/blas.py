@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from pyrocshmem import target, trace
+from pyrocshmem.elements import ELEMENTS
 
 
 class BlasPlan:
@@ -31,7 +32,7 @@ class BlasPlan:
             return False
         if target.interpreted():
             return True
-        return a.dtype != torch.float32 and (out_dtype == a.dtype or target.backend() == "cuda")
+        return not ELEMENTS[a.dtype].tf32 and (out_dtype == a.dtype or target.backend() == "cuda")
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind; there is no bias."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem.calls.tensors import COLUMN
-from pyrocshmem.collectives.order import tile_coords
+from pyrocshmem.collectives.order import Problem, tile_coords
 from pyrocshmem.stream_k.local_gemm.kernel import stream_k_kernel
 
 _UNSPECIALIZED = (
@@ -73,7 +73,7 @@ def gemm_kernel(
     its rows, or columns, of which `blocks_ahead` blocks are fetched ahead; None: none is."""
     if b_place is not None:
         _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-    problem = (M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
+    problem = Problem(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
     stream_k_kernel(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, APART, A_HOW,

@@ -23,12 +23,12 @@ ANNOUNCE may be None:
   row       row of `c` where the tile starts; rows from `row_end` on are not this tile's
   epoch     the number of the call, to which flags are raised
   c         the output, a descriptor or a pointer
-  extra     a tuple of pointers and integers that the three functions understand
-  context   (control, abort, status, heap_bases), see `pyrocshmem.signal`
-  problem   (M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
+  extra     pointers and integers that the three functions understand: a NamedTuple of theirs
+  context   a `pyrocshmem.signal.Context`
+  problem   a `collectives.order.Problem`
   events    what `pyrocshmem.trace` marks, or None
   told      1; 0 where there is no tile to announce yet
-  OPTIONS   a tuple of constants, see `collectives.epilogue`
+  OPTIONS   constants: a NamedTuple of theirs
 
 A whole tile is announced one tile late: by then its stores have long been done and waiting for them costs nothing.
 Programs from `num_gemm_programs` up have no tiles: that is where a consumer beside the GEMM runs.
@@ -36,8 +36,8 @@ Programs from `num_gemm_programs` up have no tiles: that is where a consumer bes
 Tiles are done from the first row to the last, or in one of three other orders (`collectives.order` has the row blocks):
   PEERS      the peers' row blocks, the neighbour's first; `c` has R - 1 blocks of whole tiles
   GATHERS    this rank's row block, from `a`, then the peers', from `gathered`, in pieces of some tile rows, each as
-             soon as its flag is up. `arrived` is (flags, tile rows of a piece); word p of a peer's flags is for its
-             piece p. The result has the rows of all ranks
+             soon as its flag is up. `arrived` is an `Arrived`; word p of a peer's flags is for its piece p. The result
+             has the rows of all ranks
   SUMS       this rank's row block, whose epilogue waits for the peers' partials and adds them. The launch follows the
              PEERS launch, continues its tile numbers, and begins before that one ends
 
@@ -45,6 +45,8 @@ Measured (sm_90, Triton 3.6, 2026-11-21): 128 x 256 x 64, 8 warps, 4 stages, two
 registers, 229,408 B of shared memory, 625 us against cuBLAS' 630 at 8192 x 8192 x 3584. With SPLIT the fp32
 fix-up needs four sub-tiles to fit beside the stages.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -62,6 +64,13 @@ from pyrocshmem.collectives.order import (
 from pyrocshmem.stream_k.local_gemm.mainloop import multiply, split_columns
 
 _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
+
+
+class Arrived(NamedTuple):
+    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows."""
+
+    flags: Any
+    height: Any
 
 
 @triton.jit
@@ -126,20 +135,20 @@ def _split_tiles(
     SUBTILES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the split tiles, last tile first."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    iterations = problem.iterations
     program = tl.program_id(0)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    lo, hi = program_range(program, iterations, num_split_tiles, num_split_programs)
+    tiles_n = tl.cdiv(problem.N, BLOCK_N)
+    lo, hi = program_range(program, iterations, problem.num_split_tiles, problem.num_split_programs)
     last = (hi - 1) // iterations
     for i in tl.range(0, last - lo // iterations + 1, num_stages=1):
         tile = last - i
         k_begin = max(lo - tile * iterations, 0)
         k_end = min(hi - tile * iterations, iterations)
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
-        row, row_c = _rows_of(tile_m, rank, M, PEERS, WORLD, BLOCK_M)
+        row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
         acc = multiply(
-            a, b, row, M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
+            a, b, row, problem.M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
@@ -152,7 +161,9 @@ def _split_tiles(
             signal.settle()
             signal.raise_flag(fix_up_flags + program, epoch, scope="gpu")
         else:
-            first = program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
+            first = program_of(
+                tile * iterations, iterations, problem.num_split_tiles, problem.num_split_programs
+            )
             parts = _add_partials(
                 parts, first, program, epoch, tile, workspace, fix_up_flags, context, events,
                 WORLD, BLOCK_M, BLOCK_N, SUBTILES,
@@ -182,16 +193,16 @@ def _whole_tiles(
     The block has `tiles_m` tile rows. It starts at row `a_row` of `a`, which has `a_rows` rows, and covers rows
     [`c_row`, `c_end`) of C.
     """
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    num_gemm_programs = problem.num_gemm_programs
+    tiles_n = tl.cdiv(problem.N, BLOCK_N)
     # A program announces its last two tiles at once, and all of them where it has eight or fewer.
     prompt = tl.where(end - begin <= 8 * num_gemm_programs, 8, 2) * num_gemm_programs
     trace.mark(events, trace.MMA, first, first < end)
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
-        row, row_c = _rows_of(tile_m, rank, M, PEERS, WORLD, BLOCK_M)
+        row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         acc = multiply(
-            a, b, a_row + row, a_rows, tile_n, 0, iterations, problem, strides, A_HOW, B_HOW, PRECISION,
+            a, b, a_row + row, a_rows, tile_n, 0, problem.iterations, problem, strides, A_HOW, B_HOW, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
@@ -241,10 +252,10 @@ def stream_k_kernel(
     if not SUMS:
         # Before `begin` lets the next kernel start, which may count on what came before this one: see `chain`.
         dependent_launch.wait_for_previous()
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
+    M, num_gemm_programs = problem.M, problem.num_gemm_programs
     program = tl.program_id(0)
-    rank = tl.load(context[0] + signal.RANK)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    rank = tl.load(context.control + signal.RANK)
+    tiles_n = tl.cdiv(problem.N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
     c_end = M
     if PEERS or SUMS:
@@ -258,14 +269,14 @@ def stream_k_kernel(
         may_write = signal.wait_entered(epoch - LAG, context, OP, WORLD)
 
     if SPLIT:
-        if may_write & (program < num_split_programs):
+        if may_write & (program < problem.num_split_programs):
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
                 EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, APART,
             )  # fmt: skip
 
-    first = num_split_tiles + program
+    first = problem.num_split_tiles + program
     if GATHERS:
         tiles_m = block_tiles(M, WORLD, BLOCK_M)
         end = tiles_m * tiles_n
@@ -278,13 +289,13 @@ def stream_k_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
-            flags, height = arrived  # no constant: it changes with M
+            height = arrived.height  # no constant: it changes with M
             pieces = tl.cdiv(tiles_m, height)
             for step in range(pieces, WORLD * pieces):
                 block = (rank + step // pieces) % WORLD
                 piece = step % pieces
                 begin = step // pieces * end + piece * height * tiles_n
-                flag = signal.word(flags, piece, block + one)
+                flag = signal.word(arrived.flags, piece, block + one)
                 trace.mark(events, trace.WAIT, begin)
                 if signal.wait(flag, one == 0, epoch, begin, block, context, OP, WORLD):
                     start = block_start(block, M, WORLD)

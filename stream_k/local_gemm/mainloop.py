@@ -5,8 +5,9 @@ How an operand is read (A_HOW, B_HOW):
   POINTER       by pointers, any strides
   MASKED        A alone, by pointers, where K is whole blocks: rows outside, for which TMA would fetch zeros, cost
                 nothing
-`strides` is (stride_am, stride_ak, stride_bk, stride_bn), in elements; descriptors have their own.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,6 +17,16 @@ from pyrocshmem.calls.tensors import COLUMN, MASKED, POINTER
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
 _MASKED = tl.constexpr(MASKED)
+
+
+class Strides(NamedTuple):
+    """Elements from one row, and one column, of A and of B to the next, where they are read by pointers; descriptors
+    have their own."""
+
+    am: Any
+    ak: Any
+    bk: Any
+    bn: Any
 
 
 @triton.jit
@@ -67,8 +78,6 @@ def multiply(
 ):  # fmt: skip
     """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
     column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
-    M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs = problem
-    stride_am, stride_ak, stride_bk, stride_bn = strides
     # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
     if TRANSPOSED:
@@ -76,8 +85,10 @@ def multiply(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(k_begin, k_end):
-        x = _load_block(a, row, k * BLOCK_K, rows, K, stride_am, stride_ak, A_HOW, BLOCK_M, BLOCK_K)
-        y = _load_block(b, k * BLOCK_K, tile_n * BLOCK_N, K, N, stride_bk, stride_bn, B_HOW, BLOCK_K, BLOCK_N)
+        x = _load_block(a, row, k * BLOCK_K, rows, problem.K, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
+        y = _load_block(
+            b, k * BLOCK_K, tile_n * BLOCK_N, problem.K, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, BLOCK_N
+        )  # fmt: skip
         if TRANSPOSED:
             acc = tl.dot(y.T, x.T, acc, input_precision=PRECISION)
         else:

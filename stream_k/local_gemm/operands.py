@@ -13,9 +13,7 @@ from pyrocshmem.calls.tensors import (
     tell_autograd,
 )
 from pyrocshmem.collectives.epilogue import ACTIVATIONS
-from pyrocshmem.elements import DTYPES
-
-_ALLOWED = ", ".join(map(str, DTYPES))
+from pyrocshmem.elements import ELEMENTS, names
 
 
 def check_product(
@@ -32,13 +30,13 @@ def check_product(
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {_ALLOWED}")
+        if x.dtype not in ELEMENTS:
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {names()}")
         if x.ndim != 2:
             raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
         check_plain(name, x)
     if a.dtype != b.dtype:
-        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {_ALLOWED}, one for both")
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {names()}, one for both")
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: their inner sizes {a.shape[1]} and {b.shape[0]} differ"
@@ -50,9 +48,9 @@ def check_product(
         if not isinstance(bias, torch.Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
         check_plain("bias", bias)
-        if bias.dtype not in (a.dtype, torch.float32):
-            allowed = ", ".join(map(str, dict.fromkeys((a.dtype, torch.float32))))
-            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {allowed}")
+        allowed = ELEMENTS[a.dtype].biases
+        if bias.dtype not in allowed:
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {names(allowed)}")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
@@ -73,17 +71,19 @@ def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Te
 def check_output(
     out: torch.Tensor | None,
     shape: tuple[int, int],
+    allowed: tuple[torch.dtype, ...],
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """TypeError or ValueError unless `out`, if given, can take a result of `shape` from checked operands."""
+    """TypeError or ValueError unless `out`, if given, can take a result of `shape`, of an allowed dtype, from checked
+    operands."""
     if out is None:
         return
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
-    if out.dtype != a.dtype:
-        raise TypeError(f"out has dtype {out.dtype}, allowed is {a.dtype}, the operands'")
+    if out.dtype not in allowed:
+        raise TypeError(f"out has dtype {out.dtype}, allowed is {names(allowed)}, the operands'")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, ({shape[0]}, {shape[1]}) is needed")
     check_plain("out", out)

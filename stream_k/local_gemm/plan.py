@@ -22,7 +22,15 @@ from pyrocshmem.calls.tensors import (
     template,
 )
 from pyrocshmem.calls.workspace import Workspace, local_workspace
-from pyrocshmem.collectives.epilogue import ACTIVATIONS, store_output, store_with_squares
+from pyrocshmem.collectives.epilogue import (
+    Finish,
+    Options,
+    Output,
+    OutputWithSquares,
+    store_output,
+    store_with_squares,
+)
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
@@ -48,7 +56,7 @@ def _counted_apart(workspace: Workspace) -> Workspace:
         workspace.own = own = Workspace(device=workspace.device)
         for word in (int(signal.RANK.value), int(signal.BUDGET_US.value)):
             own.control[word] = workspace.control[word]
-        own.context = (own.control, *workspace.context[1:])
+        own.context = workspace.context._replace(control=own.control)
         own._captured = True  # graphs are captured on the heap's: nothing that grows is given back
     return workspace.own
 
@@ -67,7 +75,7 @@ def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
     config, schedule = product.config, product.schedule
     staged = (config.block_m + config.block_n) * config.block_k * b.element_size() * config.num_stages
     copied = product.copies is not None and product.copies.of_b
-    read = b.element_size() == 2 and product.b_how in (ROW, COLUMN) and not copied
+    read = not ELEMENTS[b.dtype].wide and product.b_how in (ROW, COLUMN) and not copied
     if not read or product.split or schedule.num_tiles > schedule.num_programs or 2 * staged <= _SHARED_BYTES:
         return 0
     blocks = _AHEAD_BYTES // (config.block_n * config.block_k * b.element_size())
@@ -75,13 +83,13 @@ def _blocks_ahead(product: Product, b: torch.Tensor) -> int:
 
 
 class Sent(NamedTuple):
-    """How tiles leave a GEMM. epilogue: of `stream_k.local_gemm.kernel`. options: its OPTIONS after the first three.
-    arguments:
-    its `extra` after the bias."""
+    """How tiles leave a GEMM. epilogue, options: EPILOGUE and OPTIONS of `stream_k.local_gemm.kernel`. extra: the type
+    of its `extra`, whose first field is a `Finish`. rest: the other fields."""
 
     epilogue: Any
-    options: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    options: Any
+    extra: Any
+    rest: tuple[Any, ...]
 
 
 class GemmPlan:
@@ -109,7 +117,7 @@ class GemmPlan:
         # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.
         adds_residual = bias is not None and bias.ndim == 2
         self.product = product = make_product(
-            a, b, config, allow_tf32, stores_fp32=out.dtype == torch.float32 or adds_residual,
+            a, b, config, allow_tf32, stores_fp32=ELEMENTS[out.dtype].wide or adds_residual,
             workspace=workspace if workspace.heap is not None else None,
         )  # fmt: skip
         # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.
@@ -117,33 +125,33 @@ class GemmPlan:
         how = how_to_write(out) if sent is None and not adds_residual else POINTER
         if sent is None:
             strides = strides_by_pointer(out, how)
-            sent = Sent(store_output, (), strides)
+            sent = Sent(store_output, Options(how), Output, strides)
             if squares is not None:
-                sent = Sent(store_with_squares, (), (*strides, squares))
+                sent = Sent(store_with_squares, Options(how), OutputWithSquares, (*strides, squares))
         self.c_template = template(out, how, config.block_m, product.part_n)
         self.squares = squares
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.rest = sent.arguments
-        options = (ACTIVATIONS.index(activation), 0 if bias is None else bias.ndim, how, *sent.options)
+        self.activation, self.sent = activation, sent
         self.sum: SumOfParts | None = None
         if product.apart:
-            self.sum = SumOfParts(product, self.fix_up[0].base, options, out)
+            self.sum = SumOfParts(product, self.fix_up[0].base, out)
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
             int(status.Op.FIX_UP),
             1,
             sent.epilogue,
-            options,
+            sent.options,
             alone=True,
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
-        self.launch.compile(self.arguments(a, b, bias, out))
+        finish = Finish.of(bias, activation)
+        self.launch.compile(self._arguments(a, b, finish, out))
         if self.sum is not None:
-            self.sum.compile(bias, out)
+            self.sum.compile(finish, out)
 
     @property
     def replayable(self) -> bool:
@@ -153,16 +161,17 @@ class GemmPlan:
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""
         a, b = self.product.readable(a, b)
-        self.launch(self.arguments(a, b, bias, out))
+        finish = Finish.of(bias, self.activation)
+        self.launch(self._arguments(a, b, finish, out))
         if self.sum is not None:
-            self.sum.run(bias, out)
+            self.sum.run(finish, out)
 
-    def arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    def _arguments(
+        self, a: torch.Tensor, b: torch.Tensor, finish: Finish, out: torch.Tensor
     ) -> tuple[Any, ...]:
-        """The kernel's arguments for tensors of this kind."""
+        """Those of `gemm_kernel` for tensors of this kind."""
         x, y = self.product.operands(a, b)
-        extra = (bias if bias is not None else out, *self.rest)
+        extra = self.sent.extra(finish, *self.sent.rest)
         c = filled(self.c_template, out)
         problem, strides = self.product.problem, self.product.strides
         ahead: tuple[Any, ...] = (None, 0, 0)
@@ -207,7 +216,7 @@ def run_gemm(
     if plan is None:
         M, N, K = check_product(a, b, bias, activation)
         check_config(config)
-        check_output(out, (M, N), a, b, bias)
+        check_output(out, (M, N), ELEMENTS[a.dtype].results, a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)
         workspace.check()

@@ -25,12 +25,16 @@ from pyrocshmem.calls.tensors import (
     template,
 )
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives.order import Problem
+from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.signal import Context
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
 from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
-from pyrocshmem.stream_k.local_gemm.kernel import nothing, stream_k_kernel
+from pyrocshmem.stream_k.local_gemm.kernel import Arrived, nothing, stream_k_kernel
+from pyrocshmem.stream_k.local_gemm.mainloop import Strides
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 
 Order = Literal["", "PEERS", "GATHERS", "SUMS"]
 
@@ -43,7 +47,7 @@ class Product:
     """a [M, K] x b [K, N] under `config`, on the programs that `schedule` says.
 
     a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
-    strides: (am, ak, bk, bn), as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
+    strides: as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
     both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
     """
@@ -57,7 +61,7 @@ class Product:
     b_how: int
     a_template: Any
     b_template: Any
-    strides: tuple[int, int, int, int]
+    strides: Strides
     precision: str
     comm_programs: int
     subtiles: int
@@ -79,11 +83,11 @@ class Product:
         return self.copies is None or self.copies.kept
 
     @property
-    def problem(self) -> tuple[int, ...]:
+    def problem(self) -> Problem:
         """The kernel's `problem` argument."""
         plan = self.schedule
         split = (plan.num_split_tiles, plan.num_split_programs) if self.split else (0, 0)
-        return (self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
+        return Problem(self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
 
     @property
     def part_n(self) -> int:
@@ -95,7 +99,7 @@ class Product:
         op: int,
         world_size: int,
         epilogue: Any,
-        options: tuple[int, ...],
+        options: Any,
         *,
         announce: Any = None,
         consumer: Any = None,
@@ -173,6 +177,22 @@ class Product:
         them."""
         return filled(self.a_template, a), filled(self.b_template, b)
 
+    def arguments(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: Any,
+        fix_up: tuple[Any, torch.Tensor],
+        extra: Any,
+        context: Context,
+        gathered: Any = None,
+        arrived: Arrived | None = None,
+    ) -> tuple[Any, ...]:
+        """Those of `stream_k_kernel`. a, b: as for `operands`; fix_up: as `fix_up` gives it; the others are the
+        kernel's."""
+        x, y = self.operands(a, b)
+        return x, gathered, y, c, *fix_up, arrived, extra, context, self.problem, self.strides
+
 
 def make_product(
     a: torch.Tensor,
@@ -206,13 +226,13 @@ def make_product(
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
-    tf32 = allow_tf32 and a.dtype == torch.float32 and target.backend() != "hip"
+    tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
     a, b, a_how, b_how, copies = _as_read(
         a, b, config, schedule, by_rows, bool(row_blocks), keeps_a, workspace
     )
-    strides = (*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
+    strides = Strides(*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),
         template(b, b_how, config.block_k, config.block_n),
@@ -297,7 +317,7 @@ def _better_masked(a: torch.Tensor, config: Config, schedule: Schedule) -> bool:
     return (
         fits
         and schedule.tiles_n * K >= _MASKED_FROM
-        and a.element_size() == 2
+        and not ELEMENTS[a.dtype].wide
         and a.stride(0) % 16 == 0
         and schedule.iters_per_tile * config.block_k == K
     )
@@ -322,7 +342,7 @@ def schedule_of(
 ) -> Schedule:
     """The schedule under `config` on `device`, `comm_programs` of whose programs are left to a consumer.
     ValueError when none is left."""
-    programs = (config.num_programs or num_multiprocessors(device)) - comm_programs
+    programs = (config.num_programs or num_sms(device)) - comm_programs
     if programs < 1:
         raise ValueError(
             f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: "

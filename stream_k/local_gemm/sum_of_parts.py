@@ -19,7 +19,7 @@ import triton.language as tl
 from pyrocshmem import dependent_launch, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import POINTER
-from pyrocshmem.collectives.epilogue import add_residual, finished, store_block
+from pyrocshmem.collectives.epilogue import Finish, add_residual, finished, scaled, store_block
 from pyrocshmem.collectives.order import tile_coords
 from pyrocshmem.stream_k.local_gemm.product import Product
 
@@ -32,13 +32,12 @@ _ELEMENTS, _WARPS = 512, 4
 
 @triton.jit(do_not_specialize=("M", "N", "num_parts"))
 def sum_parts_kernel(
-    partials, c, bias, M, N, num_parts, stride_m, stride_n, events,
-    OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
+    partials, c, finish, M, N, num_parts, stride_m, stride_n, events,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = activation(sum of the parts + bias),
-    or the sum + a residual in the place of the bias.
+    """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = the sum of the parts, finished.
 
-    OPTIONS: of `collectives.epilogue`; c, [M, N], is written by pointers.
+    finish: a `collectives.epilogue.Finish`. c, [M, N], is written by pointers.
     """
     dependent_launch.wait_for_previous()
     dependent_launch.allow_next()
@@ -60,23 +59,19 @@ def sum_parts_kernel(
                 loaded = loaded + (tl.load(place + (begin + i) * SIZE, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(_AT_ONCE):
                 total += loaded[i]
-        value = finished(total, bias, column, N, BLOCK_N, OPTIONS)
-        value = add_residual(value, bias, row, M, column, N, ROWS, BLOCK_N, OPTIONS)
+        value = finished(scaled(total, finish), finish, column, N, BLOCK_N)
+        value = add_residual(value, finish.residual, row, M, column, N, ROWS, BLOCK_N)
         store_block(c, row, column, value, M, N, stride_m, stride_n, _POINTER, ROWS, BLOCK_N)
     trace.mark(events, trace.END, -1)
 
 
 class SumOfParts:
-    """The launch behind that of `product`, which leaves its parts in `partials`, for results like `out`. options: of
-    both kernels."""
+    """The launch behind that of `product`, which leaves its parts in `partials`, for results like `out`."""
 
-    def __init__(
-        self, product: Product, partials: torch.Tensor, options: tuple[int, ...], out: torch.Tensor
-    ) -> None:
+    def __init__(self, product: Product, partials: torch.Tensor, out: torch.Tensor) -> None:
         schedule, config = product.schedule, product.config
         rows = min(config.block_m, max(1, _ELEMENTS // config.block_n))
         constants = {
-            "OPTIONS": options,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "GROUP_M": config.group_m,
@@ -88,13 +83,13 @@ class SumOfParts:
         self.sizes = (product.M, product.N, num_parts, *out.stride())
         self.launch = Launch(sum_parts_kernel, programs, constants, _WARPS, 1, chained=True)
 
-    def compile(self, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, finish: Finish, out: torch.Tensor) -> None:
         """Compile and load the kernel for tensors of this kind."""
-        self.launch.compile(self._arguments(bias, out))
+        self.launch.compile(self._arguments(finish, out))
 
-    def run(self, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, finish: Finish, out: torch.Tensor) -> None:
         """Enqueue it for tensors of this kind."""
-        self.launch(self._arguments(bias, out))
+        self.launch(self._arguments(finish, out))
 
-    def _arguments(self, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        return self.partials, out, bias if bias is not None else out, *self.sizes
+    def _arguments(self, finish: Finish, out: torch.Tensor) -> tuple[Any, ...]:
+        return self.partials, out, finish, *self.sizes

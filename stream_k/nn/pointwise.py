@@ -11,7 +11,7 @@ they shortened a step of decoding of a Llama-3-8B layer from 159 to 128 us.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,7 @@ from pyrocshmem.calls.operators import is_watched, once
 from pyrocshmem.calls.tensors import as_rows, kind, tell_autograd
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.elements import DTYPES
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from pyrocshmem.torch_contexts import on_device
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
@@ -33,6 +33,15 @@ _BLOCK, _THREADS = 1024, 128
 _SHARE = 16
 
 _Turn = tuple[torch.Tensor, torch.Tensor]
+
+
+class _HeadStrides(NamedTuple):
+    """Elements from one sequence, head and token of [B, H, S, D] to the next."""
+
+    sequence: Any
+    head: Any
+    token: Any
+
 
 # Kinds of calls that are remembered: sequences that grow bring a new one each time.
 _KEPT = 1024
@@ -95,13 +104,13 @@ def _turn_rows(
 ):  # fmt: skip
     """Block number `block` of the rows of x, a token's heads one after another, to the heads of `out` from `first` on:
     turned by the angles (TURN 1), back (-1), or as they are (0)."""
-    batch, head, step = strides
     row = block * ROWS + tl.arange(0, ROWS)
     token = row // heads
     h, b, s = row % heads, token // S, token % S
     lane = tl.arange(0, LANES)[None, :]
     mask = (token < tokens)[:, None] & (lane < HALF)
-    source = tl.cast(b, tl.int64) * batch + tl.cast(h, tl.int64) * head + tl.cast(s, tl.int64) * step
+    source = tl.cast(b, tl.int64) * strides.sequence + tl.cast(h, tl.int64) * strides.head
+    source += tl.cast(s, tl.int64) * strides.token
     here = x + source[:, None] + lane
     there = out + ((tl.cast(token, tl.int64) * out_heads + first + h) * 2 * HALF)[:, None] + lane
     low = tl.load(here, mask=mask, other=0.0)
@@ -124,7 +133,7 @@ def rotate_kernel(
     TURN: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out [B, S, H + G, D] = q [B, H, S, D] and k [B, G, S, D] turned; TURN -1: turned back, and v [B, G, S, D] behind
-    them, out being [B, S, H + 2 G, D]. strides: of (sequence, head, token), of elements 1.
+    them, out being [B, S, H + 2 G, D]. strides: `_HeadStrides`, of elements 1.
 
     Example: with D = 4 and angles of 90 degrees the head (1, 2, 3, 4) becomes (-3, -4, 1, 2).
     """
@@ -164,7 +173,7 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
         if launch is None:
             if len(_launches) == _KEPT:
                 _launches.clear()
-            programs = min(blocks, _SHARE * num_multiprocessors(args[0].device))
+            programs = min(blocks, _SHARE * num_sms(args[0].device))
             lanes = 64 if target.backend() == "hip" else 32
             launch = Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
             launch.compile(args)
@@ -239,7 +248,7 @@ def _rotate(
     rows = max(_BLOCK // lanes, 1)
     blocks = -(-tokens * H // rows) + (1 if direction > 0 else 2) * -(-tokens * G // rows)
     constants = {"TURN": direction, "HALF": D // 2, "LANES": lanes, "ROWS": rows}
-    strides = (x.stride()[:3] for x in (q, k, v))
+    strides = (_HeadStrides(*x.stride()[:3]) for x in (q, k, v))
     args = (q, k, v, out, *turn, tokens, S, H, G, *strides)
     facts = (direction, *map(kind, (q, k, v, *turn)))
     _run(rotate_kernel, facts, blocks if D > 0 else 0, constants, args)

@@ -17,12 +17,14 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks
 from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.epilogue import store_output
+from pyrocshmem.collectives.epilogue import Finish, Options, Output, store_output
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.ops.by_message import GatherPlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -169,7 +171,7 @@ class _Plan(FusedPlan):
         self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
         if self.stand_in is not None:
             call = replace(call, a=self.stand_in)
-        self.product = product = call.product(call.a.dtype == torch.float32, row_blocks=world, keeps_a=True)
+        self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
@@ -178,20 +180,18 @@ class _Plan(FusedPlan):
         self.strides = (call.out.stride(0), call.out.stride(1))
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
-        options = call.epilogue_options(self.c_how)
-        self.gemm = product.launch(op, world, store_output, options, order="GATHERS")
+        self.activation = call.request.activation
+        self.gemm = product.launch(op, world, store_output, Options(self.c_how), order="GATHERS")
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Any, ...]:
         product = self.product
-        x, y = product.operands(a if self.stand_in is None else self.stand_in, b)
-        extra = (bias if bias is not None else out, *self.strides)
-        c = filled(self.c_template, out)
-        return (
-            x, self.gathered, y, c, *self.fix_up, (self.flags, product.config.chunk), extra, self.workspace.context,
-            product.problem, product.strides,
-        )  # fmt: skip
+        a = a if self.stand_in is None else self.stand_in
+        c, arrived = filled(self.c_template, out), Arrived(self.flags, product.config.chunk)
+        extra = Output(Finish.of(bias, self.activation), *self.strides)
+        context = self.workspace.context
+        return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)
 
     def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
         return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)

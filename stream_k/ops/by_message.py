@@ -17,14 +17,14 @@ and activation are applied to their sum.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from pyrocshmem import status
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.exchange import Exchange, Finish, sent_by_tiles
-from pyrocshmem.collectives.message_tiles import send_tile
+from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.collectives.exchange import Exchange, sent_by_tiles
+from pyrocshmem.collectives.exchange_kernel import AfterSum
+from pyrocshmem.collectives.message_tiles import Options, Parts, send_tile
 from pyrocshmem.message_slots import QUAD_BYTES
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
@@ -46,7 +46,7 @@ _PIECE = 2 << 20
 
 class SentProduct:
     """A product a @ b whose elements go to other ranks by an exchange of `kind`, into results like `out`, with
-    `finish`. Its tiles send them where they can; otherwise, and unfused, the product goes to a buffer for the exchange.
+    `after`. Its tiles send them where they can; otherwise, and unfused, the product goes to a buffer for the exchange.
 
     dtype: what travels. bias, activation: of the product, before it is sent.
     """
@@ -62,27 +62,27 @@ class SentProduct:
         allow_tf32: bool,
         dtype: torch.dtype,
         out: torch.Tensor,
-        finish: Finish,
+        after: AfterSum,
         bias: torch.Tensor | None = None,
         activation: str = "none",
     ) -> None:
         shape, world = (a.shape[0], b.shape[1]), workspace.world_size
         self.x = torch.empty(1, dtype=dtype, device=a.device).expand(shape)
         unfused = config.placement == "unfused"
-        tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, finish.by_rows)
+        tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, after.by_rows)
         if not tiles:
             self.x = in_passing(workspace, shape[0] * shape[1], dtype).view(shape)
         piece_bytes = (
             _PIECE * dtype.itemsize if kind in ("two_shot", "reduce_scatter") and not tiles else None
         )
         self.exchange = Exchange(
-            workspace, op, kind, self.x, out, finish=finish, tiles=tiles, piece_bytes=piece_bytes
+            workspace, op, kind, self.x, out, after=after, tiles=tiles, piece_bytes=piece_bytes
         )
         self.place, sent = self.x, None
         if tiles:
             self.place = self.exchange.messages.view(dtype)
             unit = QUAD_BYTES // out.element_size()
-            sent = Sent(send_tile, (world, unit), self.exchange.part_of_tiles())
+            sent = Sent(send_tile, Options(world, unit), Parts, self.exchange.part_of_tiles())
         self.gemm: GemmPlan | BlasPlan
         if unfused and BlasPlan.can_run(a, dtype, bias, activation):
             self.gemm = BlasPlan(a, b, self.place)
@@ -90,11 +90,11 @@ class SentProduct:
             self.gemm = GemmPlan(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, finish: Finish
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, after: AfterSum
     ) -> None:
         """Enqueue it for tensors of this kind; bias: the product's."""
         self.gemm.run(a, b, bias, self.place)
-        self.exchange.run(self.x, out, finish)
+        self.exchange.run(self.x, out, after)
 
 
 class MessagePlan(FusedPlan):
@@ -105,9 +105,7 @@ class MessagePlan(FusedPlan):
         config, request, workspace = call.config, call.request, call.workspace
         self.workspace = workspace
         self.sums = name != "gemm_all_scatter"
-        self.finish = (
-            Finish(columns=call.out.shape[1], activation=request.activation) if self.sums else Finish()
-        )
+        self.activation, self.columns = request.activation, call.out.shape[1]
         self.result = None
         written = call.out
         if not call.out.is_contiguous():
@@ -123,9 +121,9 @@ class MessagePlan(FusedPlan):
             call.b,
             config,
             request.allow_tf32,
-            config.wire_dtype(call.a.dtype) if self.sums else call.a.dtype,
+            config.wire_dtype(call.out.dtype) if self.sums else call.out.dtype,
             written,
-            self._finish(request.bias),
+            self._after(request.bias),
             bias,
             activation,
         )
@@ -134,8 +132,8 @@ class MessagePlan(FusedPlan):
         else:
             self.product = self.sent.gemm.product
 
-    def _finish(self, bias: torch.Tensor | None) -> Finish:
-        return replace(self.finish, bias=bias) if self.sums and bias is not None else self.finish
+    def _after(self, bias: torch.Tensor | None) -> AfterSum:
+        return AfterSum(Finish.of(bias, self.activation), self.columns) if self.sums else AfterSum()
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Nothing: both parts are compiled when they are planned."""
@@ -143,7 +141,7 @@ class MessagePlan(FusedPlan):
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
         written = out if self.result is None else self.result
-        self.sent.run(a, b, None if self.sums else bias, written, self._finish(bias))
+        self.sent.run(a, b, None if self.sums else bias, written, self._after(bias))
 
 
 class GatherPlan(FusedPlan):

@@ -15,6 +15,8 @@ from pyrocshmem import status
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import as_argument, how_to_write
 from pyrocshmem.collectives import row_blocks
+from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
@@ -30,14 +32,14 @@ class ColumnsPlan(FusedPlan):
     def __init__(self, call: Call) -> None:
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.rank, self.world = workspace, heap.rank, heap.world_size
-        self.product = product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        self.product = product = call.product(stores_fp32=ELEMENTS[call.out.dtype].wide)
         M, N = product.M, product.N
         self.result: torch.Tensor | None = None
         if not takes_rows(call.out):
             size = M * N * self.world
-            buffer = workspace.buffer("own results", size, call.a.dtype, local=True)
+            buffer = workspace.buffer("own results", size, call.out.dtype, local=True)
             self.result = buffer[:size].view(M, N * self.world)
-        self.columns = workspace.buffer("columns", M * N, call.a.dtype)[: M * N].view(M, N)
+        self.columns = workspace.buffer("columns", M * N, call.out.dtype)[: M * N].view(M, N)
         c_how = how_to_write(self.columns)
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
         self.chunk = min(config.chunk, product.schedule.tiles_m)
@@ -45,13 +47,14 @@ class ColumnsPlan(FusedPlan):
         self.flags = workspace.flags(num_steps)
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
+        self.activation = call.request.activation
         op = int(status.Op.GEMM_ALL_SCATTER)
         # LAG 0: the columns of the call before are overwritten only when the peers have pulled them.
         self.gemm = product.launch(
             op,
             self.world,
             row_blocks.store_columns,
-            call.epilogue_options(c_how),
+            Options(c_how),
             announce=row_blocks.announce_rows,
             lag=0,
         )
@@ -91,11 +94,8 @@ class ColumnsPlan(FusedPlan):
         return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
 
     def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        extra = (self.tile_flags, bias if bias is not None else self.columns)
-        context = self.workspace.context
-        return (x, None, y, self.c, *self.fix_up, None, extra, context, product.problem, product.strides)
+        extra = row_blocks.OwnColumns(self.tile_flags, Finish.of(bias, self.activation))
+        return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.gemm.compile(self._gemm_arguments(a, b, bias))

@@ -12,6 +12,8 @@ from pyrocshmem.calls.operators import once
 from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
+from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
@@ -23,7 +25,7 @@ from pyrocshmem.stream_k.ops.gradients import (
     of_replicated,
 )
 from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
-from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
 
@@ -83,8 +85,8 @@ class _Plan(FusedPlan):
         world = heap.world_size
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
-        dtype = config.wire_dtype(call.a.dtype)
-        product = call.product(stores_fp32=dtype == torch.float32)
+        dtype = config.wire_dtype(call.out.dtype)
+        product = call.product(stores_fp32=ELEMENTS[dtype].wide)
         self.product = product
         tile_elements = config.block_m * config.block_n
         num_tiles = product.schedule.num_tiles
@@ -98,7 +100,7 @@ class _Plan(FusedPlan):
         if not call.direct and not (self.one_shot and call.out.is_contiguous()):
             # In a one-shot no peer writes it: off the heap, since only this rank may need it.
             size, name = product.M * product.N, "own results" if self.one_shot else "results"
-            buffer = workspace.buffer(name, size, call.a.dtype, local=self.one_shot)
+            buffer = workspace.buffer(name, size, call.out.dtype, local=self.one_shot)
             self.result = buffer[:size].view(product.M, product.N)
         squares = product.schedule.tiles_n * product.M if call.request.squared_partials else 1
         self.squares = workspace.buffer("squares", squares, torch.float32)[:squares]
@@ -108,9 +110,9 @@ class _Plan(FusedPlan):
         if not pushed:
             rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
-        act = call.epilogue_options(0)
-        move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, int(self.one_shot), int(call.request.squared_partials), *move)
+        self.activation = call.request.activation
+        beside = config.placement == "beside"
+        options = tiles.Options(self.one_shot, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
         consumer = {
@@ -119,47 +121,21 @@ class _Plan(FusedPlan):
             "beside": tiles.reduce_groups,
             "inside": tiles.reduce_own_tiles,
         }[config.placement]
-        self.launches = [
-            product.launch(
-                op,
-                world,
-                epilogue,
-                options,
-                announce=None if pushed else tiles.announce_partial,
-                consumer=consumer,
-                lag=1,
-            )
-        ]
+        announce = None if pushed else tiles.announce_partial
+        gemm = product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=1)
+        self.launches = ByRole(gemm)
         if consumer is None:
-            self.launches += consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
+            apart = consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
+            self.launches = ByRole(gemm, *apart)
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        results = out if self.result is None else self.result
-        extra = (
-            self.partials,
-            self.slot_elements,
-            results,
-            self.flags,
-            self.squares,
-            bias if bias is not None else out,
-        )
-        gemm_arguments = (
-            x,
-            None,
-            y,
-            self.c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            product.problem,
-            product.strides,
-        )
-        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+    ) -> ByRole:
+        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
+        of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)
+        sizes = self.context, self.product.problem
+        return ByRole(of_gemm, sizes, (extra, *sizes))
 
 
 @once

@@ -12,6 +12,8 @@ from pyrocshmem.calls.operators import once, ranks
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
+from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.choice.placement import Placement
@@ -24,7 +26,7 @@ from pyrocshmem.stream_k.ops.gradients import (
     of_columns,
 )
 from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
-from pyrocshmem.stream_k.ops.planned import Arguments, FusedPlan
+from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 
 
 def gemm_all_scatter(
@@ -68,7 +70,7 @@ class _Plan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         world = heap.world_size
         inside = config.placement == "inside"
-        product = call.product(stores_fp32=call.a.dtype == torch.float32)
+        product = call.product(stores_fp32=ELEMENTS[call.out.dtype].wide)
         self.product = product
         self.rank = heap.rank
         num_tiles = product.schedule.num_tiles
@@ -77,7 +79,7 @@ class _Plan(FusedPlan):
         self.result: torch.Tensor | None = None
         if not call.direct:
             size = product.M * product.N * world
-            self.result = workspace.buffer("results", size, call.a.dtype)[:size].view(
+            self.result = workspace.buffer("results", size, call.out.dtype)[:size].view(
                 product.M, product.N * world
             )
         squares = world * product.schedule.tiles_n * product.M if call.request.squared_partials else 1
@@ -87,9 +89,9 @@ class _Plan(FusedPlan):
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
         self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
-        act = call.epilogue_options(self.c_how)
-        move = (config.comm_rows, int(config.placement == "beside"))
-        options = (*act, 0, int(call.request.squared_partials), *move)
+        self.activation = call.request.activation
+        beside = config.placement == "beside"
+        options = tiles.Options(self.c_how, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
         announce = None if inside else tiles.announce_output
@@ -101,11 +103,11 @@ class _Plan(FusedPlan):
         }[config.placement]
         # A gate counts the programs of a rank alone only where they have a LAG (`stream_k.local_gemm.kernel`).
         lag = 0 if inside or world == 1 else -1
-        self.launches = [
-            product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
-        ]
+        gemm = product.launch(op, world, epilogue, options, announce=announce, consumer=consumer, lag=lag)
+        self.launches = ByRole(gemm)
         if consumer is None:
-            self.launches += consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
+            apart = consumer_launches(product, op, tiles.push_tiles, options, world, heap.device)
+            self.launches = ByRole(gemm, *apart)
 
     def _columns(self, out: torch.Tensor) -> torch.Tensor:
         """This rank's block of columns of the result."""
@@ -114,26 +116,13 @@ class _Plan(FusedPlan):
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
-        product = self.product
-        x, y = product.operands(a, b)
-        columns = self._columns(out)
-        c = filled(self.c_template, columns)
-        results = out if self.result is None else self.result
-        extra = (results, self.flags, self.local, self.squares, bias if bias is not None else results, 1)
-        gemm_arguments = (
-            x,
-            None,
-            y,
-            c,
-            *self.fix_up,
-            None,
-            extra,
-            self.context,
-            product.problem,
-            product.strides,
-        )
-        return gemm_arguments, (self.context, product.problem), (extra, self.context, product.problem)
+    ) -> ByRole:
+        c = filled(self.c_template, self._columns(out))
+        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
+        of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)
+        sizes = self.context, self.product.problem
+        return ByRole(of_gemm, sizes, (extra, *sizes))
 
 
 def _make_plan(call: Call) -> FusedPlan:

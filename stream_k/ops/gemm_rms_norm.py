@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, target, trace
+from pyrocshmem import status, trace
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.op import Op, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
@@ -27,6 +27,7 @@ from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, r
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_product
@@ -238,7 +239,7 @@ def _computed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The operands as a GEMM gets them: bf16 as fp32 in Triton's interpreter, which multiplies it wrongly, as in
     `gemm`."""
-    if target.interpreted() and a.dtype == torch.bfloat16:
+    if ELEMENTS[a.dtype].widened:
         a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
     return *with_inner_size(a, b), bias
 
@@ -261,10 +262,10 @@ class _Plan:
         workspace: Workspace,
     ) -> None:
         self.workspace, shape = workspace, (a.shape[0], b.shape[1])
-        self.widens = target.interpreted() and a.dtype == torch.bfloat16
+        self.widens = ELEMENTS[a.dtype].widened
         # Of a result, but for its memory.
         self.like = shape_of(a, shape)
-        out, finish = results(self.like, residual, weight, eps, bias)
+        out, after = results(self.like, residual, weight, eps, bias)
         self.sent = SentProduct(
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
@@ -274,7 +275,7 @@ class _Plan:
             allow_tf32,
             config.wire_dtype(a.dtype),
             out,
-            finish,
+            after,
         )
         self.graphs = Graphs(workspace, self.sent.gemm.replayable)
 
@@ -289,12 +290,11 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = self._operands(a, b)
-        out, finish = results(self.like, residual, weight, eps, bias)
+        out, after = results(self.like, residual, weight, eps, bias)
         with self.workspace.begin(self.called):
-            tensors = (a, b, out, *finish.tensors())
-            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, finish))
-        assert finish.total is not None
-        return out, finish.total
+            tensors = (a, b, out, *after.tensors())
+            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
+        return out, after.total
 
     def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As the GEMM gets them: see `_computed`."""

@@ -28,7 +28,6 @@ from pyrocshmem.calls.tensors import aligned, kind, left_kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
-from pyrocshmem.collectives.epilogue import ACTIVATIONS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
@@ -45,7 +44,7 @@ from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product,
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
 from pyrocshmem.stream_k.ops.planned import FusedPlan
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from pyrocshmem.torch_contexts import normal_tensors, on_device
 
 # Long enough for every rule that splits tiles.
@@ -67,6 +66,8 @@ class Request(NamedTuple):
     partial_dtype: torch.dtype | None = None
     num_rows: int | None = None
     save_gathered: bool = False
+    # What an op has beside these, in an order of its own; all ranks bring the same.
+    options: tuple[Hashable, ...] = ()
     # Of an all-reduce without an activation: [M, N], contiguous, checked; added to the sum before that is rounded.
     residual: torch.Tensor | None = None
 
@@ -117,6 +118,14 @@ class GemmOp(Op):
     def has_own_columns(self) -> bool:
         """Whether ranks may have different numbers of columns, even none."""
         return self.out_cut == "N"
+
+    def result_dtype(self, request: Request) -> torch.dtype:
+        """Of the result; an op of another dtype than A's overrides it."""
+        return request.a.dtype
+
+    def has_second(self, request: Request) -> bool:
+        """Whether the call returns (result, `plan.second(a)`)."""
+        return request.squared_partials or request.save_gathered
 
     def result_shape(self, M: Any, N: Any, rank: int, world_size: int) -> tuple[Any, Any]:
         """Of this rank's result, of M rows of the whole GEMM and N columns of its B; sizes may be symbolic."""
@@ -202,11 +211,6 @@ class Call:
             workspace=self.workspace,
         )
 
-    def epilogue_options(self, c_how: int) -> tuple[int, int, int]:
-        """The three first OPTIONS of every epilogue."""
-        bias = self.request.bias
-        return ACTIVATIONS.index(self.request.activation), 0 if bias is None else bias.ndim, c_how
-
 
 def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: through its operator where it has a gradient or something watches
@@ -255,7 +259,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         check_config(request.config)
         M = op.num_rows(request, heap)
         shape = op.result_shape(M, b.shape[1], heap.rank, heap.world_size)
-        check_output(out, shape, a, b, bias)
+        check_output(out, shape, (op.result_dtype(request),), a, b, bias)
         if request.config is not None and request.partial_dtype is not None:
             raise ValueError(
                 f"partial_dtype is {request.partial_dtype} beside a config, which says that itself"
@@ -268,7 +272,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     elif out is not None:
         claim(out, a, b, bias)
     if out is None:
-        out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
+        out = torch.empty(plan.shape, dtype=plan.dtype, device=a.device)
     if a.shape[1] == 0:
         a, b = with_inner_size(a, b)
     added = bias if residual is None else in_one(bias, residual)
@@ -277,11 +281,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         plan.call(a, b, added, out)
         if plan.result is not None:
             out.copy_(plan.result)
-        return (out, plan.second(request.a)) if _has_second(request) else out
-
-
-def _has_second(request: Request) -> bool:
-    return request.squared_partials or request.save_gathered
+        return (out, plan.second(request.a)) if op.has_second(request) else out
 
 
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:
@@ -301,11 +301,11 @@ def _without_plan(
     for any other. `shape`: of the result."""
     a, b, out, bias, activation, squared_partials, allow_tf32, config = request[:8]
     residual = request.residual
-    has_second = _has_second(request)
+    has_second = op.has_second(request)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if num_rows == 0 or (shape[1] == 0 and not op.has_own_columns):
-        empty = out if out is not None else a.new_empty(shape)
+        empty = out if out is not None else a.new_empty(shape, dtype=op.result_dtype(request))
         second = (
             a.new_empty(a.shape) if request.save_gathered else torch.zeros(a.shape[0], 0, device=a.device)
         )
@@ -410,6 +410,7 @@ def _make_plan(
     text = (
         f"{name}({shown} {dtype}, bias={request.bias is not None}, residual={residual is not None}, "
         f"activation={request.activation}, squares={request.squared_partials}, tf32={request.allow_tf32}, "
+        f"{f'options={request.options}, ' if request.options else ''}"
         f"out_offset={offset}, recorded={trace.current.get() is not None}{tiling})"
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
@@ -420,7 +421,7 @@ def _make_plan(
         workspace.agreed[agreement] = max(int(size) for size in workspace.compare(text, str(share).encode()))
     a, b = with_inner_size(request.a, request.b)
     request = request._replace(bias=in_one(request.bias, residual))
-    example = out if out is not None else torch.empty(shape, dtype=dtype, device=a.device)
+    example = out if out is not None else torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
     longest_k = max(1, workspace.agreed[agreement])
     call = Call(
         request,
@@ -436,7 +437,7 @@ def _make_plan(
     )
     assert op.plan is not None
     plan = op.plan(call)
-    plan.called, plan.shape = text, shape
+    plan.called, plan.shape, plan.dtype = text, shape, op.result_dtype(request)
     plan.graphs = Graphs(workspace, plan.replayable)
     plan.compile(a, b, request.bias, example)
     if new:
@@ -462,9 +463,9 @@ def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
 
 def consumer_launches(
     product: Product, op: int, consumer: Any, options: tuple[int, ...], world_size: int, device: torch.device
-) -> list[Launch]:
-    """The launches of a consumer that isn't part of the GEMM's: after it, on all multiprocessors, or on a stream of
-    its own, behind a gate."""
+) -> tuple[Launch | None, Launch]:
+    """(gate, launch) of a consumer that isn't part of the GEMM's launch: after it, on all multiprocessors, without a
+    gate, or on a stream of its own behind one."""
     config = product.config
     constants = {
         "CONSUMER": consumer,
@@ -474,9 +475,9 @@ def consumer_launches(
         "BLOCK_N": config.block_n,
         "GROUP_M": config.group_m,
     }
-    processors = num_multiprocessors(device)
+    processors = num_sms(device)
     if config.placement == "after":
         grid = min(product.schedule.num_tiles, config.num_programs or processors)
-        return [Launch(consumer_kernel, grid, constants, config.num_warps, 1)]
+        return None, Launch(consumer_kernel, grid, constants, config.num_warps, 1)
     grid = min(product.schedule.num_tiles, config.num_comm_programs)
-    return [gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)]
+    return gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pyrocshmem.calls.graphs import Graphs
-from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.local_gemm.product import Product
 
-Arguments = tuple[Any, ...]
 _SIDE = 0
 
 
@@ -22,22 +20,33 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
 
 
+class ByRole(NamedTuple):
+    """What each launch of a plan has: the GEMM's, of a consumer in a launch of its own, and of the gate that this has
+    where it runs beside the GEMM; None where there is none."""
+
+    gemm: Any
+    gate: Any = None
+    consumer: Any = None
+
+
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: in stream
-    order. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape: of the result. graphs:
+    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: each a
+    `Launch`. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
+    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape, dtype: of the
+    result. graphs:
     of repeated calls.
     """
 
     product: Product
     blas: bool = False
-    launches: list[Launch]
+    launches: ByRole
     result: torch.Tensor | None
     squares: torch.Tensor
     called: str
     shape: tuple[int, int]
+    dtype: torch.dtype
     workspace: Workspace
     graphs: Graphs
 
@@ -49,33 +58,30 @@ class FusedPlan:
 
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> tuple[Arguments, ...]:
+    ) -> ByRole:
         """Arguments of each launch."""
         raise NotImplementedError
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load every kernel."""
-        arguments = self.arguments(a, b, bias, out)
-        if len(self.launches) == 2:
-            arguments = arguments[::2]
-        for launch, args in zip(self.launches, arguments, strict=False):
-            launch.compile(args)
+        for launch, arguments in zip(self.launches, self.arguments(a, b, bias, out), strict=True):
+            if launch is not None:
+                launch.compile(arguments)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Enqueue the call: its launches one after another, or, of three, the last two beside the first."""
+        """Enqueue the call: the GEMM, and the consumer behind it or, where it has a gate, beside it."""
         a, b = self.product.readable(a, b)
-        arguments = self.arguments(a, b, bias, out)
-        beside = len(self.launches) == 3
-        if beside:
+        launches, arguments = self.launches, self.arguments(a, b, bias, out)
+        if launches.gate is not None:
             self.workspace.fork(_SIDE)
-        self.launches[0](arguments[0])
-        if beside:
+        launches.gemm(arguments.gemm)
+        if launches.gate is not None:
             with self.workspace.beside(_SIDE):
-                self.launches[1](arguments[1])
-                self.launches[2](arguments[2])
+                launches.gate(arguments.gate)
+                launches.consumer(arguments.consumer)
             self.workspace.join(_SIDE)
-        elif len(self.launches) == 2:
-            self.launches[1](arguments[2])
+        elif launches.consumer is not None:
+            launches.consumer(arguments.consumer)
 
     def call(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Make the call, `run` or a graph of it."""

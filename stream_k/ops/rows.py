@@ -20,6 +20,8 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
+from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.ops.op import Call
@@ -57,9 +59,9 @@ class RowsPlan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
-        dtype = config.wire_dtype(call.a.dtype)
+        dtype = config.wire_dtype(call.out.dtype)
         peers = self.world - 1
-        self.for_peers = call.product(dtype == torch.float32, row_blocks=self.world, num_blocks=peers)
+        self.for_peers = call.product(ELEMENTS[dtype].wide, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
         # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
@@ -81,12 +83,14 @@ class RowsPlan(FusedPlan):
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
         if everywhere and not takes_rows(call.out):
-            self.result = workspace.buffer("own results", M * N, call.a.dtype, local=True)[: M * N].view(M, N)
+            self.result = workspace.buffer("own results", M * N, call.out.dtype, local=True)[: M * N].view(
+                M, N
+            )
         self.sums: torch.Tensor | None = None
         steps: list[Pull] = []
         if everywhere:
             most = -(-M // self.world)
-            self.sums = workspace.buffer("row sums", most * N, call.a.dtype)[: most * N].view(most, N)
+            self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
         rows = self.partials.view(-1, N)
@@ -144,14 +148,14 @@ class RowsPlan(FusedPlan):
         self.fix_up = peers.fix_up(self.workspace)
         # Partials get no bias and no activation: one machine code for all.
         self.peers_gemm = peers.launch(
-            op, world, row_blocks.store_rows, (0, 0, how), announce=row_blocks.announce_rows, order="PEERS"
+            op, world, row_blocks.store_rows, Options(how), announce=row_blocks.announce_rows, order="PEERS"
         )
         out = call.out if self.sums is None else self.sums
         self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
         self.strides = (out.stride(0), out.stride(1))
         self.no_fix_up = product.fix_up(self.workspace)
         announce = row_blocks.announce_rows if self.everywhere else None
-        options = (*call.epilogue_options(POINTER), op)
+        options, self.activation = row_blocks.SumOptions(POINTER, op), call.request.activation
         self.own_gemm = product.launch(
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
@@ -162,26 +166,20 @@ class RowsPlan(FusedPlan):
         )
 
     def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        product, context = self.for_peers, self.workspace.context
-        x, y = product.operands(a, b)
-        return (
-            x, None, y, self.for_peers_c, *self.fix_up, None, (self.tile_flags,), context, product.problem,
-            product.strides,
-        )  # fmt: skip
+        extra = row_blocks.PeersRows(self.tile_flags, Finish.of())
+        context = self.workspace.context
+        return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
     def _own_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Any, ...]:
-        product, context = self.product, self.workspace.context
-        x, y = product.operands(a, b)
-        own = out if self.sums is None else self.sums
-        step_tiles = self.chunk * product.schedule.tiles_n
-        bias = own if bias is None else bias
-        extra = (self.tile_flags, self.flags, step_tiles, self.received, bias, *self.strides)
-        return (
-            x, None, y, filled(self.c_template, own), *self.no_fix_up, None, extra, context, product.problem,
-            product.strides,
-        )  # fmt: skip
+        product = self.product
+        c = filled(self.c_template, out if self.sums is None else self.sums)
+        step_tiles, finish = self.chunk * product.schedule.tiles_n, Finish.of(bias, self.activation)
+        extra = row_blocks.OwnRows(
+            self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
+        )
+        return product.arguments(a, b, c, self.no_fix_up, extra, self.workspace.context)
 
     def _step_arguments(
         self,

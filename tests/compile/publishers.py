@@ -86,16 +86,17 @@ def compile_rest(case: None, target_name: str) -> list[Any]:
 
     import torch
 
-    from pyrocshmem import doctor
+    from pyrocshmem import doctor, signal
     from pyrocshmem.calls import timeline
     from pyrocshmem.testing import compile_for
     from tests.compile import worker
     from tests.pyrocshmem.kernels import count_kernel
 
     words = torch.zeros(1024, dtype=torch.int32)
-    context = (words[:64], words[:1], torch.zeros(16, dtype=torch.int64), torch.zeros(9, dtype=torch.int64))
+    record, bases = torch.zeros(16, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+    context = signal.Context(words[:64], words[:1], record, bases)
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (count_kernel, (words, words, words, 1, context[3]), {"BLOCK": 1024}),
+        (count_kernel, (words, words, words, 1, bases), {"BLOCK": 1024}),
         (timeline.meet_kernel, (context, None), {"WORLD": 4}),
         (doctor.ring_kernel, (words, words[:1], context), {"WORLD": 4, "BLOCK": 256}),
     ]

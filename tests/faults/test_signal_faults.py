@@ -11,6 +11,7 @@ import torch
 from pyrocshmem import Heap, PeerAborted, PeerTimeout, ShmemError, signal, status, target
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.consumer import gate_kernel
+from pyrocshmem.collectives.order import Problem
 from tests.pyrocshmem import kernels
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch, until, within
@@ -165,7 +166,7 @@ def test_a_gate_names_the_call_and_its_own_rank() -> None:
     """It counts programs of the own GEMM, so what it expects is no call's number."""
     workspace = Workspace(device=target.device(), wait_seconds=0.05)
     workspace.control[int(signal.EPOCH.value)] = 41
-    problem = (0, 0, 0, 0, 0, 0, 3)
+    problem = Problem(0, 0, 0, 0, 0, 0, 3)
     gate_kernel[(1,)](workspace.context, problem, None, OP=int(status.Op.GEMM_ALL_REDUCE), WORLD=1)
     if workspace.device.type == "cuda":
         torch.cuda.synchronize(workspace.device)

@@ -102,11 +102,11 @@ def came_but_for_aborts(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`row_blocks._came` as it must not be: only the tile that waits heeds a wait that gave up, and none an abort."""
-    number = tile - (WORLD - 1) * block_tiles(problem[0], WORLD, BLOCK_M) * tl.cdiv(problem[1], BLOCK_N)
+    number = tile - (WORLD - 1) * block_tiles(problem.M, WORLD, BLOCK_M) * tl.cdiv(problem.N, BLOCK_N)
     came = number >= 0
     if number % step_tiles == 0:
         lanes = tl.arange(0, signal.MAX_WORLD)
-        peers = (lanes < WORLD) & (lanes != tl.load(context[0] + signal.RANK))
+        peers = (lanes < WORLD) & (lanes != tl.load(context.control + signal.RANK))
         words = signal.word(flags, number // step_tiles, lanes)
         came = signal.wait(words, peers, epoch, tile, lanes, context, OP, WORLD)
     return came

@@ -40,7 +40,7 @@ def end_without_counting(context, epoch):
     """`signal.end` as it must not be: the epoch stays."""
     last = signal.is_last(context)
     if last:
-        tl.store(context[0] + signal.BEGUN, 0)
+        tl.store(context.control + signal.BEGUN, 0)
     return last
 
 

@@ -143,19 +143,19 @@ def late_between(rank: int, world_size: int, blind: bool) -> int:
         stream_k.gemm_all_reduce(a, b, group=heap, config=small_config(placement="messages", algorithm="one_shot"),
                                  workspace=workspace)  # fmt: skip
         (plan,) = (plan for plan in workspace.plans.values() if isinstance(plan, by_message.MessagePlan))
-        sent, out, finish = plan.sent, torch.empty(16, 32), plan._finish(None)
+        sent, out, after = plan.sent, torch.empty(16, 32), plan._after(None)
         heap.barrier()
         if rank == 0:
             for call in range(4):
                 if call == 1:  # rank 1 has sent its part of the first
                     workspace.control[int(signal.BUDGET_US.value)] = 300_000
-                sent.run(a * (1 + call), b, None, out, finish)
+                sent.run(a * (1 + call), b, None, out, after)
             heap.peer_view(met, 1)[0] = 1
         else:
             sent.gemm.run(a, b, None, sent.place)
             until(met.item)
             with mock.patch.object(exchange_module, "signal", Blind() if blind else signal):
-                sent.exchange.run(sent.x, out, finish)
+                sent.exchange.run(sent.x, out, after)
         code = int(heap.status[status.Word.CODE])
         heap.recover()
         return code

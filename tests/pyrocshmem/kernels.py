@@ -180,12 +180,12 @@ def aborted_kernel(word, context, LOOKS: tl.constexpr, WORLD: tl.constexpr):
     ends as it must; the control ends without a look."""
     epoch = signal.begin(context, False, WORLD)
     if tl.program_id(0) == 0:
-        tl.store(context[1], tl.load(word))
+        tl.store(context.abort, tl.load(word))
     signal.settle()
     if LOOKS:
         signal.end(context, epoch)
     elif signal.is_last(context):
-        tl.store(context[0] + signal.EPOCH, epoch)
+        tl.store(context.control + signal.EPOCH, epoch)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def test_a_call_that_a_peer_gave_up_on_ends_with_a_fault(word: int, looks: bool)
             workspace.check()
     else:
         assert record == [0] * status.NUM_WORDS
-    assert workspace.context[1].item() == word
+    assert workspace.context.abort.item() == word
 
 
 def test_a_chain_longer_than_what_is_resident_ends() -> None:

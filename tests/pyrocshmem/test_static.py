@@ -2,8 +2,8 @@
 
 The device API's own atomics are in `device.py`; `message.py` and `note.py`, whose data are their own flags, alone may
 push and poll past the caches besides, with the loop of `polls.py`; `write_back.py` has what a release on AMD begins
-with. No kernel asks for automatic warp specialization. What is looked for is code: comments and docstrings may speak of
-it.
+with. No kernel asks for automatic warp specialization, and none reads one of the tuples that it is given by place:
+they have names. What is looked for is code: comments and docstrings may speak of it.
 """
 
 import ast
@@ -37,9 +37,12 @@ STRONG = (".relaxed.", ".acquire.", ".release.", "ld.volatile", "st.volatile", "
 # A loop over tiles that asks for it never ends (Triton 3.6, H100: any product, from its first launch on; docs/log.md).
 _HANGS = "warp_specialize"
 
+# NamedTuples of kernels.
+NAMED = {"problem", "context", "extra", "strides", "arrived", "finish", "after", "OPTIONS"}
+
 
 def violations(root: Path) -> list[str]:
-    """Lines of code that order memory in a file that may not, as `file:line: what`."""
+    """Lines of code that order memory in a file that may not, or read by place, as `file:line: what`."""
     found = []
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -47,7 +50,7 @@ def violations(root: Path) -> list[str]:
             tree = ast.parse(path.read_text(), name)
             comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             for node in (each for each in ast.walk(tree) if id(each) not in comments):
-                what = _ordering(node)
+                what = _ordering(node) or _by_place(node)
                 allowed = name in (SIGNAL, WRITE_BACK) or (name == DEVICE and what.startswith("atomic_"))
                 if what and not allowed and not (name in MESSAGES and what in STRONG):
                     found.append(f"{name}:{node.lineno}: {what}")  # type: ignore[attr-defined]
@@ -68,6 +71,17 @@ def _ordering(node: ast.AST) -> str:
         )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return next((word for word in BARRIERS + STRONG if word in node.value), "")
+    return ""
+
+
+def _by_place(node: ast.AST) -> str:
+    """The name of the tuple of which `node` reads a place, or nothing."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        name = getattr(node.value, "id", getattr(node.value, "attr", ""))
+        return f"{name}[]" if name in NAMED else ""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+        name = getattr(node.value, "id", "")
+        return f"{name}[]" if name in NAMED - {"context"} else ""
     return ""
 
 
@@ -96,6 +110,9 @@ def test_only_the_signals_file_orders_memory() -> None:
         ("collectives/row_sums.py", "tl.inline_asm_elementwise('ld.relaxed.sys.u32 $0, [$1];')", ".relaxed."),
         ("pyrocshmem/polls.py", "_LOADS = ['ld.relaxed.sys.u32 $0, [$1];', 'fence.acq_rel.sys;']", "fence."),
         ("stream_k/local_gemm/kernel.py", "_ASM = 'ld.acquire.gpu.u32 $0, [$1];'", ".acquire."),
+        ("collectives/reduce_tiles.py", "first = extra[0]", "extra[]"),
+        ("stream_k/local_gemm/kernel.py", "M, N = problem", "problem[]"),
+        ("stream_k/local_gemm/plan.py", "first = plan.context[1]", "context[]"),
         ("pyrocshmem/heap.py", "from triton.language import atomic_cas", "atomic_cas"),
         ("pyrocshmem/device.py", "_ASM = 'buffer_wbl2 sc1'", "buffer_wbl2"),
         ("stream_k/local_gemm/kernel.py", "for tile in tl.range(0, 9, warp_specialize=True): pass", "warp_specialize"),
