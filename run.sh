@@ -27,4 +27,4 @@ done
 
 # shellcheck source=activate.sh
 source "$root/activate.sh"
-exec python -m pyrocshmem run "$@"
+PYROCSHMEM_SCRIPT=$0 exec python -m pyrocshmem run "$@"

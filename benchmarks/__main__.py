@@ -7,25 +7,22 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from pyrocshmem import options
 from pyrocshmem.benchmarks.escape import visible
 from pyrocshmem.benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
 from pyrocshmem.benchmarks.shapes import LAYERS, MODELS, OPS, SETS
-from pyrocshmem.reference.__main__ import check_file, refuse
 
 # Commands that time more than one.
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
 _SEVERAL = {"all": tuple(OPS), "collectives": _ALONE, "layers": tuple(LAYERS)}
 RESULTS = ROOT / "benchmarks" / "results"
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+app = options.app(
     help="Times an op beside its peers (cuBLAS + NCCL, PyTorch symmetric memory, ...), checks every timed output, "
     "and makes tables and plots of the records. Exits with 1 where a result is wrong, 2 for bad options.",
 )
@@ -41,7 +38,8 @@ def _command(op: str) -> Callable[..., None]:
             ),
         ] = None,
         dtype: Annotated[
-            str | None, typer.Option(help="bfloat16, float16, float32. Default: by set; on a CPU float16.")
+            str | None,
+            typer.Option(help="bfloat16, float16 or float32. Default: by set; on a CPU float16."),
         ] = None,
         providers: Annotated[
             str | None, typer.Option(help="Names with commas between them. Default: all.")
@@ -59,22 +57,24 @@ def _command(op: str) -> Callable[..., None]:
         plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
         commit: Annotated[str, typer.Option(help="The commit, where git can't tell it.")] = "",
     ) -> None:
-        console = Console()
         # Before torch, NCCL and the ranks read them.
         os.environ.update(NO_MULTICAST)
         try:
-            ok = _run(
-                console, op, shapes, dtype, providers, iters, num_ranks, json_file, csv_file, plot, commit
-            )
+            name = options.check_dtype(dtype)
+            options.check_count("iters", iters)
+            if num_ranks is not None:
+                options.check_ranks(num_ranks)
+            for path in (json_file, csv_file):
+                options.check_file(path)
+            ok = _run(op, shapes, name, providers, iters, num_ranks, json_file, csv_file, plot, commit)
         except (ValueError, OSError) as error:
-            refuse(console, error)
+            options.refuse(error)
         raise typer.Exit(0 if ok else 1)
 
     return command
 
 
 def _run(
-    console: Console,
     op: str,
     shapes: str | None,
     dtype: str | None,
@@ -87,12 +87,10 @@ def _run(
     commit: str,
 ) -> bool:
     """Measure, print and write; whether every result is right and nothing of ours failed."""
-    if dtype not in (None, "bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype is {dtype!r}, allowed are bfloat16, float16, float32")
-    if iters is not None and iters < 1:
-        raise ValueError(f"iters is {iters}, allowed 1 or more")
+    options.settle_target()
     from pyrocshmem import signal, target
     from pyrocshmem.benchmarks import run, tables
+    from pyrocshmem.reference.report import print_where
 
     ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
     most = target.num_devices() or int(signal.MAX_WORLD.value)
@@ -100,13 +98,12 @@ def _run(
         raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
-    # What can't be written is said before anything is measured.
-    if csv_file is not None:
-        check_file(csv_file)
     if plot is not None:
         from pyrocshmem.benchmarks import plots
 
         plot.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    print_where(console)
     with tempfile.TemporaryDirectory() as folder:
         path = json_file if json_file is not None else Path(folder) / "records.jsonl"
         file = run.run(cases, wanted, iters, ranks, path, commit)
@@ -127,16 +124,11 @@ def _read(files: list[Path] | None) -> list[File]:
         if not (found := read_all(files or sorted(RESULTS.glob("*.jsonl")))):
             raise ValueError("there are no records to read")
     except (OSError, ValueError) as error:
-        _refuse(error)
+        options.refuse(error)
     return found
 
 
-def _refuse(error: Exception) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(2) from None
-
-
-@app.command()
+@app.command(cls=options.Command)
 def report(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
@@ -153,11 +145,11 @@ def report(
             drawn = plots.draw(found, Path(folder))
             documents.write(found, drawn, ROOT, said, plots.FRONT)
     except (OSError, ValueError) as error:
-        _refuse(error)
+        options.refuse(error)
     typer.echo(f"wrote docs/results.md, {len(drawn)} pictures and the table of README.md")
 
 
-@app.command()
+@app.command(cls=options.Command)
 def summary(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
@@ -177,8 +169,8 @@ for _name in (*OPS, *LAYERS, *_SEVERAL):
         "collectives": "every collective alone",
         "layers": "a transformer layer",
     }.get(_name, _name)
-    app.command(_name, help=f"Time {_what} beside its peers.")(_command(_name))
+    app.command(_name, cls=options.Command, help=f"Time {_what} beside its peers.")(_command(_name))
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name=options.program_name("bench"))

@@ -12,38 +12,21 @@ within a rank too (split-K in 16 bits), so theirs are also allowed a few roundin
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from pyrocshmem.benchmarks.operands import Truth
+from pyrocshmem.benchmarks.operands import Sample
 from pyrocshmem.benchmarks.provider import Run
-from pyrocshmem.reference.accuracy import bound, compare
-
-_LIBRARY_ROUNDINGS = 16
+from pyrocshmem.reference.operands import LIBRARY_ROUNDINGS
 
 
-def error_of(run: Run, truth: Truth, ranks: int) -> dict[str, Any]:
+def error_of(run: Run, sample: Sample, ranks: int) -> dict[str, Any]:
     """{max_error, bound_at_max, worst_ratio, num_bad, num_elements} of a provider's output on this rank."""
-    result = run.result()
-    out = (
-        result[0, truth.rows][:, None] if truth.ref64.shape[1] == 1 != result.shape[1] else result[truth.rows]
-    )
-    dtype = out.dtype
-    allowed = bound(truth.ref64, truth.ref64.to(dtype), truth.magnitude, truth.K, dtype)
-    unit = torch.finfo(dtype).eps / 2
-    allowed += run.roundings * unit * truth.partials + truth.steps * unit * truth.ref64.abs()
-    if run.library:
-        allowed += _LIBRARY_ROUNDINGS * ranks * unit * truth.magnitude / math.sqrt(max(truth.K, 1))
-    found = compare(out, truth.ref64, truth.ref64, allowed)
-    return {
-        "max_error": found.max_error,
-        "bound_at_max": found.bound_at_max,
-        "worst_ratio": found.worst_ratio,
-        "num_bad": found.num_bad,
-        "num_elements": found.num_elements,
-    }
+    library = LIBRARY_ROUNDINGS * ranks if run.library else 0
+    found = sample.truth.check(sample.of(run.result()), roundings=run.roundings, library=library)
+    error = asdict(found)
+    del error["first_bad"]
+    return error
 
 
 def worst(errors: list[dict[str, Any]]) -> dict[str, Any]:

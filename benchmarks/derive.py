@@ -10,6 +10,8 @@ import torch
 
 from pyrocshmem.benchmarks import check, clocks
 from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, TIMED, Case
+from pyrocshmem.reference import report
+from pyrocshmem.reference.problems import BY_NAME
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -21,9 +23,7 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for field in ("us", "host_us", "error", "workspace_bytes", "bits"):
         record[field] = {}
     for name in parts[0]["us"]:
-        record["us"][name] = [
-            max(sample) for sample in zip(*(part["us"][name] for part in parts), strict=True)
-        ]
+        record["us"][name] = list(report.slowest([part["us"][name] for part in parts]))
         record["error"][name] = check.worst([part["error"][name] for part in parts])
     for name in parts[0]["host_us"]:
         record["host_us"][name] = max(part["host_us"][name] for part in parts)
@@ -58,7 +58,7 @@ def _derived(record: dict[str, Any]) -> dict[str, Any]:
     M, N, K = record["M"], record["N"], record["K"]
     median = {name: statistics.median(samples) for name, samples in record["us"].items()}
     itemsize = getattr(torch, record["dtype"]).itemsize
-    nbytes = op.link_bytes(M, N, K, ranks, itemsize)
+    nbytes = BY_NAME[record["op"]].link_bytes(M, N, K, ranks, itemsize)
     on_gpu = record["device"] != "cpu"
     link_us = 1e6 * nbytes / LINK_BYTES_PER_S
     alone = [

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyrocshmem.benchmarks.clocks import Clocks
 from pyrocshmem.benchmarks.derive import merged
 from pyrocshmem.benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
 from pyrocshmem.benchmarks.measure import LIMIT_S, Table, part_of
-from pyrocshmem.benchmarks.meter import Meter
 from pyrocshmem.benchmarks.provider import Run, Unavailable
 from pyrocshmem.benchmarks.shapes import LAYER_SIZES, Case
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.json_objects import all_gather_json
-from pyrocshmem.reference.timing import host_seconds
+from pyrocshmem.reference.timing import Meter, host_seconds
 from pyrocshmem.stream_k.nn import KVCache
 
 # Sums in another order, and the partial sums of some libraries rounded, may err more than one product does.
@@ -246,7 +246,7 @@ def measure_cases(
     engines write on the heap, and partial tiles. Not counted: what products alone keep from call to call, ours and
     cuBLAS's, and NCCL's buffers.
     """
-    meter = Meter(device, lined_up=heap.world_size > 1)
+    meter = Meter(device, heap.world_size > 1, Clocks(device))
     for case in cases:
         part = _measure(case, names, iters, heap, meter)
         parts = all_gather_json(part, "parts of records", timeout=LIMIT_S)
@@ -268,7 +268,7 @@ def _measure(
         if names is None or name in names
     }
     table = Table(makers, case, case.ranks)
-    samples = meter.in_turn(table.calls, table.runs, iters)
+    samples = table.samples(meter, iters)
     heap.synchronize()
     errors, host, peaks = {}, {}, {}
     for name, run in table.runs.items():

@@ -2,7 +2,7 @@
 
     for case, record in measure_cases(cases, names, iters, heap, device): ...     # on every rank
 
-`benchmarks.meter` takes the samples. `graph` cases replay a CUDA graph of several calls (`shapes.graph_calls`) instead
+`reference.timing` takes the samples. `graph` cases replay a CUDA graph of several calls (`shapes.graph_calls`) instead
 of one call, and count its share.
 """
 
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem.benchmarks import check, memory, providers
+from pyrocshmem.benchmarks.clocks import Clocks
 from pyrocshmem.benchmarks.derive import merged
-from pyrocshmem.benchmarks.meter import Meter, Samples
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Run, Unavailable
 from pyrocshmem.benchmarks.shapes import Case, graph_calls
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import HeapOutOfMemory
 from pyrocshmem.json_objects import all_gather_json
-from pyrocshmem.reference.timing import host_seconds, repeated
+from pyrocshmem.reference.timing import Meter, Samples, host_seconds, repeated
 
 # A run that outlives this hangs; ranks wait for one another as long, since each may compile what others have done.
 LIMIT_S = 3600.0
@@ -44,7 +44,7 @@ def measure_cases(
     """
     together = heap is not None
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    meter = Meter(device, lined_up=together and ranks > 1)
+    meter = Meter(device, together and ranks > 1, Clocks(device))
     spare = Workspace(heap, device)
     step = 1 if together else ranks
     for first in range(0, len(cases), step):
@@ -102,6 +102,12 @@ class Table:
             _close(made)
         (self.failed if any(fault for _, fault in found) else self.skipped)[name] = reasons[0]
 
+    def samples(self, meter: Meter, iters: int) -> Samples:
+        """Of the providers in turn: ours as they are configured by default more often than otherwise, and their bits
+        compared from run to run."""
+        ours = [name for name in self.runs if name.startswith("ours")]
+        return meter.in_turn(self.runs, iters, self.calls, seldom=providers.VARIANTS, compared=ours)
+
     def close(self) -> None:
         """Graphs first: they refer to what the runs hold, and these to the operands."""
         self.calls.clear()
@@ -120,9 +126,9 @@ def _measure(
         for name in providers.providers_of(case.op)
         if names is None or name in names
     }
-    table = Table(makers, case, operands.ranks)
+    table = Table(makers, case, operands.num_ranks)
     runs = table.runs
-    samples = meter.in_turn(table.calls, runs, iters)
+    samples = table.samples(meter, iters)
     if heap is not None:
         heap.synchronize()
     # A call in place has gone through its data many times in a graph: the check is of one more call.
@@ -130,8 +136,8 @@ def _measure(
         if run.prepare is not None:
             run.prepare()
             run.call()
-    truths = {what: operands.truth(what) for what in sorted({run.what for run in runs.values()})}
-    errors = {name: check.error_of(run, truths[run.what], operands.ranks) for name, run in runs.items()}
+    truths = {what: operands.sampled(what) for what in sorted({run.what for run in runs.values()})}
+    errors = {name: check.error_of(run, truths[run.what], operands.num_ranks) for name, run in runs.items()}
     # From here on B stays the same: it is a repeated call whose host time and memory are asked for.
     operands.hold_weights()
     host = {}

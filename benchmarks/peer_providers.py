@@ -1,15 +1,33 @@
-"""Fused ops of others: PyTorch's on symmetric memory, Kraken's; and libraries that are looked for but not called."""
+"""Ops of others: PyTorch's on symmetric memory and FlashInfer's, alone or behind the BLAS, Kraken's; and libraries that
+are looked for but not called.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from pyrocshmem.benchmarks.collective_providers import meeting
 from pyrocshmem.benchmarks.operands import Operands
-from pyrocshmem.benchmarks.provider import Run, Unavailable, group_name, need_gpus, public
+from pyrocshmem.benchmarks.provider import (
+    Run,
+    Sum,
+    Unavailable,
+    chain,
+    check_bytes,
+    check_rows,
+    group_name,
+    need_gpus,
+    provided,
+)
+from pyrocshmem.reference.problems import EPS
+from pyrocshmem.stream_k.run.calls import meeting
+
+# FlashInfer's kernel gives a token's elements to the threads of one block, 8 to each.
+_FLASHINFER_HIDDEN = 8192
 
 
 def torch_symm_mem(x: Operands) -> Run:
@@ -20,7 +38,7 @@ def torch_symm_mem(x: Operands) -> Run:
     group = group_name()
     if x.case.op == "barrier":
         handle = symmetric_memory.rendezvous(symmetric_memory.empty(1, device=x.device), group)
-        return meeting(x, lambda: handle.barrier(channel=0))
+        return provided(meeting(x.heap, lambda: handle.barrier(channel=0)))
     _equal_rows(x)
     if x.case.op == "all_gather_gemm":
         fused = torch.ops.symm_mem.fused_all_gather_matmul
@@ -29,6 +47,98 @@ def torch_symm_mem(x: Operands) -> Run:
     scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
     call = lambda: scatter(x.a, x.b, "sum", 0, group)  # noqa: E731
     return Run(call, None, returns=True, roundings=1, library=True)
+
+
+def torch_shot(x: Operands, algorithm: str) -> Run:
+    """PyTorch's all-reduce on symmetric memory; where the op has a norm, PyTorch's sum and norm behind it."""
+    return chain(x, torch_sum(x, algorithm))
+
+
+def blas_torch_two_shot(x: Operands) -> Run:
+    """The BLAS, then PyTorch's two-shot on symmetric memory."""
+    check_rows(x)
+    return chain(x, torch_sum(x, "two_shot"))
+
+
+def blas_torch_one_shot(x: Operands) -> Run:
+    """The BLAS, then PyTorch's one-shot on symmetric memory, where that may pay."""
+    check_bytes(x)
+    check_rows(x)
+    return chain(x, torch_sum(x, "one_shot"))
+
+
+def torch_sum(x: Operands, algorithm: str) -> Sum:
+    """(what is summed [M, N], the sum, the call) of PyTorch's one-shot, or two-shot in place."""
+    need_gpus(x)
+    M, N = x.case.M, x.case.N
+    if M * N * x.dtype.itemsize % (16 * x.num_ranks):
+        raise Unavailable(f"size is no multiple of {16 * x.num_ranks} bytes")
+    # Registers the ops.
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    given, group = symmetric_memory.empty(M, N, dtype=x.dtype, device=x.device), group_name()
+    symmetric_memory.rendezvous(given, group)
+    if algorithm == "two_shot":
+        return given, given, lambda: torch.ops.symm_mem.two_shot_all_reduce_(given, "sum", group)
+    out = x.new(M, N)
+    return given, out, lambda: torch.ops.symm_mem.one_shot_all_reduce_out(given, "sum", group, out)
+
+
+def flashinfer(x: Operands) -> Run:
+    """FlashInfer's all-reduce of small tensors."""
+    check_bytes(x)
+    hidden = min(x.case.N, _FLASHINFER_HIDDEN)
+    tokens = x.case.M * x.case.N // hidden
+    if tokens * hidden != x.case.M * x.case.N or hidden % 8:
+        raise Unavailable(f"{x.case.M} x {x.case.N} are no tokens of {hidden} elements, in eights")
+    comm, workspace = flashinfer_workspace(x, tokens, hidden)
+    given, out = x.x.view(tokens, hidden), x.new(tokens, hidden)
+    call = lambda: comm.allreduce_fusion(  # noqa: E731
+        input=given,
+        workspace=workspace,
+        pattern=comm.AllReduceFusionPattern.kAllReduce,
+        launch_with_pdl=True,
+        output=out,
+    )
+    return Run(
+        call, out.view(x.case.M, x.case.N), roundings=x.num_ranks, library=True, close=workspace.destroy
+    )
+
+
+def blas_flashinfer(x: Operands) -> Run:
+    """The BLAS where there is a product, then FlashInfer's all-reduce, with residual and norm in it where the op has
+    them."""
+    check_rows(x)
+    M, N = x.case.M, x.case.N
+    comm, workspace = flashinfer_workspace(x, M, N)
+    alone = not x.problem.gemm
+    given, out = x.x if alone else x.new(M, N), x.new(M, N)
+    patterns, fuse = comm.AllReduceFusionPattern, partial(comm.allreduce_fusion, launch_with_pdl=True)
+    if x.problem.norm:
+        norm = {"residual_in": x.residual, "residual_out": x.new(M, N), "norm_out": out}
+        norm |= {"rms_gamma": x.weight, "rms_eps": EPS}
+        call = partial(fuse, given, workspace, patterns.kARResidualRMSNorm, **norm)
+    else:
+        call = partial(fuse, given, workspace, patterns.kAllReduce, output=out)
+
+    def both() -> None:
+        torch.mm(x.a, x.b, out=given)
+        call()
+
+    # Of partials, of their sums, of the sum with the residual.
+    return Run(call if alone else both, out, roundings=x.num_ranks + 2, library=True, close=workspace.destroy)
+
+
+def flashinfer_workspace(x: Operands, tokens: int, hidden: int) -> tuple[Any, Any]:
+    """(the module, its workspace for so many tokens)."""
+    need_gpus(x)
+    try:
+        comm = importlib.import_module("flashinfer.comm")
+    except ImportError as error:
+        raise Unavailable(f"not importable: {error}") from None
+    sizes = {"max_token_num": tokens, "hidden_dim": hidden, "dtype": x.dtype}
+    return comm, comm.create_allreduce_fusion_workspace(
+        backend="trtllm", world_size=x.num_ranks, rank=x.rank, **sizes
+    )
 
 
 def kraken(x: Operands) -> Run:
@@ -51,13 +161,13 @@ def kraken(x: Operands) -> Run:
         "gemm_reduce_scatter": "gemm_reduce_scatter",
         "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
     }
-    function = public(fused, names[x.case.op])
-    return Run(lambda: function(x.a, b), None, returns=True, roundings=x.ranks, library=True)
+    function = getattr(fused, names[x.case.op])
+    return Run(lambda: function(x.a, b), None, returns=True, roundings=x.num_ranks, library=True)
 
 
 def _equal_rows(x: Operands) -> None:
-    if x.case.M % x.ranks:
-        raise Unavailable(f"M = {x.case.M} is not divisible by the {x.ranks} ranks")
+    if x.case.M % x.num_ranks:
+        raise Unavailable(f"M = {x.case.M} is not divisible by the {x.num_ranks} ranks")
 
 
 def without_adapter(module: str) -> Callable[[Operands], Run]:

@@ -3,29 +3,42 @@
     run = prepare("torch_symm_mem", operands)      # raises Unavailable, with the reason
     run.call(); run.out
 
-A provider's `call` allocates as little as its interface lets it, and writes `out`. Here are the products and the
-table of all; `collective_providers` and `decode_providers` have the others.
+A provider's `call` allocates as little as its interface lets it, and writes `out`. Here are ours, the libraries that
+come with PyTorch, and the table of all; `peer_providers` has the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
-from pyrocshmem import stream_k
-from pyrocshmem.benchmarks import collective_providers, decode_providers, norm_providers, peer_providers
-from pyrocshmem.benchmarks.collective_providers import check_bytes
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.benchmarks import peer_providers
 from pyrocshmem.benchmarks.operands import Operands
-from pyrocshmem.benchmarks.provider import IS_DEFAULT, Run, Unavailable, first_line, need_gpus, public
-from pyrocshmem.benchmarks.shapes import COLUMN_NORMS, NORMS, OPS
+from pyrocshmem.benchmarks.provider import (
+    IS_DEFAULT,
+    Run,
+    Unavailable,
+    chain,
+    check_bytes,
+    check_rows,
+    first_line,
+    need_gpus,
+    provided,
+)
 from pyrocshmem.reference import ops as reference_ops
+from pyrocshmem.reference.problems import ALL, EPS
 from pyrocshmem.stream_k.choice.placement import placement_names
+from pyrocshmem.stream_k.run.calls import meeting, our_run
 
-SUMS = ("gemm_all_reduce", "gemm_reduce_scatter")
+# Of the value that is normalized, and before the weight: what PyTorch's norm may round.
+_NORM_ROUNDINGS = 2
 
 
 def providers_of(op: str) -> tuple[str, ...]:
@@ -41,32 +54,22 @@ def prepare(name: str, operands: Operands) -> Run:
 def _config(x: Operands, **changes: Any) -> Any:
     case = x.case
     chosen = [changes.pop(name, None) for name in ("partial_dtype", "placement")]
-    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.ranks, x.device, *chosen)
+    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.num_ranks, x.device, *chosen)
     return dataclasses.replace(config, **changes)
 
 
 def _ours(**changes: Any) -> Callable[[Operands], Run]:
-    """Ours with these fields of the configuration changed; Unavailable where that changes nothing."""
+    """Ours with these fields of the configuration changed, or with these options where the op takes no configuration;
+    Unavailable where that changes nothing."""
 
     def prepare_ours(x: Operands) -> Run:
-        if x.case.op in COLUMN_NORMS:
-            return norm_providers.ours(x)
-        if x.case.op in NORMS:
-            return decode_providers.ours_with_norm(x)
-        if x.kind == "collective":
-            return collective_providers.ours(x)
-        function, config = public(stream_k, x.case.op), _config(x, **changes)
+        ours = partial(our_run, x, x.heap, lambda: x.workspace)
+        if not x.problem.configured:
+            return provided(ours(**changes))
+        config = _config(x, **changes)
         if changes and config == _config(x):
             raise Unavailable(IS_DEFAULT)
-        out = x.new(*x.result_shape())
-        options = {} if x.case.op == "gemm" else {"group": x.heap}
-        if x.case.op == "all_gather_gemm":
-            options["num_rows"] = x.case.M
-
-        def call() -> None:
-            function(x.a, x.b, out=out, config=config, workspace=x.workspace, **options)
-
-        return Run(call, out, config=config)
+        return provided(ours(config=config), config=config)
 
     return prepare_ours
 
@@ -74,10 +77,6 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
 def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
     def prepare_algorithm(x: Operands) -> Run:
         check_bytes(x)
-        if x.case.op in NORMS:
-            return decode_providers.ours_with_norm(x, algorithm=algorithm)
-        if x.kind == "collective":
-            return collective_providers.ours(x, algorithm=algorithm)
         return _ours(algorithm=algorithm)(x)
 
     return prepare_algorithm
@@ -86,11 +85,7 @@ def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
 def _ours_16bit(x: Operands) -> Run:
     if x.dtype.itemsize != 2:
         raise Unavailable(f"{x.case.dtype} has 4 bytes")
-    if x.case.op in NORMS:
-        made = decode_providers.ours_with_norm(x, partial_dtype=x.dtype)
-    else:
-        made = _ours(partial_dtype=x.dtype)(x)
-    return dataclasses.replace(made, roundings=1)
+    return dataclasses.replace(_ours(partial_dtype=x.dtype)(x), roundings=1)
 
 
 def _ours_gemm(x: Operands) -> Run:
@@ -104,50 +99,57 @@ def _blas(x: Operands) -> Run:
 
 
 def _unfused(x: Operands) -> Run:
-    if x.case.op in COLUMN_NORMS:
-        return norm_providers.library(x)
-    if x.case.op in NORMS:
-        return decode_providers.library_with_norm(x)
-    if x.kind == "collective":
-        return collective_providers.library(x)
-    case, op = x.case, x.case.op
-    M, N, K = case.M, case.N, case.K
-    roundings = x.ranks if op in SUMS else 0
-    rows, columns = x.result_shape()
-    a = x.new(*x.a.shape).copy_(x.a)
-    out = x.new(rows, columns)
-    function: Callable[[], Any]
-    if op == "gemm_all_reduce":
-        function = lambda: reference_ops.gemm_all_reduce(a, x.b, out=out)  # noqa: E731
-    elif op == "gemm_reduce_scatter":
-        partial = x.new(M, N)
-        function = lambda: reference_ops.gemm_reduce_scatter(a, x.b, out=out, partial=partial)  # noqa: E731
-    elif op == "all_gather_gemm":
-        whole = x.new(M, K)
-        function = lambda: reference_ops.all_gather_gemm(  # noqa: E731
-            a, x.b, num_rows=M, out=out, gathered=whole
-        )
-    else:
-        block, blocks = x.new(M, N), x.new(x.ranks, M, N)
-        function = lambda: reference_ops.gemm_all_gather(  # noqa: E731
-            a, x.b, num_columns=columns, out=out, block=block, gathered=blocks
-        )
-    return Run(function, out, roundings=roundings, library=True)
+    """torch.distributed's, on buffers of its own, behind the BLAS where there is a GEMM."""
+    problem = x.problem
+    if problem.joins == "meet":
+        # Not dist.barrier, for which the host waits.
+        token = torch.zeros(1, device=x.device)
+        return provided(meeting(x.heap, lambda: dist.all_reduce(token)))
+    if problem.norm == "sum":
+        total = x.new(x.case.M, x.case.N)
+        return chain(x, (total, total, lambda: dist.all_reduce(total)))
+    if problem.norm and problem.out_cut != "N":
+        return _gathered_norm(x)
+    return provided(x.reference(), roundings=x.num_ranks if problem.sums else 0, library=True)
+
+
+def _gathered_norm(x: Operands) -> Run:
+    """The BLAS where there is a GEMM, the library's all-gather, the columns side by side, PyTorch's norm of them."""
+    M, N = x.case.M, x.case.N
+    columns, weight = x.num_ranks * N, x.whole_weight()
+    whole, blocks, block = x.new(M, columns), x.new(x.num_ranks, M, N), x.new(M, N)
+    if not x.problem.gemm:
+        block.copy_(x.x)
+
+    def run() -> torch.Tensor:
+        if x.problem.gemm:
+            torch.mm(x.a, x.b, out=block)
+        reference_ops.gather_columns(block, columns, out=whole, gathered=blocks)
+        return functional.rms_norm(whole, (columns,), weight, EPS)
+
+    return Run(run, None, returns=True, roundings=_NORM_ROUNDINGS, library=True)
+
+
+def _blas_ours(x: Operands) -> Run:
+    """The BLAS, then `collectives.all_reduce`."""
+    check_rows(x)
+    given, total = (x.new(x.case.M, x.case.N) for _ in "gt")
+    return chain(x, (given, total, lambda: collectives.all_reduce(given, group=x.heap, out=total)))
 
 
 def _unfused_stacked(x: Operands) -> Run:
     """The ranks' blocks one below the other, which is what a library gives: not the op's result, but faster."""
     M, N = x.case.M, x.case.N
-    out = x.new(x.ranks * M, N)
-    block = x.new(M, N) if x.kind != "collective" else x.new(M, N).copy_(x.x)
+    out = x.new(x.num_ranks * M, N)
+    block = x.new(M, N) if x.problem.gemm else x.new(M, N).copy_(x.x)
 
     def gather() -> None:
-        if x.kind != "collective":
+        if x.problem.gemm:
             torch.mm(x.a, x.b, out=block)
         reference_ops.all_gather(block, out=out)
 
     def side_by_side(stacked: torch.Tensor) -> torch.Tensor:
-        return stacked.view(x.ranks, M, N).transpose(0, 1).reshape(M, x.ranks * N)
+        return stacked.view(x.num_ranks, M, N).transpose(0, 1).reshape(M, x.num_ranks * N)
 
     return Run(gather, out, as_result=side_by_side, library=True)
 
@@ -174,29 +176,24 @@ def _nccl_window(x: Operands) -> Run:
 
 
 def _torch_shot(algorithm: str) -> Callable[[Operands], Run]:
-    def prepare_shot(x: Operands) -> Run:
-        make = (
-            decode_providers.torch_shot_with_norm if x.case.op in NORMS else collective_providers.torch_shot
-        )
-        return make(x, algorithm)
-
-    return prepare_shot
+    return partial(peer_providers.torch_shot, algorithm=algorithm)
 
 
 def _flashinfer(x: Operands) -> Run:
-    return decode_providers.blas_flashinfer(x) if x.case.op in NORMS else collective_providers.flashinfer(x)
+    return peer_providers.blas_flashinfer(x) if x.problem.norm else peer_providers.flashinfer(x)
 
 
-_PRODUCTS = tuple(op.name for op in OPS.values() if op.kind in ("row", "column"))
-_FUSED = tuple(name for name in _PRODUCTS if name not in (*NORMS, *COLUMN_NORMS))
-_ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
+_PRODUCTS = tuple(each.name for each in ALL if each.gemm and each.command)
+_FUSED = tuple(each.name for each in ALL if each.configured and each.command)
+_ALONE = tuple(each.name for each in ALL if not each.gemm)
+_SUMS = tuple(each.name for each in ALL if each.configured and each.sums)
 _NORMED = ("gemm_all_reduce_rms_norm",)
 _DECODED = ("gemm_all_reduce", *_NORMED)
 _ROWS_DIVIDED = ("all_gather_gemm", "gemm_reduce_scatter")
 _SUMMED = ("all_reduce", "all_reduce_rms_norm")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
-    "ours": (tuple(OPS), _ours()),
-    "ours_16bit": ((*SUMS, *_NORMED), _ours_16bit),
+    "ours": (tuple(each.name for each in ALL), _ours()),
+    "ours_16bit": ((*_SUMS, *_NORMED), _ours_16bit),
     **{
         f"ours_{placement}": (
             tuple(op for op in _FUSED if placement in placement_names(op)),
@@ -212,15 +209,15 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "unfused": ((*_PRODUCTS, *_ALONE), _unfused),
     "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
     "nccl_window": ((*_PRODUCTS, *_ALONE), _nccl_window),
-    "blas_ours": (_DECODED, decode_providers.blas_ours),
-    "blas_torch_two_shot": (_DECODED, decode_providers.blas_torch_two_shot),
-    "blas_flashinfer": (_DECODED, decode_providers.blas_flashinfer),
+    "blas_ours": (_DECODED, _blas_ours),
+    "blas_torch_two_shot": (_DECODED, peer_providers.blas_torch_two_shot),
+    "blas_flashinfer": (_DECODED, peer_providers.blas_flashinfer),
     "torch_symm_mem": ((*_ROWS_DIVIDED, "barrier"), peer_providers.torch_symm_mem),
     "torch_one_shot": (_SUMMED, _torch_shot("one_shot")),
     "torch_two_shot": (_SUMMED, _torch_shot("two_shot")),
     "flashinfer": (_SUMMED, _flashinfer),
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), peer_providers.kraken),
-    "blas_torch_one_shot": (_DECODED, decode_providers.blas_torch_one_shot),
+    "blas_torch_one_shot": (_DECODED, peer_providers.blas_torch_one_shot),
     "transformer_engine": (_ROWS_DIVIDED, peer_providers.without_adapter("transformer_engine")),
     "flux": (_ROWS_DIVIDED, peer_providers.without_adapter("flux")),
 }

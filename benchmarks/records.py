@@ -64,7 +64,7 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None
     return {
         "format": FORMAT,
-        "command": " ".join(["python -m pyrocshmem bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m pyrocshmem", *sys.argv[1:]]),
         "commit": commit or output_of("git", "rev-parse", "HEAD"),
         # Where the commit is told, what git sees is the tree of another.
         "uncommitted": []

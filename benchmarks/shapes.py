@@ -1,4 +1,4 @@
-"""What is measured: ops, sets of shapes, and the bytes that an op has to move.
+"""What is measured: ops and sets of shapes.
 
     cases = cases_of("gemm_all_reduce", "llama3", ranks=4, dtype="bfloat16", on_gpu=True)
 
@@ -77,36 +77,12 @@ LAYER_SIZES = {
 class Op:
     """An op. kind: "gemm", "row" (sums over ranks), "column", "collective" (no product), or "layer" (many of them).
 
-    gathers: which operand or result a rank receives whole: "a", "c" or nothing. sets: its default shape sets.
+    sets: its default shape sets.
     """
 
     name: str
     kind: str
     sets: tuple[str, ...]
-
-    def link_bytes(self, M: int, N: int, K: int, ranks: int, itemsize: int) -> float:
-        """Bytes that each rank must send at least, without multicast. M, N, K of the local product."""
-        share = (ranks - 1) / ranks
-        return itemsize * {
-            "gemm": 0.0,
-            "all_gather_gemm": share * M * K,
-            "gemm_reduce_scatter": share * M * N,
-            "gemm_all_reduce": 2 * share * M * N,
-            "gemm_all_scatter": (ranks - 1.0) * M * N,
-            # Beside columns, the sum of squares of a row, in fp32.
-            "gemm_rms_norm_all_scatter": (ranks - 1.0) * M * (N + 4 / itemsize),
-            "rms_norm": (ranks - 1.0) * M * 4 / itemsize,
-            "rms_norm_replicated": (ranks - 1.0) * M * (N + 4 / itemsize),
-            "barrier": 0.0,
-            "all_reduce": 2 * share * M * N,
-            "all_reduce_rms_norm": 2 * share * M * N,
-            "gemm_all_reduce_rms_norm": 2 * share * M * N,
-            "all_gather": (ranks - 1.0) * M * N,
-            "all_scatter": (ranks - 1.0) * M * N,
-            "reduce_scatter": share * M * N,
-            # The others pass it on.
-            "broadcast": float(ranks > 1) * M * N,
-        }[self.name]  # fmt: skip
 
 
 OPS = {

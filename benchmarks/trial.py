@@ -10,7 +10,6 @@ candidate's result is held to the result of the cost model's choice.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from pyrocshmem import stream_k
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.heap import Heap
-from pyrocshmem.reference.accuracy import bound, compare, make_operand
-from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.reference.timing import cold_copies, repeated, time_in_turn
-from pyrocshmem.shards import shard_range
+from pyrocshmem.reference.accuracy import bound, compare
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import BY_NAME
+from pyrocshmem.reference.timing import repeated, time_in_turn
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.target import num_sms
@@ -87,7 +86,7 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
         raise RuntimeError(f"{case}: the cost model's choice, {base}, does not run")
     below = _GRAPH_BELOW_S.get(device.type)
     if below is not None and trial.medians([base], _QUICK_ITERS)[base] < below:
-        trial.weights = cold_copies(trial.b, _GRAPH_CALLS)
+        trial.time_graphs()
     quick = trial.medians(fit, _QUICK_ITERS)
     finalists = sorted(fit, key=lambda config: quick[config])[:_FINALISTS]
     final = trial.medians(dict.fromkeys([base, *finalists]), iters)
@@ -114,7 +113,7 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
         us=round(1e6 * final[best], 2),
         cost_model_us=round(1e6 * final[base], 2),
         run=run,
-        timing="graph" if trial.weights else "eager",
+        timing="graph" if trial.graphs else "eager",
     )
     usual = dataclasses.asdict(base)
     differs = {name: value for name, value in dataclasses.asdict(best).items() if value != usual[name]}
@@ -122,58 +121,49 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
 
 
 class _Trial:
-    """Operands of a case on this rank, and the result that all candidates must give. weights: copies of b, where graphs
-    are timed."""
+    """Operands of a case on this rank, and the result that all candidates must give."""
 
     def __init__(self, case: Case, heap: Heap | None, device: torch.device) -> None:
-        self.heap, self.device = heap, device
-        rank = dist.get_rank() if heap is not None else 0
-        self.problem = next((problem for problem in PROBLEMS.values() if problem.op == case.op), None)
-        cut = self.problem.b_cut if self.problem is not None else ""
-        M, N, K = (
-            size * case.ranks if letter == cut else size
-            for letter, size in zip("MNK", (case.M, case.N, case.K), strict=True)
-        )
-        self.case, self.shape, self.rank = case, (M, N, K), rank
-        a_cut = self.problem.a_cut if self.problem is not None else ""
-        first, last = shard_range(M, rank, case.ranks) if a_cut == "M" else (0, M)
-        self.a = make_operand(
-            (last - first, case.K), case.dtype, 0, rank if a_cut else 0, tag="a", device=device
-        )
-        self.b = make_operand((case.K, case.N), case.dtype, 0, rank, tag="b", device=device)
-        self.weights: list[torch.Tensor] = []
-        self.options: dict[str, Any] = {} if heap is None else {"group": heap}
-        if self.problem is not None:
-            self.options |= self.problem.op_arguments(self.shape)
+        self.case, self.heap, self.device = case, heap, device
+        problem = BY_NAME[case.op]
+        shape = problem.global_shape((case.M, case.N, case.K), case.ranks)
+        # A GEMM alone is each rank's own.
+        of_rank = (heap.rank, case.ranks) if heap is not None else (0, 1)
+        self.operands = Operands(problem, shape, case.dtype, 0, *of_rank, device)
         self.magnitude, self.partials = self._magnitudes()
         self.out = torch.empty_like(self.magnitude)
+        self.options = self.operands.keywords() | ({} if heap is None else {"group": heap})
         self.expected: torch.Tensor | None = None
+        self.graphs = False
 
     def _magnitudes(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of the result's elements: the sums of their terms' absolute values; where partials are rounded, the sums
         over ranks of theirs."""
-        a, b = self.a.abs(), self.b.abs()
-        if self.problem is None:
-            return a @ b, None
-        call, magnitude = self.problem.prepare(a, b, self.shape, self.rank, self.case.ranks)
-        call()
+        x = self.operands
+        if self.heap is None:
+            return x.a.abs() @ x.b.abs(), None
+        run = x.absolute().reference()
+        run.call()
         if self.case.partial_dtype is None:
-            return magnitude, None
-        partials = (self.a @ self.b).abs()
+            return run.result(), None
+        partials = (x.a @ x.b).abs()
         dist.all_reduce(partials)
-        return magnitude, partials[self.problem.part(self.shape, self.rank, self.case.ranks)]
+        return run.result(), partials[x.problem.part(x.shape, x.rank, x.num_ranks)]
 
-    def call(self, config: Config, b: torch.Tensor | None = None) -> None:
-        """One call of the op, into `out`. b: a copy of its own."""
-        b = self.b if b is None else b
-        getattr(stream_k, self.case.op)(self.a, b, out=self.out, config=config, **self.options)
+    def call(self, config: Config) -> None:
+        """One call of the op, into `out`; it reads the next copy of B."""
+        x = self.operands
+        getattr(stream_k, self.case.op)(x.a, x.b, out=self.out, config=config, **self.options)
+
+    def time_graphs(self) -> None:
+        """From now on samples are replays of a graph of several calls."""
+        self.graphs = True
+        self.operands.cool_weights(_GRAPH_CALLS)
 
     def _timed(self, config: Config) -> Callable[[], object]:
         """What a sample calls: one call, or the replay of a graph of several."""
-        if not self.weights:
-            return partial(self.call, config)
-        weights = itertools.cycle(self.weights)
-        return repeated(lambda: self.call(config, next(weights)), _GRAPH_CALLS)
+        call = partial(self.call, config)
+        return repeated(call, _GRAPH_CALLS) if self.graphs else call
 
     def runs(self, config: Config) -> bool:
         """Whether all ranks can run with it: ValueError is how an op refuses a configuration."""
@@ -198,7 +188,9 @@ class _Trial:
         for first in range(0, self.out.shape[0], step):
             rows = slice(first, first + step)
             truth = expected[rows].double()
-            allowed = bound(truth, truth, self.magnitude[rows].double(), self.shape[2], self.case.dtype)
+            allowed = bound(
+                truth, truth, self.magnitude[rows].double(), self.operands.shape[2], self.case.dtype
+            )
             if self.partials is not None:
                 assert self.case.partial_dtype is not None
                 allowed += torch.finfo(self.case.partial_dtype).eps / 2 * self.partials[rows].double()
@@ -214,7 +206,7 @@ class _Trial:
             calls[str(i)] = self._timed(config), self.out
         seconds = time_in_turn(calls, iters, self.device)
         slowest = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.device)
-        slowest /= _GRAPH_CALLS if self.weights else 1
+        slowest /= _GRAPH_CALLS if self.graphs else 1
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.broadcast(slowest, src=0)
         return dict(zip(configs, map(statistics.median, slowest.tolist()), strict=True))

@@ -4,7 +4,7 @@
     python -m pyrocshmem tune -n 2 --ops gemm --shapes 512,512,512 --out mine.json
     PYROCSHMEM_TUNED=mine.json ./run.sh ...
 
-Exits with 1 where a configuration gave a wrong result, 2 for options that make no sense here.
+`benchmarks.tune_command` has the options.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import triton
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -30,7 +29,8 @@ from pyrocshmem import signal, target
 from pyrocshmem.benchmarks.trial import Case, Outcome, tune_case
 from pyrocshmem.heap import Heap
 from pyrocshmem.launching import spawn
-from pyrocshmem.reference.__main__ import Dtype, parse_shape, refuse
+from pyrocshmem.options import parse_sizes
+from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.choice import table as tuned
 
@@ -46,57 +46,32 @@ _GPU_HEAP_BYTES, _CPU_HEAP_BYTES = 24 << 30, 64 << 20
 _LIMIT_S = 3600.0
 
 
-def tune(
-    out: Annotated[Path, typer.Option(help="The table; entries of the same kind and shape are replaced.")],
-    num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-gpus", help="Default: all GPUs; 2 on a CPU.")
-    ] = None,
-    ops: Annotated[str, typer.Option(help="Names with commas between them.")] = ",".join(OPS),
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="M,N,K of a rank's product, or llama3; repeatable. Default: llama3, on a CPU small."
-        ),
-    ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Default: bfloat16, on a CPU float16.")] = None,
-    partial_dtype: Annotated[
-        Dtype | None, typer.Option(help="What sums over ranks travel in. Default: float32, then 16 bits.")
-    ] = None,
-    iters: Annotated[int, typer.Option(help="Samples of each of the best.")] = 7,
-    commit: Annotated[str, typer.Option(help="The commit, where git can't tell it.")] = "",
-) -> None:
-    """Measure configurations of ops, and put the fastest into a table for `stream_k.choose`."""
-    console = Console()
-    try:
-        wrong = _run(console, out, num_ranks, ops, shapes or [], dtype, partial_dtype, iters, commit)
-    except (ValueError, OSError) as error:
-        refuse(console, error)
-    for text in wrong:
-        console.print(text, style="red", markup=False, soft_wrap=True)
-    raise typer.Exit(1 if wrong else 0)
-
-
-def _run(
-    console: Console,
+def run(
     out: Path,
     num_ranks: int | None,
-    ops: str,
+    ops: str | None,
     shapes: list[str],
-    dtype: Dtype | None,
-    partial_dtype: Dtype | None,
+    dtype: str | None,
+    partial_dtype: str | None,
     iters: int,
     commit: str,
 ) -> list[str]:
-    """Measure, write and print; what gave wrong results."""
+    """Measure, write and print; what gave wrong results. ValueError for options that make no sense here."""
     on_gpu = target.backend() != "host"
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
     most = target.num_devices() if on_gpu else int(signal.MAX_WORLD.value)
-    if iters < 1 or not 1 <= ranks <= most:
-        raise ValueError(
-            f"{ranks} ranks, {iters} samples: allowed are 1 to {most} ranks here, 1 sample or more"
-        )
-    chosen = dtype or (Dtype.bfloat16 if on_gpu else Dtype.float16)
-    cases = plan(tuple(ops.split(",")), shapes or ["llama3" if on_gpu else ""], chosen, partial_dtype, ranks)
+    if not 1 <= ranks <= most:
+        raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
+    chosen = dtype or ("bfloat16" if on_gpu else "float16")
+    cases = plan(
+        tuple(ops.split(",")) if ops else OPS,
+        shapes or ["llama3" if on_gpu else ""],
+        chosen,
+        partial_dtype,
+        ranks,
+    )
+    console = Console()
+    report.print_where(console)
     table = tuned.Table.read(out) if out.exists() else tuned.Table([], [])
     table.runs.append(_run_facts(ranks, commit))
     table.write(out)
@@ -116,7 +91,7 @@ def _run(
 
 
 def plan(
-    ops: tuple[str, ...], shapes: list[str], dtype: Dtype, partial_dtype: Dtype | None, ranks: int
+    ops: tuple[str, ...], shapes: list[str], dtype: str, partial_dtype: str | None, ranks: int
 ) -> list[Case]:
     """The cases of a run. ValueError for what doesn't exist."""
     if unknown := set(ops) - set(OPS):
@@ -124,14 +99,12 @@ def plan(
     if ranks == 1 and ops != ("gemm",):
         raise ValueError("on one rank the fused ops are gemm: give --ops gemm")
     wires = (
-        [Dtype.float32, *([dtype] if dtype != Dtype.float32 else [])]
-        if partial_dtype is None
-        else [partial_dtype]
+        ["float32", *([dtype] if dtype != "float32" else [])] if partial_dtype is None else [partial_dtype]
     )
     cases = []
     for op in ops:
-        for wire in wires if op in _SUMS else [Dtype.float32]:
-            sent = getattr(torch, wire) if wire != Dtype.float32 else None
+        for wire in wires if op in _SUMS else ["float32"]:
+            sent = getattr(torch, wire) if wire != "float32" else None
             for text in shapes:
                 for shape in _shapes_of(op, text):
                     cases.append(Case(op, *shape, getattr(torch, dtype), ranks if op != "gemm" else 1, sent))
@@ -142,10 +115,8 @@ def _shapes_of(op: str, text: str) -> list[tuned.Shape]:
     if not text:
         return [_CPU_SHAPE]
     if text != "llama3":
-        shape = parse_shape(text)
-        if min(shape) < 1:
-            raise ValueError(f"--shapes is {text!r}, allowed sizes of 1 or more")
-        return [shape]
+        M, N, K = parse_sizes(text, "MNK", option="--shapes", least=1)
+        return [(M, N, K)]
     columns = [(m, n, k) for n, k in _LLAMA for m in _LLAMA_ROWS]
     rows = [(m, k, n) for m, n, k in columns]
     return columns + rows if op == "gemm" else rows if op in _SUMS else columns
@@ -156,7 +127,7 @@ def _run_facts(ranks: int, commit: str) -> dict[str, Any]:
     folder = Path(__file__).parent
     found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=folder).stdout.strip()
     return {
-        "command": " ".join(["python -m pyrocshmem run", *sys.argv[1:]]),
+        "command": " ".join(["python -m pyrocshmem", *sys.argv[1:]]),
         "commit": commit or found,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": target.describe(),
@@ -203,7 +174,3 @@ def _progress(total: int) -> Iterator[Callable[[Case], None]]:
                 print(f"tuning {case}", file=sys.stderr, flush=True)
 
         yield advance
-
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-app.command()(tune)

@@ -178,8 +178,8 @@ for _op in (
         schema=_SCHEMA,
         backward=_of_all_scatter,
         command="all_scatter",
-        steps="all_gather, then copies of the column blocks",
-        reference="gather_columns",
+        steps="all_gather, then a copy of the column blocks",
+        reference="all_scatter",
     ),
     Op(
         name="broadcast",

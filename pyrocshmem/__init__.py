@@ -15,29 +15,38 @@ Kernels of one's own (docs/device-kernels.md) take their context and flags from 
 `op_number`, and are started by `launch`.
 
 Import this package before Triton: `pyrocshmem.target` decides whether kernels are compiled or interpreted.
+
+In a process of the project's commands, which answer bad options before they import torch, the names load when one is
+asked for. In every other process they load now.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyrocshmem import target  # isort: skip  # before anything that imports Triton
-from pyrocshmem.endings import close_all
-from pyrocshmem.errors import (
-    CallMismatch,
-    HeapOutOfMemory,
-    InitTimeout,
-    PeerAborted,
-    PeerTimeout,
-    ShmemError,
-    WorkspaceBusy,
-)
-from pyrocshmem.groups import Group, ThreadGroup, as_group
-from pyrocshmem.heap import Heap, Usage, heap_for
-from pyrocshmem.launching import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
-from pyrocshmem.status import op_number
+from pyrocshmem.entry import checks_options_first, version
+
+if TYPE_CHECKING or not checks_options_first():
+    from pyrocshmem import target  # isort: skip  # before anything that imports Triton
+    from pyrocshmem.endings import close_all
+    from pyrocshmem.errors import (
+        CallMismatch,
+        HeapOutOfMemory,
+        InitTimeout,
+        PeerAborted,
+        PeerTimeout,
+        ShmemError,
+        WorkspaceBusy,
+    )
+    from pyrocshmem.groups import Group, ThreadGroup, as_group
+    from pyrocshmem.heap import Heap, Usage, heap_for
+    from pyrocshmem.launching import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
+    from pyrocshmem.status import op_number
 
 if TYPE_CHECKING:
     from pyrocshmem.calls.kernels import launch
     from pyrocshmem.calls.workspace import Workspace
+
+__version__ = version()
 
 __all__ = [
     "CallMismatch",
@@ -54,6 +63,7 @@ __all__ = [
     "Usage",
     "Workspace",
     "WorkspaceBusy",
+    "__version__",
     "as_group",
     "close_all",
     "from_torchrun",
@@ -67,12 +77,19 @@ __all__ = [
 ]
 
 
+# What imports Triton's language and interpreter, which forming a heap needs not: loaded when it is first asked for.
+_LATE = {"Workspace": "calls.workspace", "launch": "calls.kernels"}
+_PACKAGES = ("benchmarks", "collectives", "finegrained_alloc", "reference", "stream_k", "testing")
+_MODULES = ("target", "endings", "errors", "groups", "heap", "launching", "status")
+
+
 def __getattr__(name: str) -> Any:
-    """What imports Triton's language and interpreter, when it is first asked for: forming heaps needs neither."""
-    if name == "Workspace":
-        from pyrocshmem.calls.workspace import Workspace as found
-    elif name == "launch":
-        from pyrocshmem.calls.kernels import launch as found  # type: ignore[assignment]
+    found: Any
+    if name in _PACKAGES or (name in _MODULES and name in __all__):
+        found = import_module(f"pyrocshmem.{name}")
+    elif name in __all__:
+        modules = (import_module(f"pyrocshmem.{module}") for module in (_LATE.get(name), *_MODULES) if module)
+        found = next(getattr(module, name) for module in modules if hasattr(module, name))
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

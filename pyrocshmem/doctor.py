@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -43,6 +44,7 @@ _OPENER = """
 import sys
 if sys.argv[1] != "host":
     import torch
+sys.path.append(sys.argv[3])  # last: modules there have names of the standard library's
 import finegrained_alloc
 with finegrained_alloc.open_handle(bytes.fromhex(sys.stdin.read()), int(sys.argv[2])) as mapping:
     print(mapping.nbytes)
@@ -117,7 +119,7 @@ def check_ipc() -> Iterator[Finding]:
     device = 1 if target.num_devices() > 1 else 0
     with finegrained_alloc.alloc(_BLOCK, backend) as memory:
         done = subprocess.run(
-            [sys.executable, "-c", _OPENER, backend, str(device)],
+            [sys.executable, "-c", _OPENER, backend, str(device), str(Path(__file__).parent)],
             input=memory.export().hex(),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,

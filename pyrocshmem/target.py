@@ -12,14 +12,12 @@ Import it (importing `pyrocshmem` does) before Triton: `TRITON_INTERPRET` is rea
 import os
 import sys
 from functools import cache
-from pathlib import Path
 
 import torch
 
-BACKENDS = ("auto", "gpu", "cpu")
+from pyrocshmem.entry import is_command
 
-# Folders of the examples.
-_EXAMPLES = {("examples", "rms"), ("examples", "training"), ("examples", "device")}
+BACKENDS = ("auto", "gpu", "cpu")
 
 
 def _choose() -> tuple[bool, str]:
@@ -88,25 +86,13 @@ def _apply(on_cpu: bool) -> None:
     check_interpreter()
 
 
-def _is_command() -> bool:
-    """Whether this process runs a command or an example of this project, not a program that imports it."""
-    if sys.argv[0] == "-m":  # so long as the command's package is imported, before its own code
-        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
-        return sys.orig_argv[after].partition(".")[0] == "pyrocshmem"
-    script = Path(sys.argv[0]).resolve()
-    folder, above = script.parent, script.parent.parent
-    if script.name == "__main__.py":
-        return Path(__file__).resolve().parent.parent in script.parents
-    return (above.name, folder.name) in _EXAMPLES
-
-
 def _settle() -> tuple[bool, str]:
     try:
         chosen = _choose()
         _apply(chosen[0])
     except (RuntimeError, ValueError) as error:
         # Commands import this before their own code, which prints mistakes, can run.
-        if _is_command():
+        if is_command():
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         raise

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,7 +31,7 @@ from pyrocshmem.shards import shard_range
 EPS32 = 2.0**-23
 
 # Elements of a float64 block held at once (256 MiB): a few such blocks fit beside the operands on any GPU.
-_BLOCK_ELEMENTS = 1 << 25
+BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,54 @@ class Accuracy:
         """Whether every element is within its bound."""
         return self.num_bad == 0
 
+    def moved(self, row: int, column: int = 0) -> Accuracy:
+        """The same of a block that begins at (row, column), in the coordinates of the whole."""
+        first = self.first_bad and (self.first_bad[0] + row, self.first_bad[1] + column)
+        return replace(self, first_bad=first)
+
     def __str__(self) -> str:
         text = f"max error {self.max_error:.3e}, bound there {self.bound_at_max:.3e}, worst error/bound"
         text = f"{text} {self.worst_ratio:.3f}"
         if self.ok:
             return text
         return f"{text}; {self.num_bad} of {self.num_elements} elements bad, the first at {self.first_bad}"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a result must be, where it is looked at, and how far it may be off; all [m, n] in float64.
+
+    value: exact. slack: what sums in fp32 may add up to. own: of what the op itself rounds to its dtype on the way, the
+    error that one unit of it makes of the result; partials: the same of every rank's partial result; typical: of a
+    value of typical size, |A| @ |B| / sqrt(K). moved: values are only moved, so that no error is allowed.
+    """
+
+    value: torch.Tensor
+    slack: torch.Tensor
+    own: torch.Tensor
+    partials: torch.Tensor
+    typical: torch.Tensor
+    moved: bool = False
+
+    def check(
+        self,
+        out: torch.Tensor,
+        *,
+        roundings: int = 0,
+        partial_dtype: torch.dtype | None = None,
+        library: int = 0,
+    ) -> Accuracy:
+        """Hold a result [m, n] to the bound with the best baseline there can be, the exact result rounded.
+
+        roundings: of each partial result, to `partial_dtype`, None: out's. library: roundings of a value of typical
+        size that are allowed besides: libraries may round while they add, within a rank too (split-K in 16 bits).
+        """
+        unit = torch.finfo(out.dtype).eps / 2
+        rounded = self.value.to(out.dtype)
+        allowed = bound(self.value, rounded, torch.zeros_like(self.value), 0, out.dtype)
+        allowed += self.slack + unit * (self.own + library * self.typical)
+        allowed += roundings * torch.finfo(partial_dtype or out.dtype).eps / 2 * self.partials
+        return compare(out, self.value, rounded, torch.zeros_like(allowed) if self.moved else allowed)
 
 
 def bound(
@@ -117,7 +159,7 @@ def check(
     num_partials: int = 1,
     partial_roundings: int = 0,
     partial_dtype: torch.dtype | None = None,
-    block_elements: int = _BLOCK_ELEMENTS,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Accuracy:
     """Hold `out` [M, N] against the full a [M, K] @ b [K, N], and the reference's `baseline` [M, N].
 
@@ -148,8 +190,8 @@ def check(
             ref64, wire = sum_of_partials(a64, b64, num_partials)
             allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype)
             allowed += partial_roundings * torch.finfo(partial_dtype or out.dtype).eps / 2 * wire
-            results.append(_moved(compare(out[part], ref64, expected, allowed), m, n))
-    return _merged(results)
+            results.append(compare(out[part], ref64, expected, allowed).moved(m, n))
+    return merged(results)
 
 
 def make_operand(
@@ -182,15 +224,7 @@ def sum_of_partials(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch
     return total, absolute
 
 
-def _moved(found: Accuracy, row: int, column: int) -> Accuracy:
-    """`found` of a block that begins at (row, column), in the coordinates of the whole."""
-    first = found.first_bad and (found.first_bad[0] + row, found.first_bad[1] + column)
-    return Accuracy(
-        found.max_error, found.bound_at_max, found.worst_ratio, found.num_bad, found.num_elements, first
-    )
-
-
-def _merged(parts: list[Accuracy]) -> Accuracy:
+def merged(parts: list[Accuracy]) -> Accuracy:
     """One Accuracy for blocks that together are the output (none: an empty output, which is right)."""
     if not parts:
         return Accuracy(0.0, 0.0, 0.0, 0, 0, None)

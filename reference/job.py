@@ -1,7 +1,6 @@
 """One run of a reference op on one rank: operands, result, its check, its times.
 
 Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.float16))`, a `Result` a rank.
-Operands are random; rank r's shares are cut from them as `reference.problems` and `reference.norm_problems` say.
 """
 
 from __future__ import annotations
@@ -11,21 +10,27 @@ from dataclasses import dataclass
 import torch
 
 from pyrocshmem import target
-from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
-from pyrocshmem.reference.norm_problems import NORMS, Setting
-from pyrocshmem.reference.problems import PROBLEMS, find_problem
-from pyrocshmem.reference.timing import time_in_turn
+from pyrocshmem.reference import report
+from pyrocshmem.reference.accuracy import Accuracy
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import ALL, Problem, find_problem
+from pyrocshmem.reference.timing import Meter
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a name from PROBLEMS or NORMS, its global sizes, the dtype, and how many calls to time."""
+    """What to run: a problem's name on the command lines, its global sizes, the dtype, and how many calls to time."""
 
     collective: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int = 0
     iters: int = 10
+
+    @property
+    def problem(self) -> Problem:
+        """Of that name, with as many sizes."""
+        return find_problem(self.collective, len(self.shape))
 
 
 @dataclass(frozen=True)
@@ -39,60 +44,35 @@ class Result:
 def check_job(job: Job, num_ranks: int) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     check_name(job.collective)
-    least = int(job.collective in NORMS)
-    if min(job.shape) < least:
-        raise ValueError(f"shape is {job.shape}, allowed sizes of {least} or more")
-    if job.collective in NORMS and NORMS[job.collective].even and job.shape[1] % num_ranks != 0:
-        raise ValueError(f"N is {job.shape[1]}, a multiple of the {num_ranks} ranks is needed")
+    job.problem.check_sizes(job.shape, num_ranks, 0 if job.problem.configured else 1)
     if job.iters < 1:
         raise ValueError(f"iters is {job.iters}, allowed 1 or more")
 
 
 def check_name(collective: str) -> None:
-    """ValueError, with the names that there are, for any other."""
-    names = (*PROBLEMS, *NORMS)
+    """ValueError, with the names that there are, for any other. A barrier has nothing to look at without a heap."""
+    names = dict.fromkeys(problem.command for problem in ALL if problem.command and problem.joins != "meet")
     if collective not in names:
         raise ValueError(f"collective is {collective!r}, allowed {', '.join(names)}")
 
 
 def describe_bound(job: Job, num_ranks: int) -> str:
     """What the error is held to, in words."""
-    if job.collective in NORMS:
-        sums = NORMS[job.collective].sums
-        text = NORMS[job.collective].bound.replace("the reference", "one plain computation")
-    else:
-        sums = find_problem(job.collective).sums
-        text = "error of one plain product + sqrt(K) 2^-23 |A| @ |B| + one rounding"
-    return f"{text} + {num_ranks} roundings of each rank's part" if sums else text
+    text = job.problem.describe_bound()
+    if job.problem.moves:
+        return text
+    rounded = f"{num_ranks} roundings of each rank's part + " if job.problem.sums else ""
+    return f"{text} + {rounded}what a library rounds while it adds"
 
 
 def run_rank(rank: int, world_size: int, job: Job) -> Result:
     """Run `job` on this rank of the default process group: check the timed buffer, after timing it."""
     device = target.device(rank)
-    if job.collective in NORMS:
-        return _run_norm(Setting(rank, world_size, device, job.shape, job.dtype, job.seed), job)
-    problem = find_problem(job.collective)
-    M, N, K = job.shape
-    # The whole of A and B on every rank: the check needs them, and the shares are cut from them.
-    a = make_operand((M, K), job.dtype, job.seed, 0, tag="a", device=device)
-    b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
-    a_share, b_share = (x.contiguous() for x in problem.shares(a, b, rank, world_size))
-    call, out = problem.prepare(a_share, b_share, (M, N, K), rank, world_size)
-    seconds = time_in_turn({"reference": (call, out)}, job.iters, device)["reference"]
-
-    # One product of the whole operands on this device: independent of the shares and of the collective.
-    rows, columns = problem.part((M, N, K), rank, world_size)
-    baseline = torch.matmul(a, b)[rows, columns]
-    # The library rounds the partial products to the dtype, and again after each addition.
-    roundings = {"num_partials": world_size, "partial_roundings": world_size} if problem.sums else {}
-    return Result(check(out, a[rows], b[:, columns], baseline, **roundings), seconds)
-
-
-def _run_norm(setting: Setting, job: Job) -> Result:
-    """The same for an op that makes its result, which `out` becomes, without a copy."""
-    problem = NORMS[job.collective]
-    op = problem.make(setting)
-    out = torch.empty(0, dtype=job.dtype, device=setting.device)
-    calls = {"reference": (lambda: out.set_(op.reference()), out)}
-    seconds = time_in_turn(calls, job.iters, setting.device)["reference"]
-    return Result(op.check(out, op.plain(), setting.num_ranks if problem.sums else 0), seconds)
+    operands = Operands(job.problem, job.shape, job.dtype, job.seed, rank, world_size, device)
+    run, say = operands.reference(), report.step_of(rank)
+    say("warming up")
+    run.call()
+    say(f"timing {job.iters} calls of reference")
+    samples = Meter(device, lined_up=world_size > 1).in_turn({"reference": run}, job.iters)
+    say("checking against float64")
+    return Result(operands.check(run.result(), **operands.of_library()), tuple(samples.seconds["reference"]))

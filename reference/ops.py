@@ -91,6 +91,22 @@ def reduce_scatter(x: torch.Tensor, group: Group = None, *, out: torch.Tensor | 
     return out.copy_(block[:mine])
 
 
+def all_scatter(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    out: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ranks' `x` [M, N], of one shape, side by side: [M, R * N] on every rank. gathered: scratch [R, M, N]."""
+    ranks, (rows, columns) = dist.get_world_size(group), x.shape
+    gathered = _buffer("gathered", gathered, (ranks, rows, columns), x)
+    out = _buffer("out", out, (rows, ranks * columns), x)
+    all_gather(x, group, out=gathered.view(ranks * rows, columns))
+    out.view(rows, ranks, columns).copy_(gathered.transpose(0, 1))
+    return out
+
+
 def gemm_all_reduce(
     a: torch.Tensor, b: torch.Tensor, group: Group = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from pyrocshmem import target
 from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.text import format_seconds
 
@@ -39,6 +41,37 @@ class Timing:
 def slowest(samples_of_ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The samples of a call on all ranks, joined: call i took as long as it did on its slowest rank."""
     return tuple(max(call) for call in zip(*samples_of_ranks, strict=True))
+
+
+def print_where(console: Console) -> None:
+    """On a CPU: what times there are worth."""
+    if target.backend() == "host":
+        console.print(
+            "On this CPU Triton's interpreter runs the kernels: times here mean nothing.", soft_wrap=True
+        )
+
+
+def print_step(text: str) -> None:
+    """What begins now: a line on stderr, at once, in a log as on a terminal."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def step_of(rank: int) -> Callable[[str], None]:
+    """`print_step` on rank 0, silence on the others."""
+    return print_step if rank == 0 else lambda text: None
+
+
+def print_verdict(console: Console, results: Sequence[Accuracy]) -> bool:
+    """The last line of a run: all ranks are right, or which are wrong. Whether all are right."""
+    wrong = [str(rank) for rank, found in enumerate(results) if not found.ok]
+    count = len(results)
+    if not wrong:
+        text = f"all {count} ranks right" if count > 1 else "the one rank is right"
+        console.print(f"[green]{text}[/green]")
+    else:
+        ranks = f"rank {wrong[0]} is" if len(wrong) == 1 else f"ranks {', '.join(wrong)} are"
+        console.print(f"[red]{ranks} WRONG, of {count}[/red]", soft_wrap=True)
+    return not wrong
 
 
 def print_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:
@@ -69,17 +102,19 @@ def print_times(
 ) -> None:
     """Median and fastest time of each provider, and its rate for `amount` units in all; `unit` is the column's title.
 
-    With several providers a last column has the last one's median over this one's: above 1 is faster than it.
+    With several providers a last column has the last one's median over this one's: above 1 is faster than it. Not on a
+    CPU, where kernels are interpreted.
     """
     calls, last = len(timings[0].samples), timings[-1]
+    compared = len(timings) > 1 and target.backend() != "host"
     table = Table(title=f"time of one call ({calls} samples, slowest rank)", title_justify="left")
     table.add_column("")
     for header in ("median", "fastest", unit):
         table.add_column(header, justify="right")
-    if len(timings) > 1:
+    if compared:
         table.add_column(f"speed over {last.name}", justify="right")
     for timing in timings:
-        speed = [f"{last.median / timing.median:.3f}"] if len(timings) > 1 else []
+        speed = [f"{last.median / timing.median:.3f}"] if compared else []
         times = (format_seconds(timing.median), format_seconds(min(timing.samples)))
         table.add_row(timing.name, *times, f"{amount / timing.median / 1e9:.1f}", *speed)
     console.print(table)

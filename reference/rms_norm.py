@@ -118,41 +118,26 @@ def check_product(
     num_partials: int = 1,
     partial_roundings: int = 0,
 ) -> Accuracy:
-    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64: `check_total`. num_partials,
-    partial_roundings: as in `accuracy.check`."""
-    a, b = a.double(), b.double()
-    sums, wire = accuracy.sum_of_partials(a, b, num_partials)
-    rounded = partial_roundings * torch.finfo(out.dtype).eps / 2 * wire
-    more = (residual, weight, eps, baseline)
-    return check_total(out, sums, a.abs() @ b.abs(), a.shape[1], *more, rounded=rounded)
-
-
-def check_total(
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    magnitude: torch.Tensor,
-    num_terms: int,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    baseline: torch.Tensor,
-    *,
-    rounded: torch.Tensor | float = 0.0,
-) -> Accuracy:
-    """Hold `out`, the RMSNorm of h = sums + residual [M, N], against float64, beside `baseline`. sums: in float64;
-    magnitude: those of their terms' absolute values, of which each has so many.
+    """Hold `out`, the RMSNorm of h = a [M, K] @ b [K, N] + residual, against float64, beside `baseline`. num_partials,
+    partial_roundings: as in `accuracy.check`.
 
     The bound: as in `check`, and what the norm makes of an error of h, to first order. That may be, elementwise,
-    sqrt(num_terms) 2^-23 (magnitude + |residual|), one rounding of h to out's dtype, and `rounded`, what the sums may
-    have lost by roundings before.
+    sqrt(K) 2^-23 (|a| @ |b| + |residual|), one rounding of h to out's dtype, and those of the partials.
     """
-    h = sums
+    a, b = a.double(), b.double()
+    h, partials = accuracy.sum_of_partials(a, b, num_partials)
+    magnitude = a.abs() @ b.abs()
     if residual is not None:
-        h, magnitude = sums + residual.double(), magnitude + residual.double().abs()
-    rounding = torch.finfo(out.dtype).eps / 2 * h.abs()
-    error = math.sqrt(max(num_terms, 1)) * EPS32 * magnitude + rounding + rounded
-    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
-    passed = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
+        h, magnitude = h + residual.double(), magnitude + residual.double().abs()
+    roundings = torch.finfo(out.dtype).eps / 2 * (h.abs() + partial_roundings * partials)
+    error = math.sqrt(max(a.shape[1], 1)) * EPS32 * magnitude + roundings
     ref64 = in_float64(h, weight, eps)
     allowed = accuracy.bound(ref64, baseline, ref64.abs(), h.shape[1] + 16, out.dtype)
-    return accuracy.compare(out, ref64, baseline, allowed + passed * scale * weight.double().abs())
+    return accuracy.compare(out, ref64, baseline, allowed + passed(error, h, weight, eps))
+
+
+def passed(error: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """What the norm of rows h [M, H] makes of errors of h, to first order: of the value and of the root. float64."""
+    scale = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
+    moved = error + h.abs() * scale.square() * (h.abs() * error).mean(1, keepdim=True)
+    return moved * scale * weight.double().abs()

@@ -1,7 +1,7 @@
 """The project's commands: as a user starts them, or in this process, which has imported everything: 3 s less.
 
-done = commands.start("stream_k", "-n", "2")        # python -m pyrocshmem run -n 2
-done = commands.invoke(app, "-n", "2")              # its typer app
+done = commands.start("pyrocshmem", "run", "-n", "2")   # python -m pyrocshmem run -n 2
+done = commands.invoke(app, "-n", "2")                  # its typer app
 assert done.returncode == 0, done.stdout + done.stderr
 """
 
@@ -30,5 +30,7 @@ def start(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def invoke(app: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     """An exception that would end the command with a traceback is raised."""
     load_server()
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": WIDTH}, catch_exceptions=False)
+    # --backend sets the variable: it is as before afterwards.
+    environment = {"COLUMNS": WIDTH, "PYROCSHMEM_BACKEND": os.environ.get("PYROCSHMEM_BACKEND")}
+    done = CliRunner().invoke(app, arguments, env=environment, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)

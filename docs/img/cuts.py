@@ -47,9 +47,9 @@ def draw(path: Path) -> None:
     panels = figure.subplots(3, 2)
     for column, letter in enumerate("NK"):
         problems = [problem for problem in PROBLEMS.values() if problem.b_cut == letter]
-        ops = [(problem.op, problem, problem.result) for problem in problems]
-        normed = [(NORMS[each.collective], each) for each in problems if each.collective in NORMS]
-        ops += [(op, each, f"RMSNorm of {each.result}") for op, each in normed]
+        ops = [(problem.op, problem, problem.words) for problem in problems]
+        normed = [(NORMS[each.command], each) for each in problems if each.command in NORMS]
+        ops += [(op, each, f"RMSNorm of {each.words}") for op, each in normed]
         for axes, (op, problem, result) in zip(panels[:, column], ops, strict=True):
             cuts = (problem.a_cut, problem.b_cut, problem.out_cut)
             for i, (name, cut) in enumerate(zip(SIDES, cuts, strict=True)):

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from pyrocshmem import Heap, collectives, target
+from pyrocshmem import Heap, collectives, options, target
 from pyrocshmem.json_objects import all_gather_json
 from pyrocshmem.reference import rms_norm as reference
 from pyrocshmem.reference.accuracy import Accuracy, bound, compare
@@ -56,8 +56,11 @@ Findings = list[tuple[str, Accuracy]]
 
 def default_ranks(ranks: int | None) -> int:
     """`ranks`, or as many as this machine offers."""
-    if ranks is not None and not 1 <= ranks <= 8:
-        raise typer.BadParameter(f"{ranks} ranks, allowed are 1 to 8")
+    if ranks is not None:
+        try:
+            options.check_ranks(ranks)
+        except ValueError as error:
+            options.refuse(error)
     return ranks or (min(8, target.num_devices()) if target.num_devices() else 4)
 
 

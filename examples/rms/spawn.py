@@ -7,10 +7,9 @@ import socket
 
 import torch
 import torch.distributed as dist
-import typer
 from common import Hidden, Ranks, Rows, check_rank, default_ranks, finish
 
-from pyrocshmem import target
+from pyrocshmem import options, target
 
 
 def rank_main(rank: int, ranks: int, port: int, rows: int, hidden: int) -> None:
@@ -33,4 +32,4 @@ def main(ranks: Ranks = None, rows: Rows = 16, hidden: Hidden = 1001) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    options.run(main)

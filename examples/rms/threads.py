@@ -6,7 +6,7 @@ On GPUs thread r has GPU r; on a CPU the threads' kernels take turns. Exits with
 import typer
 from common import Hidden, Ranks, Rows, check_rank, default_ranks, print_findings
 
-from pyrocshmem import spawn_threads
+from pyrocshmem import options, spawn_threads
 
 
 def main(ranks: Ranks = None, rows: Rows = 16, hidden: Hidden = 1001) -> None:
@@ -16,4 +16,4 @@ def main(ranks: Ranks = None, rows: Rows = 16, hidden: Hidden = 1001) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    options.run(main)

@@ -3,10 +3,9 @@
 Exits with 1 when any rank's result is wrong, with 2 when torchrun did not start it.
 """
 
-import typer
 from common import Hidden, Rows, check_rank, finish
 
-from pyrocshmem import from_torchrun
+from pyrocshmem import from_torchrun, options
 
 
 def main(rows: Rows = 16, hidden: Hidden = 1001) -> None:
@@ -14,10 +13,9 @@ def main(rows: Rows = 16, hidden: Hidden = 1001) -> None:
     try:
         from_torchrun()
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        options.refuse(error)
     finish(check_rank(None, rows, hidden))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    options.run(main)

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from pyrocshmem import target
+from pyrocshmem import options, target
 from pyrocshmem.launching import from_torchrun
-from pyrocshmem.reference.__main__ import refuse
 
 # Of the losses of the split and of the whole model, in nats, at every step: both sum in fp32, in different orders.
 TOLERANCE = 1e-4
@@ -74,24 +73,22 @@ def command(
 ) -> None:
     """Run `train_rank(settings)` in this process, which torchrun started, with options from the command line."""
 
-    def main(**options: Any) -> None:
+    def main(**values: Any) -> None:
         try:
-            settings = settings_type(**options)
+            settings = settings_type(**values)
             from_torchrun()
             losses = train_rank(settings)
             if settings.compare and not compare(settings, losses):
                 raise typer.Exit(1)
         except ValueError as error:
-            refuse(Console(stderr=True), error)
+            options.refuse(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
     main.__doc__ = description
     main.__signature__ = inspect.signature(settings_type)  # type: ignore[attr-defined]  # typer makes options of it
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    options.run(main)
 
 
 def rank_device() -> torch.device:

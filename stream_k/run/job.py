@@ -1,42 +1,50 @@
-"""One run of a fused op on one rank: operands, result, its check, its times beside the reference's.
+"""One run of an op on one rank: operands, result, its check, its times beside the reference's.
 
-Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.float16, ...))`, a `Result` a
-rank. A and B are random; rank r's shares are cut from them as `reference.problems` says.
+Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.float16, ...))`, a `Result` a rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from pyrocshmem import stream_k, target
+from pyrocshmem import target
 from pyrocshmem.calls.timeline import Timeline, record_call
+from pyrocshmem.collectives.exchange import PIECE_BYTES
 from pyrocshmem.heap import Heap
-from pyrocshmem.reference.accuracy import Accuracy, check, make_operand
-from pyrocshmem.reference.problems import Problem, Shape, find_problem
-from pyrocshmem.reference.timing import time_in_turn
+from pyrocshmem.reference import report
+from pyrocshmem.reference.accuracy import Accuracy
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import Problem, find_problem
+from pyrocshmem.reference.timing import Meter, Run
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
+from pyrocshmem.stream_k.run.calls import meeting, our_run
 
 # Sizes of a tile and of its step along K. Descriptors take boxes of at most 256, products on all targets at least 16.
 BLOCKS = (16, 32, 64, 128, 256)
+# Slots of messages that rotate, one behind another in a two-shot, rounded up by a quarter at most: so many times what a
+# piece takes, at most.
+_SLOTS = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a name from reference.problems, the global (M, N, K), the dtype, how many calls to time.
+    """What to run: a problem's name on the command lines, its global sizes (M, N, and K where there is a GEMM), the
+    dtype, how many calls to time.
 
-    placement: one of the op's, or "auto". partial_dtype: what partial sums
-    travel in; None: fp32. trace: record a timeline of one more call. block: the tile, (M, N, K); None: the
-    configuration's.
+    trace: record a timeline of one more call. Of a problem that is `configured`: placement: one of the op's, or "auto".
+    partial_dtype: what partial sums travel in; None: fp32. block: the tile, (M, N, K); None: the configuration's.
     """
 
     collective: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     placement: str = "auto"
     seed: int = 0
@@ -44,6 +52,11 @@ class Job:
     partial_dtype: torch.dtype | None = None
     trace: bool = False
     block: tuple[int, ...] | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """Of that name, with as many sizes."""
+        return find_problem(self.collective, len(self.shape))
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,20 @@ class Result:
     timeline: Timeline | None = None
 
 
-def check_job(job: Job) -> None:
+def check_job(job: Job, num_ranks: int) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
-    problem = find_problem(job.collective)
+    problem = job.problem
+    if problem.configured:
+        _check_options(job, problem)
+    elif job.placement != "auto" or job.block is not None or job.partial_dtype is not None:
+        why = "chooses its GEMM itself" if problem.gemm else "has no GEMM"
+        raise ValueError(f"{job.collective} {why}: leave --block, --placement and --partial-dtype out")
+    problem.check_sizes(job.shape, num_ranks)
+    if job.iters < 1:
+        raise ValueError(f"iters is {job.iters}, allowed 1 or more")
+
+
+def _check_options(job: Job, problem: Problem) -> None:
     placements = placement_names(problem.op)
     if job.placement not in (*placements, "auto"):
         raise ValueError(
@@ -73,22 +97,11 @@ def check_job(job: Job) -> None:
         )
     if job.block is not None and job.placement == "unfused":
         raise ValueError("placement is 'unfused', whose product is the BLAS's: it takes no block")
-    if min(job.shape) < 1:
-        raise ValueError(f"shape is {job.shape}, allowed sizes of 1 or more")
-    if job.iters < 1:
-        raise ValueError(f"iters is {job.iters}, allowed 1 or more")
-
-
-def _padded(problem: Problem, shape: Shape, num_ranks: int) -> Shape:
-    """`shape` with as many columns as make the shares of ranks equal, where columns are shared out: the ops want
-    that. The columns that are added to B are zeros."""
-    M, N, K = shape
-    return (M, -(-N // num_ranks) * num_ranks, K) if problem.b_cut == "N" else shape
 
 
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
-    """The configuration that the run uses. ValueError where these ranks can't run the job with it."""
-    problem = find_problem(job.collective)
+    """The configuration that a configured op runs with. ValueError where these ranks can't run the job with it."""
+    problem = job.problem
     if job.placement in BY_MESSAGE and problem.a_cut == "M" and job.shape[0] % num_ranks != 0:
         raise ValueError(
             f"placement is {job.placement!r}, for as many rows on each rank: M is {job.shape[0]} on {num_ranks} ranks"
@@ -127,45 +140,55 @@ def make_schedule(job: Job, num_ranks: int, device: torch.device) -> Schedule:
     """The schedule that the run follows, for printing."""
     config = make_config(job, num_ranks, device)
     comm = config.num_comm_programs if config.placement == "beside" and num_ranks > 1 else 0
-    local = find_problem(job.collective).local_shape(job.shape, num_ranks)
-    return schedule_of(config, *local, device, comm)
+    M, N, K = job.problem.local_shape(job.shape, num_ranks)
+    return schedule_of(config, M, N, K, device, comm)
 
 
 def run_rank(rank: int, world_size: int, job: Job) -> Result:
     """Run `job` on this rank of the default process group: check the timed buffer, after timing it."""
-    problem, device = find_problem(job.collective), target.device(rank)
-    M, N, K = job.shape
-    shape = _padded(problem, job.shape, world_size)
-    # The whole of A and B on every rank: the check needs them, and the shares are cut from them.
-    a = make_operand((M, K), job.dtype, job.seed, 0, tag="a", device=device)
-    b = make_operand((K, N), job.dtype, job.seed, 0, tag="b", device=device)
-    b = torch.nn.functional.pad(b, (0, shape[1] - N))
-    a_share, b_share = (x.contiguous() for x in problem.shares(a, b, rank, world_size))
-    reference, expected = problem.prepare(a_share, b_share, shape, rank, world_size)
-    mine, sizes = torch.empty_like(expected), problem.op_arguments(shape)
-    op = getattr(stream_k, problem.op)
-    config = make_config(job, world_size, device)
-    with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
-
-        def ours() -> torch.Tensor:
-            return op(a_share, b_share, group=heap, out=mine, config=config, **sizes)
-
-        seconds = time_in_turn({"ours": (ours, mine), "reference": (reference, expected)}, job.iters, device)
-        timeline = record_call(ours, heap) if job.trace else None
-        heap.synchronize()
+    problem, device = job.problem, target.device(rank)
+    shape = problem.even_shape(job.shape, world_size)
+    operands = Operands(problem, shape, job.dtype, job.seed, rank, world_size, device)
+    options: dict[str, Any] = {}
+    bound: dict[str, Any] = {}
+    if problem.configured:
+        config = make_config(job, world_size, device)
         wire = config.wire_dtype(job.dtype)
-        roundings = {"num_partials": world_size, "partial_roundings": int(wire != torch.float32)}
-        rows, columns = problem.part(shape, rank, world_size)
-        accuracy = check(mine, a[rows], b[:, columns], expected, **roundings, partial_dtype=wire)
-        assert heap.workspace is not None or world_size == 1
+        options = {"config": config}
+        bound = {"roundings": int(wire != torch.float32), "partial_dtype": wire}
+    with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
+        ours, reference = our_run(operands, heap, **options), _reference(operands, heap)
+        runs = {"ours": ours, "reference": reference}
+        say = report.step_of(rank)
+        say("warming up")
+        for run in runs.values():
+            run.reset()
+            run.call()
+        say(f"timing {job.iters} calls of ours and reference")
+        samples = Meter(device, lined_up=world_size > 1).in_turn(runs, job.iters)
+        timeline = record_call(ours.call, heap) if job.trace else None
+        heap.synchronize()
+        say("checking against float64")
+        accuracy = operands.check(ours.result(), **bound)
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
+        seconds = {name: tuple(each) for name, each in samples.seconds.items()}
         return Result(accuracy, seconds, used, timeline if rank == 0 else None)
 
 
+def _reference(operands: Operands, heap: Heap) -> Run:
+    if operands.problem.joins != "meet":
+        return operands.reference()
+    token = torch.zeros(1, device=heap.device)
+    return meeting(heap, lambda: dist.all_reduce(token))  # not dist.barrier, for which the host waits
+
+
 def _heap_bytes(job: Job, world_size: int) -> int:
-    """Enough for any of the ops: two slots of fp32 partials, padded to tiles, in every placement; a result; two
-    of A gathered; flags."""
-    M, N, K = job.shape
+    """Enough for any of the ops. With a GEMM that is configured: two slots of fp32 partials, padded to tiles, in every
+    placement; a result; two of A gathered; flags. Without: tensors, messages."""
+    M, N, *_ = job.shape
+    if not job.problem.configured:
+        size = M * N * job.dtype.itemsize
+        return (64 << 20) + 8 * size + _SLOTS * min(world_size * size, PIECE_BYTES)
     padded = (M + 256 * world_size) * (N + 256 * world_size)
-    gathered = 2 * (M + 256 * world_size) * K if find_problem(job.collective).a_cut == "M" else 0
+    gathered = 2 * (M + 256 * world_size) * job.shape[2] if job.problem.a_cut == "M" else 0
     return 2 * padded * 4 + (3 * padded + gathered) * job.dtype.itemsize + (16 << 20)

@@ -12,11 +12,12 @@ import torch
 
 from pyrocshmem import Heap, target
 from pyrocshmem.benchmarks import check, plots, providers, records, tables
-from pyrocshmem.benchmarks.collective_providers import meeting
 from pyrocshmem.benchmarks.operands import Operands
-from pyrocshmem.benchmarks.provider import Unavailable
+from pyrocshmem.benchmarks.provider import Unavailable, provided
 from pyrocshmem.benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
+from pyrocshmem.reference.problems import BY_NAME
 from pyrocshmem.reference.timing import COLD_BYTES, cold_copies
+from pyrocshmem.stream_k.run.calls import meeting
 from tests.benchmarks import made_up
 from tests.ranks import run_ranks, values
 
@@ -82,13 +83,13 @@ def spoilt(rank: int, world_size: int) -> list[str]:
             run.call()
             # A library's bound is wider for sums: that of ours is put to the test, and there on exact results.
             run.library, run.roundings = False, 0
-            truth = operands.truth("result")
-            if truth.magnitude.any():
-                run.out = truth.ref64.to(run.result().dtype).view(run.result().shape)
-            if check.error_of(run, truth, world_size)["num_bad"]:
+            sample = operands.sampled("result")
+            if not sample.truth.moved:
+                run.out = sample.truth.value.to(run.result().dtype).view(run.result().shape)
+            if check.error_of(run, sample, world_size)["num_bad"]:
                 wrong.append(f"{op}: wrong as it is")
             run.out.view(-1)[-1] *= 1 + rank * 2**-8
-            if check.error_of(run, truth, world_size)["num_bad"] != rank:
+            if check.error_of(run, sample, world_size)["num_bad"] != rank:
                 wrong.append(f"{op}: rank {rank} is not seen")
     return wrong
 
@@ -103,13 +104,13 @@ def hurries(rank: int, world_size: int) -> list[int]:
     device, found = target.device(rank), []
     with Heap(8 << 20) as heap:
         operands = Operands(Case("barrier", "once", 1, 0, 0, "float16", world_size, "eager"), heap, device)
-        for run in (meeting(operands, lambda: None), providers.prepare("ours", operands)):
+        for run in (provided(meeting(heap, lambda: None)), providers.prepare("ours", operands)):
             run.call()  # the first one plans, for which hosts meet
             heap.synchronize()
             time.sleep(0.5 * rank)
             run.reset()
             run.call()
-            found.append(check.error_of(run, operands.truth("result"), world_size)["num_bad"])
+            found.append(check.error_of(run, operands.sampled("result"), world_size)["num_bad"])
             heap.synchronize()
     return found
 
@@ -129,8 +130,8 @@ def test_shapes_of_norms_over_columns() -> None:
         assert tables.shape(made_up.case(op, "norm-rows", 8, 2048, 0)) == "8 x 8192"
         sized = cases_of(op, "1024,65536", 4, "bfloat16", True)
         assert [(case.M, case.N) for case in sized] == [(1, 128), (4, 2048)]
-    assert OPS["rms_norm"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * 4
-    assert OPS["rms_norm_replicated"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * (2 * 2048 + 4)
+    assert BY_NAME["rms_norm"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * 4
+    assert BY_NAME["rms_norm_replicated"].link_bytes(8, 2048, 0, 4, 2) == 3 * 8 * (2 * 2048 + 4)
     decode = cases_of("gemm_rms_norm_all_scatter", "decode", 4, "bfloat16", True)
     assert {(case.N, case.K) for case in decode} == {(1024, 4096), (3584, 4096), (2048, 8192), (7168, 8192)}
 

@@ -236,7 +236,7 @@ def test_sizes_of_less_than_an_element_a_rank(op: str) -> None:
         (("all_reduce", "--shapes", "llama3"), "all_reduce takes sizes or tiny, or bytes, not 'llama3'"),
         (("gemm", "--shapes", "no-such.toml"), "no-such.toml"),
         (("gemm", "--providers", "ours,nobody"), "no such providers: nobody; there are blas, ours"),
-        (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed are bfloat16"),
+        (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed float16 (fp16)"),
         (("gemm", "--shapes", "[/x]"), "[/x]"),
         (("gemm", "--iters", "0"), "iters is 0, allowed 1 or more"),
         (("gemm", "-n", "0"), "0 ranks asked for"),

@@ -7,33 +7,38 @@ import pytest
 import torch
 
 from pyrocshmem import Heap
-from pyrocshmem.stream_k.run.__main__ import app
-from pyrocshmem.stream_k.run.collective_job import Job, run_rank
-from pyrocshmem.stream_k.run.collective_problems import STANDALONE, Setting
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import ALL
+from pyrocshmem.run_command import app
+from pyrocshmem.stream_k.run.calls import our_run
+from pyrocshmem.stream_k.run.job import Job, run_rank
 from tests import commands
 from tests.ranks import run_ranks, values
 
 TIER = 2
 SHAPE = (7, 10)
+STANDALONE = [problem for problem in ALL if not problem.gemm]
 
 
 def every_name(rank: int, world_size: int) -> list[str]:
     """What went wrong, of a job for each name; and of a result with one element changed, which must be found."""
     wrong = []
-    for name, problem in STANDALONE.items():
-        found = run_rank(rank, world_size, Job(problem, SHAPE, torch.float16, seed=3, iters=1))
+    for problem in STANDALONE:
+        shape = (1, world_size) if problem.name == "barrier" else SHAPE
+        found = run_rank(rank, world_size, Job(problem.command, shape, torch.float16, seed=3, iters=1))
         if not found.accuracy.ok or set(found.seconds) != {"ours", "reference"}:
-            wrong.append(f"{name}: {found}")
+            wrong.append(f"{problem.name}: {found}")
     with Heap(32 << 20) as heap:
-        for name, problem in STANDALONE.items():
-            calls = problem.prepare(Setting(heap, SHAPE, torch.float16, 4))
-            for out, call in ((calls.result, calls.ours), (calls.expected, calls.reference)):
-                out.fill_(float("nan"))
-                call()
+        for problem in STANDALONE:
+            x = Operands(problem, SHAPE, torch.float16, 4, rank, world_size, heap.device)
+            run = our_run(x, heap)
+            run.reset()
+            run.call()
             heap.synchronize()
-            calls.result.view(-1)[-1] *= 1.01
-            if calls.check().num_bad != 1:
-                wrong.append(f"{name}: not seen")
+            result = run.result().clone()
+            result[-1, -1] *= 1.01
+            if x.check(result).num_bad != 1:
+                wrong.append(f"{problem.name}: not seen")
     return wrong
 
 
@@ -51,7 +56,7 @@ def test_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = commands.invoke(app, "-n", "2", "--iters", "2", "--json", str(out), "-c", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"collectives.{arguments[0]}" in done.stdout
-    assert done.stdout.count("right") == 2
+    assert done.stdout.splitlines()[-1] == "all 2 ranks right"
     result = json.loads(out.read_text())
     assert result["ok"] is True
     assert {who: len(samples) for who, samples in result["seconds"].items()} == {"ours": 2, "reference": 2}

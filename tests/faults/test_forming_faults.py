@@ -34,7 +34,7 @@ from pyrocshmem import (
 from pyrocshmem.forming import SYSTEM_BYTES
 from pyrocshmem.groups import Group
 from pyrocshmem.lifecycle import Ledger
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from tests.faults.heap_support import (
     MIB,
     assert_next_job_works,
@@ -273,7 +273,9 @@ def test_a_run_without_room_for_its_heap_ends_in_a_line(monkeypatch):
     ended = CliRunner().invoke(app, ["-n", "2", "-c", "all_reduce", "--shape", "16,16,16"])
     assert ended.exit_code == 1
     assert isinstance(ended.exception, SystemExit), "it is no uncaught error"
-    after = ended.output.rpartition("┘\n")[2].splitlines()  # the table says what is asked for
+    assert ended.stdout.endswith("┘\n"), "the table says what is asked for, and nothing follows"
+    before, *after = ended.stderr.splitlines()
+    assert before == "starting 2 ranks ..."
     assert len(after) == 1, ended.output
     assert after[0].startswith(
         f"error: Heap({1 << 52} bytes) on host: ranks 0, 1 of 2 could not take part: MemoryError"

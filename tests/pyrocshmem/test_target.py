@@ -52,12 +52,14 @@ def test_bad_choice(monkeypatch, asked, interpret, gpus, kind, words):
 @pytest.mark.parametrize(
     ("command", "asked", "text"),
     [
-        (("-m", "pyrocshmem.stream_k.run", "-n", "2"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem", "run", "-n", "1"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem", "run", "--backend", "gpu"), "cpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem", "doctor"), "rocm", ROCM),
         (("-m", "pyrocshmem"), "rocm", ROCM),
         (("-m", "pyrocshmem.stream_k.local_gemm.schedule_plot"), "rocm", ROCM),
         (("-m", "pyrocshmem", "run", "-n", "2"), "rocm", ROCM),
         (("-m", "pyrocshmem.reference", "-n", "2"), "rocm", ROCM),
-        (("-m", "pyrocshmem.reference", "--backend", "gpu"), "cpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
+        (("-m", "pyrocshmem.reference", "--backend", "gpu"), "cpu", "--backend gpu, but this process runs"),
         (("-m", "pyrocshmem.benchmarks", "gemm"), "gpu", "PYROCSHMEM_BACKEND=gpu, but torch"),
         (("-m", "pyrocshmem.benchmarks", "report"), "rocm", ROCM),
         (("examples/rms/threads.py",), "rocm", ROCM),

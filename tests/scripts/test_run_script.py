@@ -79,7 +79,7 @@ def test_every_script_can_be_executed() -> None:
 
 def test_help_names_every_option_of_the_program() -> None:
     """run.sh refuses what its help doesn't name, so an option that is added to one must be added to the other."""
-    source = (support.ROOT / "stream_k/run/__main__.py").read_text()
+    source = (support.ROOT / "pyrocshmem/run_command.py").read_text()
     options = set(
         re.findall(r'"(--?[a-z][a-z-]*)"', " ".join(re.findall(r"typer\.Option\((.*?)\)\]", source)))
     )

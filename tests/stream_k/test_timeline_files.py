@@ -8,7 +8,7 @@ import pytest
 
 from pyrocshmem.calls import timeline_files
 from pyrocshmem.calls.timeline import COPY, MMA, Span, Timeline
-from pyrocshmem.stream_k.run.__main__ import app
+from pyrocshmem.run_command import app
 from tests import commands
 
 TIER = 2
@@ -142,4 +142,4 @@ def test_option_of_the_command_for_other_ops(
 def test_command_refuses_other_files(tmp_path: Path) -> None:
     done = commands.invoke(app, "-n", "1", "--trace", str(tmp_path / "out.png"))
     assert done.returncode == 2
-    assert ".json or .json.gz file" in done.stdout
+    assert ".json or .json.gz file" in done.stderr

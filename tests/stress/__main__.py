@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyrocshmem import target  # before Triton
+from pyrocshmem import options, target  # before Triton
 from tests.stress.episode import PLANTS
 from tests.stress.ops import OPS
 from tests.stress.runner import Options, Report, hunt
@@ -26,7 +26,7 @@ def main(
     op: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(OPS)}; repeat it; all if left out")] = None,
     minutes: Annotated[float, typer.Option(help="how long")] = 2.0,
     seed: Annotated[int | None, typer.Option(help="of everything random; another one each time if left out")] = None,
-    ranks: Annotated[int, typer.Option(help="0: another number for each start of ranks")] = 0,
+    ranks: Annotated[int, typer.Option(help="1 to 8; 0: another number for each start of ranks")] = 0,
     ranks_a_gpu: Annotated[int, typer.Option(help="more than 1: ranks may share GPUs, taking turns")] = 1,
     shrink_seconds: Annotated[float, typer.Option(help="for making what fails smaller")] = 120.0,
     plant: Annotated[str | None, typer.Option(help=f"a mistake to find (CPU): {', '.join(PLANTS)}")] = None,
@@ -34,16 +34,16 @@ def main(
 ) -> None:  # fmt: skip
     console = Console(soft_wrap=True)
     seed = secrets.randbelow(1 << 31) if seed is None else seed
-    console.print(f"{target.describe()}; seed {seed}")
-    if plant is not None and (plant not in PLANTS or not target.interpreted()):
-        console.print(f"plant is {plant!r}, allowed on the CPU target {', '.join(PLANTS)}", markup=False)
-        raise typer.Exit(2)
     try:
-        options = Options(minutes, seed, tuple(op or OPS), ranks, shrink_seconds, plant, ranks_a_gpu)
-    except ValueError as error:
-        console.print(str(error), markup=False)
-        raise typer.Exit(2) from None
-    report = hunt(options, lambda text: console.print(text, markup=False))
+        options.check_ranks(ranks, least=0)
+        options.check_file(json)
+        if plant is not None and (plant not in PLANTS or not target.interpreted()):
+            raise ValueError(f"plant is {plant!r}, allowed on the CPU target {', '.join(PLANTS)}")
+        chosen = Options(minutes, seed, tuple(op or OPS), ranks, shrink_seconds, plant, ranks_a_gpu)
+    except (ValueError, OSError) as error:
+        options.refuse(error)
+    console.print(f"{target.describe()}; seed {seed}")
+    report = hunt(chosen, lambda text: console.print(text, markup=False))
     _show(console, report)
     if json is not None:
         json.write_text(json_format.dumps(report.as_json(), indent=1) + "\n")
@@ -70,4 +70,4 @@ def _show(console: Console, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    options.run(main)
