@@ -83,23 +83,27 @@ def readme_table(files: Sequence[File]) -> str:
         if (group.ranks, group.device) == machine:
             shown.setdefault(group.op, group)
     rows: dict[str, list[str]] = {}
+    peers: dict[str, str] = {}
     for group, name, over in fused:
         if group is not shown.get(group.op):
             continue
         first = baseline(group.op)
         best = min(over.keys() - {first}, key=lambda peer: geometric_mean(over[peer]), default="")
-        cells = rows.setdefault(
-            group.op, [f"`{group.op}`", group.shapes, "", "", best and f"`{best}`", "", ""]
-        )
-        for column, peer in ((2, first), (5, cells[4].strip("`"))):
+        best = peers.setdefault(f"`{group.op}`", best)
+        cells = rows.setdefault(group.op, [f"`{group.op}`", group.shapes, "", "", "", ""])
+        for column, peer in ((2, first), (4, best)):
             cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
-    header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "best peer", "over it", "16-bit sums"]
+    header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "over the best peer", "16-bit sums"]
     environments = [file.environment for file in files if file.environment["gpus"]]
     dates = sorted(env["started"][:10] for env in environments)
     facts = [f"{machine[0]} x {markdown(machine[1].removeprefix('NVIDIA '))}"] if rows else []
     facts += [f"{dates[0]} to {dates[-1]}"] if dates else []
     facts += sorted({versions(env, ("torch", "triton", "nccl")) for env in environments})
-    return f"{'; '.join(facts)}. Multicast is off for all.\n\n{table(header, list(rows.values())[:5])}"
+    peers = dict(list(peers.items())[:5])
+    names = {peer: [op for op, best in peers.items() if best == peer] for peer in peers.values() if peer}
+    of = "; ".join(f"`{peer}` for {', '.join(ops)}" for peer, ops in names.items())
+    shown_rows = table(header, list(rows.values())[:5])
+    return f"{'; '.join(facts)}. Multicast is off for all.\n\n{shown_rows}\nBest peers: {of or 'none'}.\n"
 
 
 def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[str, list[float]]]]:

@@ -277,7 +277,7 @@ def test_text_stays_text_in_documents(root: Path, tmp_path: Path) -> None:
         assert "<script>" not in re.sub("`` .*? ``", "", text)
         for line in text.splitlines():
             if line.startswith("| `gemm_all_reduce`"):
-                assert len(re.findall(r"(?<!\\)\|", line)) == 8
+                assert len(re.findall(r"(?<!\\)\|", line)) == (8 if text is results else 7)
     written = set(everything_below(root))
     assert written - {"README.md", "docs/results.md", "docs/img/speedup.svg"} == {
         f"docs/results/{name}.svg"

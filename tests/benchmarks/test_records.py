@@ -118,8 +118,9 @@ def test_report(tmp_path: Path) -> None:
     )
     assert readme.endswith(f"{documents.END}\nafter\n")
     assert "old" not in readme
-    row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | `nccl_window` | 0.90 (0.90) |  |"
+    row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | 0.90 (0.90) |  |"
     assert [line for line in readme.splitlines() if line.startswith("| `")] == [row]  # the fused op alone
+    assert "Best peers: `nccl_window` for `gemm_all_reduce`.\n" in readme
     assert "unfused 1.00 (0.50)" in text  # the summary has every peer
     names = {path.stem for path in drawn if path.name != plots.FRONT}
     for part in ("-time", "-efficiency", "-utilisation", "roofline", "speedup-over-peers"):
