@@ -114,14 +114,13 @@ def test_report(tmp_path: Path) -> None:
     assert "| 4 KiB | eager | 10 | 20 (2.00) | 9 (**0.90**) |" in text
     readme = (root / "README.md").read_text()
     assert readme.startswith(
-        f"before\n{documents.BEGIN}\n2026-01-02 to 2026-01-02; torch 2.11, triton 3.6, nccl 2.28."
+        f"before\n{documents.BEGIN}\n4 x GPU X; 2026-01-02 to 2026-01-02; torch 2.11, triton 3.6, nccl 2.28."
     )
     assert readme.endswith(f"{documents.END}\nafter\n")
     assert "old" not in readme
-    assert (
-        "| `gemm_all_reduce` | llama3 | 4 x GPU X | 2 | unfused | 1.00 (0.50) |  | nccl_window | 0.90 (0.90) |  |"
-        in readme
-    )
+    row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | 0.90 (0.90) |  |"
+    assert [line for line in readme.splitlines() if line.startswith("| `")] == [row]  # the fused op alone
+    assert "Best peers: `nccl_window` for `gemm_all_reduce`.\n" in readme
     assert "unfused 1.00 (0.50)" in text  # the summary has every peer
     names = {path.stem for path in drawn if path.name != plots.FRONT}
     for part in ("-time", "-efficiency", "-utilisation", "roofline", "speedup-over-peers"):
