@@ -167,6 +167,21 @@ def _mark_fault(item: pytest.Item, where: str) -> None:
         item.user_properties += [("test", name), ("target", where), *found]
 
 
+def _keep_together(item: pytest.Item) -> None:
+    """Tests that share what a module's fixture has made, ranks' ends for instance: one worker runs them, or each would
+    make it anew."""
+    made = {
+        name: getattr(item, "callspec", None)
+        for name, found in item._fixtureinfo.name2fixturedefs.items()
+        if found[-1].scope == "module"
+    }
+    if made:
+        which = [
+            str(call.indices[name]) for name, call in sorted(made.items()) if call and name in call.params
+        ]
+        item.add_marker(pytest.mark.xdist_group("-".join((item.nodeid.partition("::")[0], *which))))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu, num_gpus = not target.interpreted(), _num_gpus()
@@ -184,6 +199,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out |= (item.get_closest_marker("alone") is not None) != (alone == "only")
         (dropped if left_out else kept).append(item)
         _mark_fault(item, where)
+        _keep_together(item)
         if reason := _skip_reason(item, on_gpu and num_gpus > 0, num_gpus, ranks_a_gpu):
             item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = sorted(kept, key=_tier)  # stable: the order inside a module stays

@@ -15,7 +15,7 @@ import triton.experimental.gluon  # noqa: F401 (by the first launch of a kernel)
 import tests.fused.bodies  # noqa: F401
 from pyrocshmem.benchmarks import run  # noqa: F401
 
-PACKAGES = ("collectives", "pyrocshmem", "stream_k", "triton")
+PACKAGES = ("pyrocshmem", "triton")
 
 
 def read_kernels() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+import torch.distributed as dist
+
 from pyrocshmem import RankResult, launching, target
 
 # How much longer than on an idle machine that has a GPU for each rank: others may use this one, and only what hangs
@@ -31,6 +33,14 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
     """Every rank's end, in rank order; see `pyrocshmem.launching.run_ranks`."""
     load_server()
     return launching.run_ranks(fn, num_ranks, *args, timeout=slower * timeout)
+
+
+def wait_until_formed(rank: int, world_size: int) -> None:
+    """In a rank: all have joined the process group. One that dies or destroys it before breaks those that are still
+    connecting."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"formed {rank}", "")
+    store.wait([f"formed {peer}" for peer in range(world_size)])
 
 
 def values(ends: Sequence[RankResult]) -> list[Any]:

@@ -7,7 +7,7 @@
 #   tests/run.sh tests/stream_k -k schedule   arguments go to pytest; paths are relative to the repository
 #
 # One pytest process for each target (tests/conftest.py says why): the CPU target, compiling for GPUs that need not be
-# here (beside the end of the one before), and the GPU target where there is a GPU. PYROCSHMEM_BACKEND=cpu leaves the last out, =gpu insists on it.
+# here (beside the one before), and the GPU target where there is a GPU. PYROCSHMEM_BACKEND=cpu leaves the last out, =gpu insists on it.
 # A pass that can't run here says why. The last line is `N passed, N failed, N skipped` over all of them. Exits 0 if nothing failed, 5 if no test was found.
 set -uo pipefail
 unset CDPATH
@@ -100,25 +100,25 @@ no_interpreter() {
 
 # Where there are cores for several tests, a pass has two parts: those that run at once, and those that others disturb.
 apart=()
-[ "$workers" -lt 2 ] || apart=(--alone without -n "$workers")
+[ "$workers" -lt 2 ] || apart=(--alone without -n "$workers" --dist loadgroup --no-loadscope-reorder)
 
 if [ "$backend" != gpu ]; then
-  reason=$(no_interpreter)
-  if [ -z "$reason" ]; then
-    run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" "${apart[@]}"
-  else
-    printf '\n=== pass: cpu, not run: %s ===\n' "$reason"
-  fi
-  # Compiling takes the cores that the second part of the CPU pass, whose tests mostly wait, leaves it.
+  # Compiling takes the cores that tests leave it while they wait, and a tenth of them while they don't.
   compiling=$((++parts))
   set -m # a process group of its own, to end it as a whole
   {
-    renice -n 19 -p "$BASHPID" >/dev/null
+    renice -n 10 -p "$BASHPID" >/dev/null
     start_pass "$compiling" compile TRITON_INTERPRET=0 -- --timeout 400 "$@"
   } >"$tallies/compile.log" 2>&1 &
   beside=$!
   set +m
-  [ -n "$reason" ] || [ "$workers" -lt 2 ] || run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" --alone only
+  reason=$(no_interpreter)
+  if [ -z "$reason" ]; then
+    run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" "${apart[@]}"
+    [ "$workers" -lt 2 ] || run_pass cpu PYROCSHMEM_BACKEND=cpu -- "$@" --alone only
+  else
+    printf '\n=== pass: cpu, not run: %s ===\n' "$reason"
+  fi
   wait "$beside"
   code=$? beside=
   cat "$tallies/compile.log"

@@ -11,10 +11,8 @@ import torch
 
 from pyrocshmem import Heap, target
 from pyrocshmem.benchmarks import layers, plots, records, run, tables
-from pyrocshmem.benchmarks.__main__ import app
 from pyrocshmem.benchmarks.layers import Problem, Step
 from pyrocshmem.benchmarks.shapes import LAYERS, cases_of
-from tests import commands
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -109,22 +107,3 @@ def test_the_asynchronous_peer_has_both_fused_ops() -> None:
     for found in values(run_ranks(compiled_ops, 2, timeout=100)):
         for op in ("all_gather_matmul", "matmul_reduce_scatter"):
             assert f"symm_mem.fused_{op}.default" in found
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("op", LAYERS)
-def test_each_step_has_a_command(op: str) -> None:
-    done = commands.invoke(app, op, "--shapes", "llama3-70b", "--providers", "torch_tp_async", "--iters", "0")
-    assert done.returncode == 2
-    assert "iters is 0, allowed 1 or more" in done.stdout
-
-
-def test_shapes_of_layers() -> None:
-    for op in LAYERS:
-        large = cases_of(op, "llama3-70b", 4, "bfloat16", True)
-        assert [case.M for case in large] == ([1, 16, 64] if op == "layer_decode" else [2048, 8192])
-        assert {(case.N, case.K, case.timing) for case in large} == {
-            (8192, 28672, "graph" if op == "layer_decode" else "eager")
-        }
-        with pytest.raises(ValueError, match=r"'llama3'.*llama3-8b"):
-            cases_of(op, "llama3", 4, "bfloat16", True)

@@ -49,12 +49,6 @@ def test_commands(tmp_path: Path) -> None:
     assert set(OPS) <= measured
 
 
-def test_one_set(tmp_path: Path) -> None:
-    assert records(tmp_path, "there", "corpus").returncode == 0
-    (asked,) = (tmp_path / "asked").read_text().splitlines()
-    assert "--iters 30 " in asked
-
-
 @pytest.mark.parametrize("arguments", [(), ("there", "lama3"), ("-x",)])
 def test_mistakes_are_told_at_once(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = records(tmp_path, *arguments)

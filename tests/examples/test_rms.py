@@ -61,8 +61,6 @@ def test_example(before: tuple[str, ...], script: str, after: tuple[str, ...]) -
     ("script", "options", "text"),
     [
         ("torchrun.py", (), "not started by torchrun: RANK, WORLD_SIZE"),
-        ("spawn.py", ("-n", "2", "--hidden", "0"), "--hidden"),
-        ("threads.py", ("-n", "2", "--rows", "-1"), "--rows"),
         ("threads.py", ("-n", "9"), "9 ranks, allowed are 1 to 8"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_budget_that_the_pause_exceeds_runs_out() -> None:
 @pytest.mark.num_ranks(3)
 @pytest.mark.alone
 def test_case_31_beside_two_busy_loops() -> None:
-    """200 calls with the budget that users have."""
+    """With the budget that users have."""
     with busy_loops():
-        found = values(run_ranks(calls, 3, 200, BUDGET_S, False))
+        found = values(run_ranks(calls, 3, 100, BUDGET_S, False))
     assert [wrong for wrong, _ in found] == [0, 0, 0]
 
 

@@ -25,7 +25,7 @@ from pyrocshmem import (
 from pyrocshmem import groups as bootstrap
 from pyrocshmem.groups import Group
 from pyrocshmem.stores import StoreBoard
-from tests.ranks import run_ranks, values
+from tests.ranks import run_ranks, values, wait_until_formed
 
 TIER = 1
 pytestmark = pytest.mark.cpu
@@ -458,6 +458,7 @@ def test_groups_of_torch():
 
 def _waits_for_the_dead(rank, world_size):
     """Rank 1 dies before it has made any call; the others wait for it in a vote, and for a heap."""
+    wait_until_formed(rank, world_size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     os.environ["PYROCSHMEM_INIT_SECONDS"] = "1"
@@ -486,6 +487,7 @@ def _made_again(rank, world_size, guarded):
         shared
     )  # as if torch gave every group the same keys
     replies = []
+    wait_until_formed(rank, world_size)
     for number in range(3):
         dist.destroy_process_group()
         store = dist.PrefixStore(f"made{number}", shared)

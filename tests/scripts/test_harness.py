@@ -1,12 +1,10 @@
 """tests/run.sh and tests/conftest.py: order, passes, skips, and the closing line."""
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests import conftest
 from tests.scripts import support
 
 TIER = 1
@@ -112,21 +110,6 @@ def test_several_at_once_and_the_others_alone(tree: Path) -> None:
     assert text.index("test_cheap") < text.index("test_apart PASSED"), "with others around it"
 
 
-def test_compiling_goes_on_beside_the_tests_that_run_alone(tree: Path) -> None:
-    """At a low priority: those are there to be disturbed by nobody."""
-    seen = tree / "compiling"
-    (tree / "tests/compile/test_c.py").write_text(
-        f"import os\ndef test_compiled():\n    open({str(seen)!r}, 'w').write(str(os.nice(0)))\n"
-    )
-    (tree / "tests/b/test_alone.py").write_text(
-        "import os, pytest, time\n@pytest.mark.alone\ndef test_apart():\n    end = time.monotonic() + 60\n"
-        f"    while not os.path.exists({str(seen)!r}): time.sleep(0.05); assert time.monotonic() < end\n"
-    )
-    code, closing, text = run(tree, "tests/b", "tests/compile", PYROCSHMEM_TEST_WORKERS="2")
-    assert (code, closing) == (0, "3 passed, 0 failed, 0 skipped"), text
-    assert seen.read_text() == "19"
-
-
 @pytest.mark.parametrize(
     ("line", "ran"),
     [
@@ -160,64 +143,6 @@ def test_with_gpus_each_test_has_its_pass(tree: Path) -> None:
     assert "starts 3 ranks, this machine has 2 GPUs" in text
 
 
-SHARED = """
-import pytest
-@pytest.mark.num_ranks(2)
-def test_own(): pass
-@pytest.mark.num_ranks(4)
-def test_shared():
-    from tests import sharing
-    assert sharing.entered == [2]
-@pytest.mark.num_ranks(5)
-def test_too_many(): pass
-@pytest.mark.num_ranks(3)
-@pytest.mark.gpu_a_rank("it times")
-def test_timed(): pass
-@pytest.mark.num_ranks(3)
-@pytest.mark.alone
-def test_disturbed(): pass
-@pytest.mark.cpu
-@pytest.mark.num_ranks(3)
-def test_elsewhere(): pass
-"""
-SHARING = """
-import contextlib
-def describe(ranks_a_gpu): return f"{ranks_a_gpu} a GPU"
-entered = []
-@contextlib.contextmanager
-def shared(ranks_a_gpu):
-    entered.append(ranks_a_gpu)
-    yield
-    print("left")
-"""
-
-
-def test_ranks_that_share_gpus(tree: Path) -> None:
-    """What has a GPU a rank is left to a run without the option; of the rest, what can share."""
-    (tree / "tests/b/test_shared.py").write_text(SHARED)
-    (tree / "tests/sharing.py").write_text(SHARING)
-    options = {"STANDIN_GPUS": "2", "PYROCSHMEM_BACKEND": "gpu"}
-    code, closing, text = run(tree, "-v", "--ranks-a-gpu", "2", **options)
-    assert (code, closing) == (0, "1 passed, 0 failed, 3 skipped"), text
-    assert "test_shared PASSED" in text
-    assert "starts 5 ranks, this machine has 2 GPUs with 2 ranks each" in text
-    assert "needs a GPU for each rank: it times" in text
-    assert "asserts on times, on free memory or on who comes first: needs a GPU for each rank" in text
-    assert "target: 2 a GPU" in text
-    assert "left" in text
-    code, closing, text = run(tree, "-v", "tests/b", **options)
-    assert (code, closing) == (0, "1 passed, 0 failed, 4 skipped"), text
-    assert "test_own PASSED" in text
-    assert run(tree, "--ranks-a-gpu", "2")[0] == 5, "on the CPU target ranks share as it is"
-    assert "--ranks-a-gpu is 0" in run(tree, "--ranks-a-gpu", "0", **options)[2]
-
-
-def test_workers_that_are_no_number(tree: Path) -> None:
-    done = support.bash(tree, "tests/run.sh", PYROCSHMEM_NO_VENV="1", PYROCSHMEM_TEST_WORKERS="many")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("tests/run.sh: PYROCSHMEM_TEST_WORKERS is 'many', a number is needed\n")
-
-
 def test_a_failure_fails_the_run(tree: Path) -> None:
     (tree / "tests/b/test_wrong.py").write_text(FAILING)
     code, closing, text = run(tree)
@@ -233,24 +158,11 @@ def test_a_crash_counts_as_a_failure(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "passed"),
     [
-        (("tests/compile",), 0, 1),
         (("tests/b/test_cheap.py::test_cheap",), 0, 1),
-        (("-k", "cheap or compiled"), 0, 2),
-        (("--max-tier", "0"), 0, 1),
+        (("--max-tier", "0", "-k", "cheap or dear or compiled"), 0, 1),
         (("-k", "nothing"), 5, 0),
     ],
 )
 def test_arguments_go_to_pytest(tree: Path, arguments: tuple[str, ...], code: int, passed: int) -> None:
     got, closing, text = run(tree, *arguments)
     assert (got, closing) == (code, f"{passed} passed, 0 failed, 0 skipped"), text
-
-
-def test_paths_of_pass() -> None:
-    compile_dir = str(conftest.COMPILE_DIR)
-    inside, outside = f"{compile_dir}/test_x.py::test_y", str(support.ROOT / "tests/scripts")
-    assert conftest.paths_of_pass([inside, outside], "cpu") == [outside]
-    assert conftest.paths_of_pass([inside, outside], "gpu") == [outside]
-    assert conftest.paths_of_pass([inside, outside], "compile") == [inside]
-    assert conftest.paths_of_pass([inside, outside], None) == [inside, outside]
-    above = [compile_dir] if os.path.isdir(compile_dir) else []
-    assert conftest.paths_of_pass([str(support.ROOT)], "compile") == above

@@ -1,13 +1,10 @@
 """The stress runner finds what it is there for, and makes it smaller without breaking it."""
 
-import inspect
 import json
 from random import Random
 
 import pytest
 
-from pyrocshmem import message, signal
-from tests.stress import overhead
 from tests.stress.ops import OPS
 from tests.stress.rounds import Round, draw_rounds, groups_of, shrunk
 from tests.stress.runner import Options, hunt
@@ -81,29 +78,3 @@ def test_options_are_checked() -> None:
         Options(ops=("gemm_all",))
     with pytest.raises(ValueError, match="minutes is 0"):
         Options(minutes=0)
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize(("large", "limit", "within"), [(True, 2.0, True), (False, 0.3, False)])
-def test_what_checks_cost_is_the_median_of_differences(large: bool, limit: float, within: bool) -> None:
-    """Of a call's ranks the slowest counts, sample by sample."""
-    ranks: list[dict[str, tuple[float, ...]]] = [
-        {"with": (201e-6, 210e-6, 209e-6), "without": (200e-6, 200e-6, 200e-6)},
-        {"with": (200e-6, 150e-6, 201e-6), "without": (199e-6, 209e-6, 190e-6)},
-    ]
-    found = overhead.summary(overhead.Case("all_reduce", (64, 1, 64), large), ranks)
-    assert found["case"] == "gemm_all_reduce 64 x 64"
-    assert (found["with_us"], found["without_us"]) == (209.0, 200.0)
-    # 1, 1 and 9 us more.
-    assert (found["difference_us"], found["limit_us"], found["within"]) == (1.0, limit, within)
-
-
-@pytest.mark.cpu
-def test_what_is_measured_without_checks_is_called_as_with_them() -> None:
-    taken = [list(inspect.signature(wait.fn).parameters) for wait in (signal.wait, overhead.bare_wait)]
-    assert taken[0] == taken[1]
-    for text in (message._POLL_ONE, message._POLL_TWO):
-        bare = overhead._bare_poll(text.value)
-        for check in ("globaltimer", "add.u32 n"):
-            assert check in text.value
-            assert check not in bare
