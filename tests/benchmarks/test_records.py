@@ -97,12 +97,8 @@ def test_report(tmp_path: Path) -> None:
     assert "50 (**0.50**)" in text  # a losing case, shown
     assert "`kraken` (not importable; 2 cases)" in text
     readme = (root / "README.md").read_text()
-    assert readme.startswith(f"before
-{documents.BEGIN}
-")
-    assert readme.endswith(f"{documents.END}
-after
-")
+    assert readme.startswith(f"before\n{documents.BEGIN}\n")
+    assert readme.endswith(f"{documents.END}\nafter\n")
     assert "old" not in readme
     row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | 0.90 (0.90) |  |"
     assert [line for line in readme.splitlines() if line.startswith("| `")] == [row]  # the fused op alone
