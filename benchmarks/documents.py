@@ -11,11 +11,13 @@ from pyrocshmem.benchmarks import stats
 from pyrocshmem.benchmarks.escape import markdown
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.records import File
-from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, baseline
+from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, TIMED, baseline
 from pyrocshmem.benchmarks.tables import document, number, table, versions
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _VARIANTS = ("ours", "ours_16bit")
+# Of an op that was measured with several sets of shapes README shows the first one here.
+_README_SHAPES = ("llama3", "decode")
 
 _HEAD = f"""# Results
 
@@ -67,25 +69,41 @@ def all_variants(files: Sequence[File]) -> str:
 
 
 def readme_table(files: Sequence[File]) -> str:
-    """A row for each op on GPUs and each set of shapes: ours, and its faster variant, over what it is first compared
-    with, and over the strongest of the others."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for group, name, over in _measured(files):
-        first, *others = sorted(
-            over, key=lambda peer: (peer != baseline(group.op), geometric_mean(over[peer]))
-        )
-        cells = rows.setdefault(
-            _what(group), [str(len(over[first])), first, "", "", *(others[:1] or [""]), "", ""]
-        )
-        column = 2 + _VARIANTS.index(name)
-        cells[column] = _mean_and_worst(over[first])
-        cells[column + 3] = _mean_and_worst(over.get(cells[4], []))
-    header = ["op", "shapes", "on", "cases", "over", *_VARIANTS, "over", *_VARIANTS]
+    """A row for each fused op, five at most, all of one machine, of two GPUs if there is one: ours, and its faster
+    variant, over cuBLAS + NCCL and over the strongest of the others."""
+    fused = [
+        found
+        for found in _measured(files)
+        if found[0].ranks > 1 and TIMED[found[0].op].kind in ("row", "column")
+    ]
+    machines = [(group.ranks, group.device) for group, *_ in fused]
+    machine = max(machines, key=lambda each: (each[0] == 2, machines.count(each)), default=(0, ""))
+    shown: dict[str, stats.Group] = {}
+    for group, *_ in sorted(fused, key=lambda found: [found[0].shapes != name for name in _README_SHAPES]):
+        if (group.ranks, group.device) == machine:
+            shown.setdefault(group.op, group)
+    rows: dict[str, list[str]] = {}
+    peers: dict[str, str] = {}
+    for group, name, over in fused:
+        if group is not shown.get(group.op):
+            continue
+        first = baseline(group.op)
+        best = min(over.keys() - {first}, key=lambda peer: geometric_mean(over[peer]), default="")
+        best = peers.setdefault(f"`{group.op}`", best)
+        cells = rows.setdefault(group.op, [f"`{group.op}`", group.shapes, "", "", "", ""])
+        for column, peer in ((2, first), (4, best)):
+            cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
+    header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "over the best peer", "16-bit sums"]
     environments = [file.environment for file in files if file.environment["gpus"]]
     dates = sorted(env["started"][:10] for env in environments)
-    found = sorted({versions(env, ("torch", "triton", "nccl")) for env in environments})
-    when = f"{dates[0]} to {dates[-1]}; {'; '.join(found)}. " if dates else ""
-    return f"{when}Multicast is off for all.\n\n{table(header, [[*what, *cells] for what, cells in rows.items()])}"
+    facts = [f"{machine[0]} x {markdown(machine[1].removeprefix('NVIDIA '))}"] if rows else []
+    facts += [f"{dates[0]} to {dates[-1]}"] if dates else []
+    facts += sorted({versions(env, ("torch", "triton", "nccl")) for env in environments})
+    peers = dict(list(peers.items())[:5])
+    names = {peer: [op for op, best in peers.items() if best == peer] for peer in peers.values() if peer}
+    of = "; ".join(f"`{peer}` for {', '.join(ops)}" for peer, ops in names.items())
+    shown_rows = table(header, list(rows.values())[:5])
+    return f"{'; '.join(facts)}. Multicast is off for all.\n\n{shown_rows}\nBest peers: {of or 'none'}.\n"
 
 
 def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[str, list[float]]]]:

@@ -24,9 +24,9 @@ _FULL_OR_HALF = (torch.float32, torch.bfloat16, torch.float16)
 class Element:
     """An element type of operands.
 
-    results: what their GEMM may store. biases: what a bias may be of. wire: what partial sums of results of this type
-    may travel in. tf32: whether operands may be multiplied as tf32, where the caller allows it. interpreted: whether
-    Triton's interpreter computes with it rightly.
+    results: what their GEMM may store, the first unless an `out` says otherwise. biases: what a bias may be of. wire:
+    what partial sums of results of this type may travel in. tf32: whether operands may be multiplied as tf32, where the
+    caller allows it. interpreted: whether Triton's interpreter computes with it rightly.
     """
 
     dtype: torch.dtype

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import signal, status, target, trace
+from pyrocshmem import signal, status, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import (
     COLUMN,
@@ -148,6 +148,7 @@ class GemmPlan:
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
+        self.activation, self.unbiased = activation, Finish.of(None, activation)
         finish = Finish.of(bias, activation)
         self.launch.compile(self._arguments(a, b, finish, out))
         if self.sum is not None:
@@ -160,8 +161,9 @@ class GemmPlan:
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""
-        a, b = self.product.readable(a, b)
-        finish = Finish.of(bias, self.activation)
+        if self.product.copies is not None:
+            a, b = self.product.copies.run(a, b)
+        finish = self.unbiased if bias is None else Finish.of(bias, self.activation)
         self.launch(self._arguments(a, b, finish, out))
         if self.sum is not None:
             self.sum.run(finish, out)
@@ -170,7 +172,7 @@ class GemmPlan:
         self, a: torch.Tensor, b: torch.Tensor, finish: Finish, out: torch.Tensor
     ) -> tuple[Any, ...]:
         """Those of `gemm_kernel` for tensors of this kind."""
-        x, y = self.product.operands(a, b)
+        x, y = filled(self.product.a_template, a), filled(self.product.b_template, b)
         extra = self.sent.extra(finish, *self.sent.rest)
         c = filled(self.c_template, out)
         problem, strides = self.product.problem, self.product.strides
@@ -221,11 +223,11 @@ def run_gemm(
         check_device(a, workspace.device)
         workspace.check()
         if out is None:
-            out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+            out = torch.empty(M, N, dtype=ELEMENTS[a.dtype].results[0], device=a.device)
         if min(M, N) == 0:
             return out
-        if target.interpreted() and a.dtype == torch.bfloat16:
-            # Triton's interpreter computes bf16 wrongly: the same product in fp32, rounded once.
+        if ELEMENTS[a.dtype].widened:
+            # The same product in fp32, rounded once.
             wide_bias = None if bias is None else bias.float()
             wide_residual = None if residual is None else residual.float()
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
@@ -238,7 +240,8 @@ def run_gemm(
     elif out is not None:
         claim(out, a, b, bias)
     else:
-        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        dtype = ELEMENTS[a.dtype].results[0]
+        out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     a, b = with_inner_size(a, b)
     with workspace.begin(None):  # type: ignore[union-attr]
         plan.run(a, b, bias if residual is None else in_one(bias, residual), out)

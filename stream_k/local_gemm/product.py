@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -82,7 +82,7 @@ class Product:
         """Whether a graph of a call can be replayed: not where operands are copied to new memory each time."""
         return self.copies is None or self.copies.kept
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """The kernel's `problem` argument."""
         plan = self.schedule

@@ -18,15 +18,17 @@ from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient
 from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import Finish, Options, Output, store_output
+from pyrocshmem.collectives.exchange import Exchange
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.operands import check_product
-from pyrocshmem.stream_k.ops.by_message import GatherPlan
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
     b_gradient,
@@ -125,7 +127,7 @@ def _arguments(request: Request, group: str) -> tuple[Any, ...]:
     return a, b, group, num_rows, bias, activation, *more
 
 
-class _Plan(FusedPlan):
+class _CopyPlan(FusedPlan):
     def __init__(self, call: Call) -> None:
         # Split tiles would come first, when only this rank's rows are there.
         call = replace(call, config=replace(call.config, split="none"))
@@ -181,6 +183,7 @@ class _Plan(FusedPlan):
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         self.activation = call.request.activation
+        self.unbiased = Finish.of(None, self.activation)
         self.gemm = product.launch(op, world, store_output, Options(self.c_how), order="GATHERS")
 
     def _gemm_arguments(
@@ -189,7 +192,7 @@ class _Plan(FusedPlan):
         product = self.product
         a = a if self.stand_in is None else self.stand_in
         c, arrived = filled(self.c_template, out), Arrived(self.flags, product.config.chunk)
-        extra = Output(Finish.of(bias, self.activation), *self.strides)
+        extra = Output(self.unbiased if bias is None else Finish.of(bias, self.activation), *self.strides)
         context = self.workspace.context
         return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)
 
@@ -228,8 +231,51 @@ class _Plan(FusedPlan):
         return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
 
 
+class _MessagePlan(FusedPlan):
+    """All ranks' rows by messages, then the GEMM."""
+
+    def __init__(self, call: Call) -> None:
+        config, request, workspace = call.config, call.request, call.workspace
+        self.workspace, self.result = workspace, None
+        M, N = call.num_rows, call.b.shape[1]
+        if M % call.heap.world_size != 0:
+            raise ValueError(
+                f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
+                f"{call.heap.world_size}"
+            )
+        # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
+        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
+        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
+        self.gathered = held[: M * K].view(M, K)
+        # A rank without columns only sends its rows.
+        self.gemm: GemmPlan | BlasPlan | None = None
+        options = (request.bias, request.activation)
+        unfused = config.placement == "unfused" and call.out.is_contiguous()
+        if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
+            self.gemm, self.blas = BlasPlan(self.gathered, call.b, call.out), True
+        elif N > 0:
+            self.gemm = GemmPlan(
+                self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
+            )
+            self.product = self.gemm.product
+        self.exchange = Exchange(workspace, status.Op.ALL_GATHER_GEMM, "all_gather", call.a, self.gathered)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Both parts are compiled when they are planned."""
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue the call."""
+        self.exchange.run(a, self.gathered)
+        if self.gemm is not None:
+            self.gemm.run(self.gathered, b, bias, out)
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The gathered rows, as a new tensor."""
+        return self.gathered[:, : a.shape[1]].clone()
+
+
 def _make_plan(call: Call) -> FusedPlan:
-    return GatherPlan(call) if call.config.placement in BY_MESSAGE else _Plan(call)
+    return _MessagePlan(call) if call.config.placement in BY_MESSAGE else _CopyPlan(call)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

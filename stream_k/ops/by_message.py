@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch
 
-from pyrocshmem import status
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, sent_by_tiles
@@ -29,15 +28,8 @@ from pyrocshmem.message_slots import QUAD_BYTES
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, Sent
-from pyrocshmem.stream_k.ops.op import Call
+from pyrocshmem.stream_k.ops.op import Call, GemmOp
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
-
-_OPS = {
-    "gemm_reduce_scatter": (status.Op.GEMM_REDUCE_SCATTER, "reduce_scatter"),
-    "gemm_all_reduce": (status.Op.GEMM_ALL_REDUCE, ""),
-    "gemm_all_scatter": (status.Op.GEMM_ALL_SCATTER, "all_scatter"),
-}
-
 
 # Elements of a product in memory that are summed at a time. All at once an op takes 3 to 6% less time, and its slots
 # twice the memory (2 x H200, products of two waves of tiles).
@@ -98,14 +90,15 @@ class SentProduct:
 
 
 class MessagePlan(FusedPlan):
-    """The plan of a product and the exchange that follows it, for the op of that name."""
+    """The plan of a GEMM and the exchange that follows it. kind: of the exchange (`collectives.exchange`)."""
 
-    def __init__(self, call: Call, name: str) -> None:
-        op, kind = _OPS[name]
+    def __init__(self, call: Call, op: GemmOp, kind: str) -> None:
         config, request, workspace = call.config, call.request, call.workspace
         self.workspace = workspace
-        self.sums = name != "gemm_all_scatter"
+        self.sums = op.sums
         self.activation, self.columns = request.activation, call.out.shape[1]
+        # Where nothing is summed, the GEMM's own epilogue finishes its tiles.
+        self.after = AfterSum(Finish.of(None, self.activation), self.columns) if self.sums else AfterSum()
         self.result = None
         written = call.out
         if not call.out.is_contiguous():
@@ -115,8 +108,8 @@ class MessagePlan(FusedPlan):
         bias, activation = (None, "none") if self.sums else (request.bias, request.activation)
         self.sent = SentProduct(
             workspace,
-            op,
-            kind or config.algorithm,
+            op.number,
+            kind,
             call.a,
             call.b,
             config,
@@ -133,7 +126,9 @@ class MessagePlan(FusedPlan):
             self.product = self.sent.gemm.product
 
     def _after(self, bias: torch.Tensor | None) -> AfterSum:
-        return AfterSum(Finish.of(bias, self.activation), self.columns) if self.sums else AfterSum()
+        if bias is None or not self.sums:
+            return self.after
+        return self.after._replace(finish=Finish.of(bias, self.activation))
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Nothing: both parts are compiled when they are planned."""
@@ -142,46 +137,3 @@ class MessagePlan(FusedPlan):
         """Enqueue the call."""
         written = out if self.result is None else self.result
         self.sent.run(a, b, None if self.sums else bias, written, self._after(bias))
-
-
-class GatherPlan(FusedPlan):
-    """`all_gather_gemm`: all ranks' rows, then the product."""
-
-    def __init__(self, call: Call) -> None:
-        config, request, workspace = call.config, call.request, call.workspace
-        self.workspace, self.result = workspace, None
-        M, N = call.num_rows, call.b.shape[1]
-        if M % call.heap.world_size != 0:
-            raise ValueError(
-                f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
-                f"{call.heap.world_size}"
-            )
-        # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
-        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
-        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
-        self.gathered = held[: M * K].view(M, K)
-        # A rank without columns only sends its rows.
-        self.gemm: GemmPlan | BlasPlan | None = None
-        options = (request.bias, request.activation)
-        unfused = config.placement == "unfused" and call.out.is_contiguous()
-        if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
-            self.gemm, self.blas = BlasPlan(self.gathered, call.b, call.out), True
-        elif N > 0:
-            self.gemm = GemmPlan(
-                self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
-            )
-            self.product = self.gemm.product
-        self.exchange = Exchange(workspace, status.Op.ALL_GATHER_GEMM, "all_gather", call.a, self.gathered)
-
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Both parts are compiled when they are planned."""
-
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Enqueue the call."""
-        self.exchange.run(a, self.gathered)
-        if self.gemm is not None:
-            self.gemm.run(self.gathered, b, bias, out)
-
-    def second(self, a: torch.Tensor) -> torch.Tensor:
-        """The gathered rows, as a new tensor."""
-        return self.gathered[:, : a.shape[1]].clone()

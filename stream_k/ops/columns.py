@@ -48,6 +48,7 @@ class ColumnsPlan(FusedPlan):
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
         self.activation = call.request.activation
+        self.unbiased = Finish.of(None, self.activation)
         op = int(status.Op.GEMM_ALL_SCATTER)
         # LAG 0: the columns of the call before are overwritten only when the peers have pulled them.
         self.gemm = product.launch(
@@ -94,7 +95,9 @@ class ColumnsPlan(FusedPlan):
         return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
 
     def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        extra = row_blocks.OwnColumns(self.tile_flags, Finish.of(bias, self.activation))
+        extra = row_blocks.OwnColumns(
+            self.tile_flags, self.unbiased if bias is None else Finish.of(bias, self.activation)
+        )
         return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -75,7 +75,7 @@ def gemm_all_reduce(
 
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
-        return MessagePlan(call, "gemm_all_reduce")
+        return MessagePlan(call, OP, call.config.algorithm)
     return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
 
 
@@ -111,6 +111,7 @@ class _Plan(FusedPlan):
             rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
         self.activation = call.request.activation
+        self.unbiased = Finish.of(None, self.activation)
         beside = config.placement == "beside"
         options = tiles.Options(self.one_shot, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_REDUCE)
@@ -131,7 +132,10 @@ class _Plan(FusedPlan):
     def arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> ByRole:
-        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        results, finish = (
+            out if self.result is None else self.result,
+            self.unbiased if bias is None else Finish.of(bias, self.activation),
+        )
         extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
         of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)
         sizes = self.context, self.product.problem

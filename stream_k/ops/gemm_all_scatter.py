@@ -90,6 +90,7 @@ class _Plan(FusedPlan):
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
         self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
         self.activation = call.request.activation
+        self.unbiased = Finish.of(None, self.activation)
         beside = config.placement == "beside"
         options = tiles.Options(self.c_how, call.request.squared_partials, config.comm_rows, beside)
         op = int(status.Op.GEMM_ALL_SCATTER)
@@ -118,7 +119,10 @@ class _Plan(FusedPlan):
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> ByRole:
         c = filled(self.c_template, self._columns(out))
-        results, finish = out if self.result is None else self.result, Finish.of(bias, self.activation)
+        results, finish = (
+            out if self.result is None else self.result,
+            self.unbiased if bias is None else Finish.of(bias, self.activation),
+        )
         extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
         of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)
         sizes = self.context, self.product.problem
@@ -127,7 +131,7 @@ class _Plan(FusedPlan):
 
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
-        return MessagePlan(call, "gemm_all_scatter")
+        return MessagePlan(call, OP, "all_scatter")
     return ColumnsPlan(call) if call.config.placement in BY_ROWS else _Plan(call)
 
 

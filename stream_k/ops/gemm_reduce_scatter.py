@@ -55,7 +55,7 @@ def gemm_reduce_scatter(
 
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
-        return MessagePlan(call, "gemm_reduce_scatter")
+        return MessagePlan(call, OP, "reduce_scatter")
     return RowsPlan(call, everywhere=False)
 
 

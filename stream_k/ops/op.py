@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from pyrocshmem import target, trace
+from pyrocshmem import trace
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.op import Op, register
@@ -28,6 +29,7 @@ from pyrocshmem.calls.tensors import aligned, kind, left_kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
@@ -120,8 +122,8 @@ class GemmOp(Op):
         return self.out_cut == "N"
 
     def result_dtype(self, request: Request) -> torch.dtype:
-        """Of the result; an op of another dtype than A's overrides it."""
-        return request.a.dtype
+        """Of the result; an op of another dtype than its operands' default overrides it."""
+        return ELEMENTS[request.a.dtype].results[0]
 
     def has_second(self, request: Request) -> bool:
         """Whether the call returns (result, `plan.second(a)`)."""
@@ -278,7 +280,10 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     added = bias if residual is None else in_one(bias, residual)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
-        plan.call(a, b, added, out)
+        if workspace.device.type == "cpu":
+            plan.run(a, b, added, out)
+        else:
+            plan.graphs.run((a, b, added, out), partial(plan.run, a, b, added, out))
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if op.has_second(request) else out
@@ -313,17 +318,17 @@ def _without_plan(
     if heap.world_size == 1 and not squared_partials:
         product = run_gemm(a, b, bias, activation, out, allow_tf32, config, None, residual)
         return (product, a.clone()) if has_second else product
-    if target.interpreted() and a.dtype == torch.bfloat16:
-        # Triton's interpreter computes bf16 wrongly: the same in fp32, rounded once.
+    if ELEMENTS[a.dtype].widened:
+        # The same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
         wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
         if residual is not None:
             wide = wide._replace(residual=residual.float())
         found = run(op, wide, heap, workspace)
         value, second = found if has_second else (found, None)
-        value = value.bfloat16() if out is None else out.copy_(value)
+        value = value.to(op.result_dtype(request)) if out is None else out.copy_(value)
         if second is not None and request.save_gathered:
-            second = second.bfloat16()
+            second = second.to(a.dtype)
         return (value, second) if has_second else value
     return None
 

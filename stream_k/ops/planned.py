@@ -35,8 +35,7 @@ class FusedPlan:
     product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: each a
     `Launch`. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
     squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape, dtype: of the
-    result. graphs:
-    of repeated calls.
+    result. graphs: of repeated calls.
     """
 
     product: Product
@@ -82,10 +81,6 @@ class FusedPlan:
             self.workspace.join(_SIDE)
         elif launches.consumer is not None:
             launches.consumer(arguments.consumer)
-
-    def call(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Make the call, `run` or a graph of it."""
-        self.graphs.run((a, b, bias, out), lambda: self.run(a, b, bias, out))
 
     def second(self, a: torch.Tensor) -> torch.Tensor:
         """What the call returns beside its result, where asked for: a new tensor. a: the caller's operand."""

@@ -24,7 +24,7 @@ from pyrocshmem.collectives.consumer import gate_launch
 from pyrocshmem.stream_k.local_gemm.product import Product
 
 # Streams beside those of `stream_k.ops.rows`.
-_WAITS, _PULLS = 4, 5
+WAITS, _PULLS = 4, 5
 
 
 class Pull(NamedTuple):
@@ -90,7 +90,7 @@ class Pulls:
 
     def fork(self) -> None:
         """What comes next on the current stream is beside the pulls."""
-        self.workspace.fork(_WAITS)
+        self.workspace.fork(WAITS)
         if self.programs is not None:
             self.workspace.fork(_PULLS)
 
@@ -102,7 +102,7 @@ class Pulls:
         it in every queue that streams may share.
         """
         workspace = self.workspace
-        with workspace.beside(_WAITS):
+        with workspace.beside(WAITS):
             for first in range(0, len(self.steps), self.together):
                 steps = self.steps[first : first + self.together]
                 for step in steps:
@@ -119,7 +119,7 @@ class Pulls:
                 with workspace.beside(_PULLS):
                     self.programs(out)
             workspace.join(_PULLS)
-        workspace.join(_WAITS)
+        workspace.join(WAITS)
 
     def _copy(self, copies: Sequence[RowCopy], out: torch.Tensor) -> None:
         with self.workspace.beside(_PULLS):

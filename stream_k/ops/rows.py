@@ -26,7 +26,7 @@ from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
-from pyrocshmem.stream_k.ops.pulls import Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import WAITS, Pull, Pulls
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
 # copies.
@@ -156,6 +156,7 @@ class RowsPlan(FusedPlan):
         self.no_fix_up = product.fix_up(self.workspace)
         announce = row_blocks.announce_rows if self.everywhere else None
         options, self.activation = row_blocks.SumOptions(POINTER, op), call.request.activation
+        self.partial, self.unbiased = Finish.of(), Finish.of(None, self.activation)
         self.own_gemm = product.launch(
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
@@ -166,7 +167,7 @@ class RowsPlan(FusedPlan):
         )
 
     def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        extra = row_blocks.PeersRows(self.tile_flags, Finish.of())
+        extra = row_blocks.PeersRows(self.tile_flags, self.partial)
         context = self.workspace.context
         return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
@@ -175,7 +176,8 @@ class RowsPlan(FusedPlan):
     ) -> tuple[Any, ...]:
         product = self.product
         c = filled(self.c_template, out if self.sums is None else self.sums)
-        step_tiles, finish = self.chunk * product.schedule.tiles_n, Finish.of(bias, self.activation)
+        step_tiles = self.chunk * product.schedule.tiles_n
+        finish = self.unbiased if bias is None else Finish.of(bias, self.activation)
         extra = row_blocks.OwnRows(
             self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
         )
@@ -227,7 +229,7 @@ class RowsPlan(FusedPlan):
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
         if self.everywhere:
-            self.pulls.fork()
+            workspace.fork(WAITS)  # no programs pull: copies do
         self.peers_gemm(self._peers_arguments(a, b))
         with workspace.beside(_MAIN):
             if self.sending is None or torch.cuda.is_current_stream_capturing():

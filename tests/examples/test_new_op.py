@@ -9,6 +9,8 @@ import torch.distributed as dist
 from pyrocshmem import CallMismatch, Heap, PeerTimeout, Workspace, stream_k
 from pyrocshmem.calls.op import find, registered
 from pyrocshmem.reference.accuracy import make_operand
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import problem_of
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -66,6 +68,25 @@ def products(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 3)])
 def test_right_in_both_placements(ranks: int) -> None:
     assert values(run_ranks(products, ranks, timeout=TIMEOUT_S)) == [[]] * ranks
+
+
+def beside_its_reference(rank: int, world_size: int) -> list[bool]:
+    """Whether the op and its reference are right, and whether a wrong element is seen, of the problem that the op's
+    place in the registry describes."""
+    with Heap(HEAP_BYTES) as heap:
+        x = Operands(problem_of(op().OP), (M, N, K), torch.float16, 3, rank, world_size, heap.device)
+        reference = x.reference()
+        reference.call()
+        c = op().gemm_broadcast(x.a, x.b, root=0, group=heap)
+        heap.synchronize()
+        found = [x.check(c).ok, x.check(reference.result(), **x.of_library()).ok]
+        c[3, 5] *= 1.01
+        return [*found, x.check(c).ok]
+
+
+@pytest.mark.num_ranks(2)
+def test_its_problem_is_known() -> None:
+    assert values(run_ranks(beside_its_reference, 2, timeout=TIMEOUT_S)) == [[True, True, False]] * 2
 
 
 def gradients(rank: int, world_size: int) -> list[float]:

@@ -22,7 +22,7 @@ from pyrocshmem.calls.streams import CALLS
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.local_gemm.product import Product
 from pyrocshmem.stream_k.ops import rows
-from pyrocshmem.stream_k.ops.pulls import _PULLS, _WAITS, Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import _PULLS, WAITS, Pull, Pulls
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
 
@@ -79,15 +79,15 @@ class Call:
 
 def commands(stream: int) -> list[tuple[int, str]]:
     """Of a call that is enqueued on `stream`."""
-    found = [(stream, f"fork {_WAITS}")]
+    found = [(stream, f"fork {WAITS}")]
     for step in range(STEPS):
         found += [
-            (_WAITS, f"wait {step}"),
-            (_WAITS, f"fork {_PULLS}"),
+            (WAITS, f"wait {step}"),
+            (WAITS, f"fork {_PULLS}"),
             (_PULLS, f"copy {step}"),
-            (_WAITS, f"copy {STEPS + step}"),
+            (WAITS, f"copy {STEPS + step}"),
         ]
-    return [*found, (_WAITS, f"join {_PULLS}"), (stream, f"join {_WAITS}")]
+    return [*found, (WAITS, f"join {_PULLS}"), (stream, f"join {WAITS}")]
 
 
 @pytest.fixture
