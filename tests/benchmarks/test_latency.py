@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, target
-from pyrocshmem.benchmarks import check, plots, providers, records, tables
+from pyrocshmem.benchmarks import check, providers, records, tables
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable, provided
 from pyrocshmem.benchmarks.shapes import OPS, Case, cases_of, graph_calls, tensor_bytes
@@ -166,7 +166,6 @@ def test_libraries_without_an_adapter_say_so(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.cpu
 def test_where_ours_is_behind(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     times = {512: (3, 4, 9), 2048: (5, 4, 3), 1 << 20: (9, 8, 12)}
     cases = [
         made_up.case("all_gather", "sizes", 1, n // 8, 0, ours=ours, unfused=nccl, nccl_window=window)
@@ -176,8 +175,6 @@ def test_where_ours_is_behind(tmp_path: Path) -> None:
     text = tables.document([file])
     assert "Ours is behind\n\n- `unfused` at 2 KiB (0.800), 1 MiB (0.889): reason not known.\n" in text
     assert "- `nccl_window` at 2 KiB (0.600): reason not known.\n" in text
-    drawn = {path.stem for path in plots.draw([file], tmp_path)}
-    assert {f"all-gather-bfloat16-4-{what}" for what in ("time", "bandwidth")} <= drawn
 
 
 def test_weights_that_are_empty_are_cold() -> None:

@@ -116,7 +116,7 @@ def test_the_asynchronous_peer_has_both_fused_ops() -> None:
 def test_each_step_has_a_command(op: str) -> None:
     done = commands.invoke(app, op, "--shapes", "llama3-70b", "--providers", "torch_tp_async", "--iters", "0")
     assert done.returncode == 2
-    assert "iters is 0, allowed 1 or more" in done.stdout
+    assert "iters is 0, allowed 1 or more" in done.stderr
 
 
 def test_shapes_of_layers() -> None:
