@@ -25,7 +25,6 @@ _GELU = tl.constexpr(2)
 _SILU = tl.constexpr(3)
 _POINTER = tl.constexpr(POINTER)
 _INTERPRETED = tl.constexpr(target.interpreted())
-_ACTIVATION = {name: tl.constexpr(number) for number, name in enumerate(ACTIVATIONS)}
 
 
 class Finish(NamedTuple):
@@ -34,27 +33,36 @@ class Finish(NamedTuple):
     what is there: None costs nothing.
 
     scales: None; the place for those of 8-bit operands. bias: [N], added to every row. residual: [M, N], contiguous.
-    activation: index into `ACTIVATIONS`, a constant.
+    The activation, a constant, is one of the kernel's: Triton 3.6 loses constants in a tuple that has pointers, too.
     """
 
     scales: Any
     bias: Any
     residual: Any
-    activation: Any
 
     @classmethod
-    def of(cls, added: torch.Tensor | None = None, activation: str = "none") -> Finish:
+    def of(cls, added: torch.Tensor | None = None) -> Finish:
         """added: a bias or a residual, as `stream_k.local_gemm.operands.in_one` makes one of both."""
-        number = _ACTIVATION[activation]
         if added is not None and added.ndim == 2:
-            return cls(None, None, added, number)
-        return cls(None, added, None, number)
+            return cls(None, None, added)
+        return cls(None, added, None)
+
+
+# Of a call with neither: made once.
+PLAIN = Finish.of()
+
+
+def activation_number(name: str) -> int:
+    """The place in `ACTIVATIONS`, which kernels are compiled for."""
+    return ACTIVATIONS.index(name)
 
 
 class Options(NamedTuple):
-    """Constants of an epilogue that stores. c_how: how `c` is written, ROW (a descriptor) or POINTER."""
+    """Constants of an epilogue that stores. c_how: how `c` is written, ROW (a descriptor) or POINTER. activation: its
+    number."""
 
     c_how: int
+    activation: int = 0
 
 
 class Output(NamedTuple):
@@ -102,12 +110,12 @@ def scaled(part, finish):
 
 
 @triton.jit
-def finished(part, finish, col, N, WIDTH: tl.constexpr):
+def finished(part, finish, col, N, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
     """An fp32 block [*, WIDTH] of scaled products' sum, from column `col` on, biased and activated: all that is left of
     `finish` but the residual."""
     if finish.bias is not None:
         part = add_bias(part, finish.bias, col, N, WIDTH)
-    return activate(part, finish.activation)
+    return activate(part, ACTIVATION)
 
 
 @triton.jit
@@ -165,7 +173,7 @@ def store_output(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
         value = add_residual(value, extra.finish.residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(
             c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
@@ -185,7 +193,7 @@ def store_with_squares(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
         value = rounded(value, DTYPE)
         sums += row_squares(value.to(tl.float32), col, N, PART_N)
         store_block(

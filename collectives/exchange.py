@@ -66,7 +66,7 @@ class _Piece(NamedTuple):
 class Exchange:
     """The launches of an exchange of tensors of one kind, one a piece. tiles: x is sent by the tiles of a product, in
     whole units (`sent_by_tiles`); of x itself only shape and dtype count. piece_bytes: what a piece takes of a slot, at
-    most; None: PIECE_BYTES."""
+    most; None: PIECE_BYTES. activation: of sums, its number."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Exchange:
         after: AfterSum = _NOTHING,
         tiles: bool = False,
         piece_bytes: int | None = None,
+        activation: int = 0,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
@@ -95,7 +96,7 @@ class Exchange:
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
             rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], root)
-            launch = _launch(heap, op, kind, x, out, after, piece, tiles)
+            launch = _launch(heap, op, kind, x, out, after, piece, tiles, activation)
             launch.compile((*_at(piece, x, out, after), *rest))
             self.launches.append((launch, piece, rest))
 
@@ -238,6 +239,7 @@ def _launch(
     after: AfterSum,
     piece: _Piece,
     tiles: bool,
+    activation: int,
 ) -> Launch:
     world = heap.world_size
     ranks = triton.next_power_of_2(world)
@@ -268,6 +270,7 @@ def _launch(
         "WORLD": world,
         "RANKS": ranks,
         "STEP": step,
+        "ACTIVATION": activation,
     }
     lanes = 64 if target.backend() == "hip" else 32
     return Launch(exchange_kernel, programs, constants, threads // lanes, 1, chained=True)

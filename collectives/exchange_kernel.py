@@ -39,7 +39,7 @@ import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, trace
 from pyrocshmem.collectives import words as units
-from pyrocshmem.collectives.epilogue import Finish, activate
+from pyrocshmem.collectives.epilogue import PLAIN, activate
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
 
@@ -52,7 +52,7 @@ class AfterSum(NamedTuple):
     [columns]; None: no norm.
     """
 
-    finish: Any = Finish.of()
+    finish: Any = PLAIN
     columns: Any = 1
     total: Any = None
     weight: Any = None
@@ -69,7 +69,7 @@ class AfterSum(NamedTuple):
 
 
 @triton.jit
-def _finished(values, added, place, mask, last, finish, columns):
+def _finished(values, added, place, mask, last, finish, columns, ACTIVATION: tl.constexpr):
     """`values`, of the elements from number `place` to `last`, finished: `added` is what the residual has there.
     columns: of the bias."""
     done = ()
@@ -78,7 +78,7 @@ def _finished(values, added, place, mask, last, finish, columns):
         if finish.bias is not None:
             here = mask & (place + e < last)
             value += tl.load(finish.bias + (place + e) % columns, mask=here, other=0.0).to(tl.float32)
-        value = activate(value, finish.activation)
+        value = activate(value, ACTIVATION)
         if finish.residual is not None:
             value += added[e]
         done = done + (value,)  # type: ignore[assignment]
@@ -201,7 +201,7 @@ def exchange_kernel(
     out_part, out_width, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
-    RANKS: tl.constexpr, STEP: tl.constexpr,
+    RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages; one program for each STEP units of a part.
 
@@ -291,7 +291,7 @@ def exchange_kernel(
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
         values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
-        values = _finished(values, added, own + element, valid, own + mine, finish, after.columns)
+        values = _finished(values, added, own + element, valid, own + mine, finish, after.columns, ACTIVATION)
         words = units.pack(values, DTYPE)
         if GATHERS:
             # A sum that lacks a term is not sent: a peer so late that all it waits for has come would take it for

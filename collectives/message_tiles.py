@@ -31,8 +31,9 @@ class Parts(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants: the number of ranks, and the elements of a unit."""
+    """Constants: the activation's number, the number of ranks, and the elements of a unit."""
 
+    activation: int
     ranks: int
     unit: int
 
@@ -62,7 +63,7 @@ def send_tile(
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        value = finished(scaled(parts[part], extra.finish), extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[part], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
         words = units.pack(units.cut(value, BLOCK_M, PART_N, UNIT), DTYPE)
         j = col + tl.arange(0, PART_N // UNIT)[None, :] * UNIT
         number = i.to(tl.int64) * N + j

@@ -55,8 +55,10 @@ class Sums(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants. rows: of a tile that a consumer sums at a time. beside: it runs on programs of the GEMM's launch."""
+    """Constants. rows: of a tile that a consumer sums at a time. beside: it runs on programs of the GEMM's launch.
+    activation: its number."""
 
+    activation: int
     one_shot: bool
     squares: bool
     rows: int
@@ -213,7 +215,7 @@ def _reduce_tile(
             total = tl.load(sources[0] + packed).to(tl.float32)
             for source in tl.static_range(1, WORLD):
                 total += tl.load(sources[source] + packed).to(tl.float32)
-            total = finished(total, finish, tile_n * BLOCK_N, N, BLOCK_N)
+            total = finished(total, finish, tile_n * BLOCK_N, N, BLOCK_N, OPTIONS.activation)
             i = tile_m * BLOCK_M + rows
             offsets = i.to(tl.int64)[:, None] * N + j[None, :]
             mask = (i < M)[:, None] & (j < N)[None, :]

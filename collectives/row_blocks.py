@@ -72,9 +72,10 @@ class OwnColumns(NamedTuple):
 
 
 class SumOptions(NamedTuple):
-    """OPTIONS of `sum_rows`. c_how: how the result is written. op: a `status.Op`."""
+    """OPTIONS of `sum_rows`. c_how: how the result is written. activation: its number. op: a `status.Op`."""
 
     c_how: int
+    activation: int
     op: int
 
 
@@ -177,7 +178,7 @@ def sum_rows(
             total = tl.where(peer == rank, total + own[part], total)
             total += blocks[peer].to(tl.float32)
         total = tl.where(rank == PEERS, total + own[part], total)
-        total = finished(total, extra.finish, col, N, PART_N)
+        total = finished(total, extra.finish, col, N, PART_N, OPTIONS.activation)
         store_block(
             c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
         )  # fmt: skip

@@ -50,9 +50,10 @@ class Columns(NamedTuple):
 
 class Options(NamedTuple):
     """Constants. c_how: how the GEMM writes, ROW (a descriptor) or POINTER. rows: of a tile that a consumer copies at a
-    time. beside: it runs on programs of the GEMM's launch."""
+    time. beside: it runs on programs of the GEMM's launch. activation: its number."""
 
     c_how: int
+    activation: int
     squares: bool
     rows: int
     beside: bool
@@ -99,7 +100,7 @@ def publish_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
         store_block(c, row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N)
         if OPTIONS.squares:
             sums += row_squares(value, col, N, PART_N)
@@ -120,7 +121,7 @@ def push_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N)
+        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
         for k in tl.static_range(WORLD):
             store_block(
                 places[k], row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N

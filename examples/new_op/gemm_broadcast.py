@@ -27,7 +27,7 @@ from pyrocshmem import signal
 from pyrocshmem.calls.operators import find, once, ops, ranks
 from pyrocshmem.calls.tensors import POINTER
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.epilogue import Finish, finished, store_block
+from pyrocshmem.collectives.epilogue import Finish, Options, activation_number, finished, store_block
 from pyrocshmem.collectives.exchange import Exchange
 from pyrocshmem.device import others
 from pyrocshmem.stream_k.choice import rules
@@ -81,7 +81,7 @@ def push_tile(
     places = others(c, tl.load(context.control + signal.RANK), context.heap_bases, WORLD) + (c,)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(parts[i], extra.finish, col, N, PART_N)
+        value = finished(parts[i], extra.finish, col, N, PART_N, OPTIONS.activation)
         for k in tl.static_range(WORLD):
             store_block(places[k], row, col, value, row_end, N, N, 1, _POINTER, BLOCK_M, PART_N)
 
@@ -106,13 +106,13 @@ class _Push(FusedPlan):
         if self.is_root:
             self.product = call.product(stores_fp32=call.out.dtype == torch.float32)
             self.fix_up = self.product.fix_up(self.workspace)
-            self.activation = call.request.activation
+            options = Options(POINTER, activation_number(call.request.activation))
             # LAG 0: no tile is stored before every rank has entered this call.
-            self.gemm = self.product.launch(OP.number, self.world, push_tile, (), lag=0)
+            self.gemm = self.product.launch(OP.number, self.world, push_tile, options, lag=0)
 
     def _arguments(self, a: Any, b: Any, bias: Any, out: torch.Tensor) -> Any:
         c = out if self.result is None else self.result
-        extra = Extra(Finish.of(bias, self.activation))
+        extra = Extra(Finish.of(bias))
         return self.product.arguments(a, b, c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -23,10 +23,12 @@ from pyrocshmem.calls.tensors import (
 )
 from pyrocshmem.calls.workspace import Workspace, local_workspace
 from pyrocshmem.collectives.epilogue import (
+    PLAIN,
     Finish,
     Options,
     Output,
     OutputWithSquares,
+    activation_number,
     store_output,
     store_with_squares,
 )
@@ -125,18 +127,19 @@ class GemmPlan:
         how = how_to_write(out) if sent is None and not adds_residual else POINTER
         if sent is None:
             strides = strides_by_pointer(out, how)
-            sent = Sent(store_output, Options(how), Output, strides)
+            options = Options(how, activation_number(activation))
+            sent = Sent(store_output, options, Output, strides)
             if squares is not None:
-                sent = Sent(store_with_squares, Options(how), OutputWithSquares, (*strides, squares))
+                sent = Sent(store_with_squares, options, OutputWithSquares, (*strides, squares))
         self.c_template = template(out, how, config.block_m, product.part_n)
         self.squares = squares
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
-        self.activation, self.sent = activation, sent
+        self.sent = sent
         self.sum: SumOfParts | None = None
         if product.apart:
-            self.sum = SumOfParts(product, self.fix_up[0].base, out)
+            self.sum = SumOfParts(product, self.fix_up[0].base, out, activation_number(activation))
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.
         self.launch: Launch = product.launch(
@@ -148,8 +151,7 @@ class GemmPlan:
             flatten=flatten,
         )
         self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
-        self.activation, self.unbiased = activation, Finish.of(None, activation)
-        finish = Finish.of(bias, activation)
+        finish = Finish.of(bias)
         self.launch.compile(self._arguments(a, b, finish, out))
         if self.sum is not None:
             self.sum.compile(finish, out)
@@ -163,7 +165,7 @@ class GemmPlan:
         """Enqueue a call on tensors of this kind."""
         if self.product.copies is not None:
             a, b = self.product.copies.run(a, b)
-        finish = self.unbiased if bias is None else Finish.of(bias, self.activation)
+        finish = PLAIN if bias is None else Finish.of(bias)
         self.launch(self._arguments(a, b, finish, out))
         if self.sum is not None:
             self.sum.run(finish, out)

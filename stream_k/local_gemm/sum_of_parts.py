@@ -34,6 +34,7 @@ _ELEMENTS, _WARPS = 512, 4
 def sum_parts_kernel(
     partials, c, finish, M, N, num_parts, stride_m, stride_n, events,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = the sum of the parts, finished.
 
@@ -59,16 +60,17 @@ def sum_parts_kernel(
                 loaded = loaded + (tl.load(place + (begin + i) * SIZE, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(_AT_ONCE):
                 total += loaded[i]
-        value = finished(scaled(total, finish), finish, column, N, BLOCK_N)
+        value = finished(scaled(total, finish), finish, column, N, BLOCK_N, ACTIVATION)
         value = add_residual(value, finish.residual, row, M, column, N, ROWS, BLOCK_N)
         store_block(c, row, column, value, M, N, stride_m, stride_n, _POINTER, ROWS, BLOCK_N)
     trace.mark(events, trace.END, -1)
 
 
 class SumOfParts:
-    """The launch behind that of `product`, which leaves its parts in `partials`, for results like `out`."""
+    """The launch behind that of `product`, which leaves its parts in `partials`, for results like `out`. activation:
+    its number."""
 
-    def __init__(self, product: Product, partials: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(self, product: Product, partials: torch.Tensor, out: torch.Tensor, activation: int) -> None:
         schedule, config = product.schedule, product.config
         rows = min(config.block_m, max(1, _ELEMENTS // config.block_n))
         constants = {
@@ -76,6 +78,7 @@ class SumOfParts:
             "BLOCK_N": config.block_n,
             "GROUP_M": config.group_m,
             "ROWS": rows,
+            "ACTIVATION": activation,
         }
         programs = schedule.num_split_tiles * config.block_m // rows
         num_parts = schedule.num_split_programs // schedule.num_split_tiles

@@ -17,7 +17,7 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks
 from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.epilogue import Finish, Options, Output, store_output
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, activation_number, store_output
 from pyrocshmem.collectives.exchange import Exchange
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
@@ -182,9 +182,8 @@ class _CopyPlan(FusedPlan):
         self.strides = (call.out.stride(0), call.out.stride(1))
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
-        self.activation = call.request.activation
-        self.unbiased = Finish.of(None, self.activation)
-        self.gemm = product.launch(op, world, store_output, Options(self.c_how), order="GATHERS")
+        activation = activation_number(call.request.activation)
+        self.gemm = product.launch(op, world, store_output, Options(self.c_how, activation), order="GATHERS")
 
     def _gemm_arguments(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -192,7 +191,7 @@ class _CopyPlan(FusedPlan):
         product = self.product
         a = a if self.stand_in is None else self.stand_in
         c, arrived = filled(self.c_template, out), Arrived(self.flags, product.config.chunk)
-        extra = Output(self.unbiased if bias is None else Finish.of(bias, self.activation), *self.strides)
+        extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
         context = self.workspace.context
         return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)
 

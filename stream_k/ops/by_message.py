@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.collectives.exchange import Exchange, sent_by_tiles
 from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.message_tiles import Options, Parts, send_tile
@@ -57,6 +57,7 @@ class SentProduct:
         after: AfterSum,
         bias: torch.Tensor | None = None,
         activation: str = "none",
+        sum_activation: str = "none",
     ) -> None:
         shape, world = (a.shape[0], b.shape[1]), workspace.world_size
         self.x = torch.empty(1, dtype=dtype, device=a.device).expand(shape)
@@ -68,13 +69,26 @@ class SentProduct:
             _PIECE * dtype.itemsize if kind in ("two_shot", "reduce_scatter") and not tiles else None
         )
         self.exchange = Exchange(
-            workspace, op, kind, self.x, out, after=after, tiles=tiles, piece_bytes=piece_bytes
+            workspace,
+            op,
+            kind,
+            self.x,
+            out,
+            after=after,
+            tiles=tiles,
+            piece_bytes=piece_bytes,
+            activation=activation_number(sum_activation),
         )
         self.place, sent = self.x, None
         if tiles:
             self.place = self.exchange.messages.view(dtype)
             unit = QUAD_BYTES // out.element_size()
-            sent = Sent(send_tile, Options(world, unit), Parts, self.exchange.part_of_tiles())
+            sent = Sent(
+                send_tile,
+                Options(activation_number(activation), world, unit),
+                Parts,
+                self.exchange.part_of_tiles(),
+            )
         self.gemm: GemmPlan | BlasPlan
         if unfused and BlasPlan.can_run(a, dtype, bias, activation):
             self.gemm = BlasPlan(a, b, self.place)
@@ -96,9 +110,9 @@ class MessagePlan(FusedPlan):
         config, request, workspace = call.config, call.request, call.workspace
         self.workspace = workspace
         self.sums = op.sums
-        self.activation, self.columns = request.activation, call.out.shape[1]
+        self.columns = call.out.shape[1]
         # Where nothing is summed, the GEMM's own epilogue finishes its tiles.
-        self.after = AfterSum(Finish.of(None, self.activation), self.columns) if self.sums else AfterSum()
+        self.after = AfterSum(PLAIN, self.columns) if self.sums else AfterSum()
         self.result = None
         written = call.out
         if not call.out.is_contiguous():
@@ -119,6 +133,7 @@ class MessagePlan(FusedPlan):
             self._after(request.bias),
             bias,
             activation,
+            request.activation if self.sums else "none",
         )
         if isinstance(self.sent.gemm, BlasPlan):
             self.blas = True
@@ -128,7 +143,7 @@ class MessagePlan(FusedPlan):
     def _after(self, bias: torch.Tensor | None) -> AfterSum:
         if bias is None or not self.sums:
             return self.after
-        return self.after._replace(finish=Finish.of(bias, self.activation))
+        return self.after._replace(finish=Finish.of(bias))
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Nothing: both parts are compiled when they are planned."""

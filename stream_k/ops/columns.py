@@ -15,7 +15,7 @@ from pyrocshmem import status
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import as_argument, how_to_write
 from pyrocshmem.collectives import row_blocks
-from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan
@@ -47,15 +47,14 @@ class ColumnsPlan(FusedPlan):
         self.flags = workspace.flags(num_steps)
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
-        self.activation = call.request.activation
-        self.unbiased = Finish.of(None, self.activation)
+        activation = activation_number(call.request.activation)
         op = int(status.Op.GEMM_ALL_SCATTER)
         # LAG 0: the columns of the call before are overwritten only when the peers have pulled them.
         self.gemm = product.launch(
             op,
             self.world,
             row_blocks.store_columns,
-            Options(c_how),
+            Options(c_how, activation),
             announce=row_blocks.announce_rows,
             lag=0,
         )
@@ -95,9 +94,7 @@ class ColumnsPlan(FusedPlan):
         return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
 
     def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        extra = row_blocks.OwnColumns(
-            self.tile_flags, self.unbiased if bias is None else Finish.of(bias, self.activation)
-        )
+        extra = row_blocks.OwnColumns(self.tile_flags, PLAIN if bias is None else Finish.of(bias))
         return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

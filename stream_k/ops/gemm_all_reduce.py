@@ -12,7 +12,7 @@ from pyrocshmem.calls.operators import once
 from pyrocshmem.calls.tensors import as_argument, how_to_read
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
-from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
@@ -110,10 +110,11 @@ class _Plan(FusedPlan):
         if not pushed:
             rows = self.partials.view(-1, config.block_n)
             self.c = as_argument(rows, how_to_read(rows), config.block_m, product.part_n)
-        self.activation = call.request.activation
-        self.unbiased = Finish.of(None, self.activation)
+        activation = activation_number(call.request.activation)
         beside = config.placement == "beside"
-        options = tiles.Options(self.one_shot, call.request.squared_partials, config.comm_rows, beside)
+        options = tiles.Options(
+            activation, self.one_shot, call.request.squared_partials, config.comm_rows, beside
+        )
         op = int(status.Op.GEMM_ALL_REDUCE)
         epilogue = tiles.push_partial if pushed else tiles.publish_partial
         consumer = {
@@ -134,7 +135,7 @@ class _Plan(FusedPlan):
     ) -> ByRole:
         results, finish = (
             out if self.result is None else self.result,
-            self.unbiased if bias is None else Finish.of(bias, self.activation),
+            PLAIN if bias is None else Finish.of(bias),
         )
         extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
         of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)

@@ -12,7 +12,7 @@ from pyrocshmem.calls.operators import once, ranks
 from pyrocshmem.calls.tensors import POINTER, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
-from pyrocshmem.collectives.epilogue import Finish
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import rules, variants
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
@@ -89,10 +89,11 @@ class _Plan(FusedPlan):
         # The peers' places are known as pointers only.
         self.c_how = POINTER if inside else how_to_write(self._columns(call.out))
         self.c_template = template(self._columns(call.out), self.c_how, config.block_m, product.part_n)
-        self.activation = call.request.activation
-        self.unbiased = Finish.of(None, self.activation)
+        activation = activation_number(call.request.activation)
         beside = config.placement == "beside"
-        options = tiles.Options(self.c_how, call.request.squared_partials, config.comm_rows, beside)
+        options = tiles.Options(
+            self.c_how, activation, call.request.squared_partials, config.comm_rows, beside
+        )
         op = int(status.Op.GEMM_ALL_SCATTER)
         epilogue = tiles.push_output if inside else tiles.publish_output
         announce = None if inside else tiles.announce_output
@@ -121,7 +122,7 @@ class _Plan(FusedPlan):
         c = filled(self.c_template, self._columns(out))
         results, finish = (
             out if self.result is None else self.result,
-            self.unbiased if bias is None else Finish.of(bias, self.activation),
+            PLAIN if bias is None else Finish.of(bias),
         )
         extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
         of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)

@@ -20,7 +20,7 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
-from pyrocshmem.collectives.epilogue import Finish, Options
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
@@ -155,8 +155,7 @@ class RowsPlan(FusedPlan):
         self.strides = (out.stride(0), out.stride(1))
         self.no_fix_up = product.fix_up(self.workspace)
         announce = row_blocks.announce_rows if self.everywhere else None
-        options, self.activation = row_blocks.SumOptions(POINTER, op), call.request.activation
-        self.partial, self.unbiased = Finish.of(), Finish.of(None, self.activation)
+        options = row_blocks.SumOptions(POINTER, activation_number(call.request.activation), op)
         self.own_gemm = product.launch(
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
@@ -167,7 +166,7 @@ class RowsPlan(FusedPlan):
         )
 
     def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        extra = row_blocks.PeersRows(self.tile_flags, self.partial)
+        extra = row_blocks.PeersRows(self.tile_flags, PLAIN)
         context = self.workspace.context
         return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
@@ -177,7 +176,7 @@ class RowsPlan(FusedPlan):
         product = self.product
         c = filled(self.c_template, out if self.sums is None else self.sums)
         step_tiles = self.chunk * product.schedule.tiles_n
-        finish = self.unbiased if bias is None else Finish.of(bias, self.activation)
+        finish = PLAIN if bias is None else Finish.of(bias)
         extra = row_blocks.OwnRows(
             self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
         )
