@@ -10,7 +10,7 @@ from pyrocshmem.benchmarks.shapes import Case
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import HeapOutOfMemory
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 
 
 def used_by(run: Run, operands: Operands, spare: Workspace) -> int | None:
@@ -52,5 +52,5 @@ def allowed_bytes(case: Case, config: Config | None, device: torch.device) -> fl
 
 def fix_up_bytes(config: Config, device: torch.device) -> int:
     """An fp32 tile a program."""
-    programs = config.num_programs or num_multiprocessors(device)
+    programs = config.num_programs or num_sms(device)
     return 4 * programs * config.block_m * config.block_n

@@ -63,6 +63,8 @@ class Graphs:
         # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
         self.allowed = os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
         self.allowed &= replayable
+        # Whoever knows this need not ask: no call will ever have a graph.
+        self.never = not self.allowed or workspace.device.type == "cpu"
         self.by_places: dict[Places, torch.cuda.CUDAGraph | None] = {}
         self.calls = self.captures = 0
 

@@ -99,7 +99,8 @@ def _run_job(
     console.print(f"workspace: {results[0].workspace_bytes / 2**20:.1f} MiB a rank")
     timeline = results[0].timeline
     if timeline is not None and trace_path is not None:
-        timeline_files.report(console, timeline, trace_path, f"{problem.op}, {sizes}")
+        title = f"{problem.op}, {' '.join(problem.letters)} = {' '.join(map(str, sizes))}"
+        timeline_files.report(console, timeline, trace_path, title)
     if json_path is not None:
         report.write_json(json_path, {**facts, "shape": sizes, "num_ranks": num_ranks}, accuracy, timings)
     return report.print_verdict(console, accuracy)

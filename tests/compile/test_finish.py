@@ -24,7 +24,9 @@ def kernels(op: str, activation: str, with_bias: bool) -> tuple[str, ...]:
             stream_k.gemm(a, b, bias=bias, activation=activation, workspace=workspace)
         else:
             heap = testing.PlanningHeap(2)
-            getattr(stream_k, op)(a, b, bias=bias, activation=activation, group=heap, workspace=Workspace(heap))
+            getattr(stream_k, op)(
+                a, b, bias=bias, activation=activation, group=heap, workspace=Workspace(heap)
+            )
 
     return tuple(each.text for each in testing.compile_call("sm_90", call))
 

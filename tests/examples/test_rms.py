@@ -61,7 +61,7 @@ def test_example(before: tuple[str, ...], script: str, after: tuple[str, ...]) -
     ("script", "options", "text"),
     [
         ("torchrun.py", (), "not started by torchrun: RANK, WORLD_SIZE"),
-        ("threads.py", ("-n", "9"), "9 ranks, allowed are 1 to 8"),
+        ("threads.py", ("-n", "9"), "9 ranks asked for, allowed are 1 to 8"),
     ],
 )
 def test_mistakes(script: str, options: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch) -> None:

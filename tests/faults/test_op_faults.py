@@ -214,14 +214,14 @@ def test_special_values_on_one_rank() -> None:
 
 def pretend_multiprocessors(patch: pytest.MonkeyPatch, number: int) -> None:
     """From now on every choice of a grid takes this device for one of `number` multiprocessors."""
-    target.num_multiprocessors.cache_clear()
+    target.num_sms.cache_clear()
     patch.setattr(target, "CPU_PROGRAMS", number)
     if not ON_CPU:
         real = torch.cuda.get_device_properties(device())
         facts = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
         fake = types.SimpleNamespace(**{**facts, "multi_processor_count": number})
         patch.setattr(torch.cuda, "get_device_properties", lambda *which: fake)
-    assert target.num_multiprocessors(device()) == number
+    assert target.num_sms(device()) == number
 
 
 def on_other_devices(rank: int, world_size: int) -> tuple[list[str], list[str]]:

@@ -19,7 +19,7 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import Entry, Table, choose
 from pyrocshmem.stream_k.ops import op as fused
-from pyrocshmem.target import num_multiprocessors
+from pyrocshmem.target import num_sms
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, integers, small_config
@@ -132,7 +132,7 @@ def test_ranks_choose_alike(tmp_path: Path, gathering: str) -> None:
         other = cost_model(op, rows, width, 64, torch.float32, 2, cpu, placement=placement)
         assert other.placement != model.placement
         fields = {name: value for name, value in dataclasses.asdict(other).items() if name != "partial_dtype"}
-        facts = ("cpu", "cpu", num_multiprocessors(cpu), op, 2, "float32", None, rows, width, 64)
+        facts = ("cpu", "cpu", num_sms(cpu), op, 2, "float32", None, rows, width, 64)
         entries.append(Entry(*facts, fields, 0, 0, 1.0, 2.0, 0))
     path = tmp_path / "tuned.json"
     Table([], entries).write(path)

@@ -141,7 +141,7 @@ def test_rotation(dtype: torch.dtype, kernels: list[str]) -> None:
 def test_blocks_follow_one_another(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More blocks than programs, which then do several."""
     monkeypatch.setattr(pointwise, "_SHARE", 1)
-    monkeypatch.setattr(pointwise, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(pointwise, "num_sms", lambda device: 3)
     pointwise._launches.clear()
     grids = []
     launch = pointwise.Launch

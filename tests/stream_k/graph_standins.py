@@ -24,6 +24,13 @@ def replay_what_was_enqueued(log: list[str], keyed: bool = True) -> None:
         log.append("e" if graph is None else "c" if self.captures > captures else "r")
         return graph
 
+    made = Graphs.__init__
+
+    def asked(self: Graphs, *arguments: Any, **more: Any) -> None:
+        made(self, *arguments, **more)
+        self.never = False
+
+    Graphs.__init__ = asked  # type: ignore[method-assign]
     Graphs._find = find  # type: ignore[method-assign]
     Graphs._capture = lambda self, enqueue: SimpleNamespace(replay=enqueue)  # type: ignore[method-assign]
     Graphs._may_replay = lambda self: self.allowed  # type: ignore[method-assign]

@@ -211,7 +211,7 @@ def test_epochs_wrap_around(epoch: int) -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, change: int) -> None:
     """The kernel is told a number of the schedule that is `change` off; the launch stays as it was."""
-    honest = Product.problem.fget  # type: ignore[attr-defined]
+    honest = Product.problem.func  # type: ignore[attr-defined]
 
     def problem(self: Product) -> tuple[int, ...]:
         lie = copy.copy(self.schedule)

@@ -121,7 +121,7 @@ def test_a_gemm_that_waits_for_copies_of_its_own_queue_comes_last(
     monkeypatch.setattr(target, "backend", lambda: backend)
     calls.now.priority = priority
     done: list[str] = []
-    plan: Any = object.__new__(all_gather_gemm._Plan)
+    plan: Any = object.__new__(all_gather_gemm._CopyPlan)
     plan.workspace = SimpleNamespace(
         runs_in_order=calls.streams.runs_in_order,
         fork=lambda side: None,

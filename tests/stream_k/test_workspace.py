@@ -262,8 +262,9 @@ def test_nor_is_it_where_calls_are_planned(monkeypatch: pytest.MonkeyPatch) -> N
         heap.device = workspace.device = torch.device("cuda", 1)
         workspace.agreed["a call"] = 0
         workspace.planned_together("a call", lambda: devices.kernel("planned"))
-        plan = SimpleNamespace(called=None, shape=(M, N), result=None)
-        plan.call = lambda *tensors: devices.kernel("launched")
+        plan = SimpleNamespace(called=None, shape=(M, N), dtype=torch.float16, result=None)
+        plan.graphs = SimpleNamespace(never=True)
+        plan.run = lambda *tensors: devices.kernel("launched")
         monkeypatch.setattr(module, "_without_plan", lambda *facts: None)
         monkeypatch.setattr(module, "_make_plan", lambda *facts: devices.kernel("fused") or plan)
         a, b = random(M, K, torch.float16), random(K, N, torch.float16)
