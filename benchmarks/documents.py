@@ -123,6 +123,22 @@ def _mean_and_worst(found: Sequence[float]) -> str:
     return f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else ""
 
 
+OPS_BEGIN, OPS_END = "<!-- ops: made by benchmarks.report -->", "<!-- end of ops -->"
+
+
+def op_table() -> str:
+    """A row for each op of the registry, in its words: docs/guide.md has it between OPS_BEGIN and OPS_END."""
+    from pyrocshmem import collectives, stream_k
+    from pyrocshmem.calls.op import registered
+
+    packages = (stream_k.__name__, collectives.__name__)
+    rows = ["| op | a rank gives | a rank gets |", "|---|---|---|"]
+    for package in (name.rpartition(".")[2] for name in packages):
+        ours = (op for op in registered() if op.package == package)
+        rows += [f"| `{package}.{op.name}` | {op.holds} | {op.result} |" for op in ours]
+    return "\n".join(rows) + "\n"
+
+
 def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes, front: str) -> None:
     """docs/results.md with the `notes`, the `plots`, which are copied to docs/results (that named `front` to docs/img)
     and are all that stays there, and the table between its marks in README.md. ValueError, before anything is written,
@@ -138,6 +154,10 @@ def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes
         raise ValueError(f"{readme} has no table to put in place, allowed is one between {BEGIN} and {END}")
     readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{after}")
     (root / "docs" / "results.md").write_text(text)
+    guide = root / "docs" / "guide.md"
+    if guide.exists():
+        before, _, rest = guide.read_text().partition(OPS_BEGIN)
+        guide.write_text(f"{before}{OPS_BEGIN}\n{op_table()}{OPS_END}{rest.partition(OPS_END)[2]}")
     folders = {name: root / "docs" / name for name in ("results", "img")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
