@@ -148,6 +148,3 @@ def num_sms(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-num_multiprocessors = num_sms  # its former name
