@@ -34,7 +34,6 @@ import torch.distributed as dist
 import typer
 
 from pyrocshmem import collectives, status, stream_k
-from pyrocshmem.calls.op import find
 from pyrocshmem.calls.planned import run
 from pyrocshmem.calls.timeline import meet_kernel
 from pyrocshmem.calls.workspace import Workspace, workspace_for
@@ -51,12 +50,12 @@ from tests.fused.norm_bodies import EPS
 from tests.litmus.bodies import Litmus, litmus
 from tests.stress.ops import OPS, Facts
 
-# What a rank alone has a part of, of the library's ops by row blocks and by messages; sums of row blocks take two.
+# What a rank alone has a part of, of ops by row blocks and by messages; sums of row blocks take two.
 PLANNED = [
     (name, placement)
     for name in placements_by_op()
     for placement in (*BY_ROWS, *BY_MESSAGE)
-    if name != "gemm" and find(name).package == "stream_k" and placement in placement_names(name)
+    if name != "gemm" and placement in placement_names(name)
     if placement in BY_MESSAGE or name in ("all_gather_gemm", "gemm_all_scatter")
 ]
 SHAPES = ((256, 512, 1024), (97, 193, 131))
