@@ -7,7 +7,7 @@ A program first does its share of the split tiles (`stream_k.local_gemm.schedule
 at most one segment that contributes, whose fp32 partial goes to the program's own workspace tile, then the segments
 that finish a tile, to which it adds the partials of lower-numbered programs in ascending order, so that the bits are
 the same on every run. Then it does whole tiles, P apart. Split tiles come first so that contributors are busy with
-whole ones while a finisher waits (3 to 5 us). With APART every segment is left in the workspace, for
+whole ones while a finisher waits (3 to 5 us). With SEPARATE every segment is left in the workspace, for
 `stream_k.local_gemm.sum_of_parts` to add.
 
 A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which raises the flag that somebody waits for;
@@ -132,7 +132,7 @@ def _split_tiles(
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SUBTILES: tl.constexpr, APART: tl.constexpr,
+    SUBTILES: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the split tiles, last tile first."""
     iterations = problem.iterations
@@ -152,7 +152,7 @@ def _split_tiles(
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
-        if APART:
+        if SEPARATE:
             trace.mark(events, trace.STORE, tile)
             _leave_partial(parts, workspace, BLOCK_M, BLOCK_N)
         elif k_end < iterations:
@@ -231,7 +231,7 @@ def stream_k_kernel(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
-    SPLIT: tl.constexpr, APART: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -242,7 +242,7 @@ def stream_k_kernel(
     call `epoch` - LAG. 1 where what it writes alternates between two slots, 0 where there is one; negative: no wait.
     ENDS: this launch closes the call. OP: a `status.Op`, for the record of a wait that gave up. a, b, A_HOW, B_HOW,
     strides: see `stream_k.local_gemm.mainloop`. workspace, fix_up_flags: a tile and a flag for each program's
-    partial. APART: all tiles are split, and nobody finishes them here (`stream_k.local_gemm.sum_of_parts`).
+    partial. SEPARATE: all tiles are split, and nobody finishes them here (`stream_k.local_gemm.sum_of_parts`).
 
     Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each:
     program 0 does tile 0, then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9
@@ -273,7 +273,7 @@ def stream_k_kernel(
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
                 EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, APART,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, SEPARATE,
             )  # fmt: skip
 
     first = problem.num_split_tiles + program

@@ -95,8 +95,9 @@ class Sent(NamedTuple):
 
 
 class GemmPlan:
-    """The launch of a GEMM for operands of one kind, or two where the parts of its tiles are added apart. Its tiles are
-    stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the dtype.
+    """The launch of a GEMM for operands of one kind, or two where the parts of its tiles are added separately. Its
+    tiles are stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the
+    dtype.
     bias: [N], or a residual [M, N], which follows the activation, not with either of these two.
     squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored."""
 
@@ -138,7 +139,7 @@ class GemmPlan:
         self.fix_up = product.fix_up(own)
         self.sent = sent
         self.sum: SumOfParts | None = None
-        if product.apart:
+        if product.separate:
             self.sum = SumOfParts(product, self.fix_up[0].base, out, activation_number(activation))
         # Without a fix-up nothing counts the calls: such GEMMs share the workspace's words without writing
         # them.

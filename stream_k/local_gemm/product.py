@@ -73,7 +73,7 @@ class Product:
         return self.schedule.has_shared_tiles
 
     @property
-    def apart(self) -> bool:
+    def separate(self) -> bool:
         """Whether the parts of its tiles are for a second kernel to add, where the op has one."""
         return self.split and self.config.split == "separate"
 
@@ -113,7 +113,7 @@ class Product:
         ready while the launch before it ends: nothing communicates, and parts for a second kernel are left to it.
         flatten: whether tiles overlap, where the configuration says so. The call ends with it where it consumes; or
         alone, if a fix-up counts the calls."""
-        config, apart = self.config, alone and self.apart
+        config, separate = self.config, alone and self.separate
         constants = {
             "EPILOGUE": epilogue,
             "ANNOUNCE": announce,
@@ -122,12 +122,12 @@ class Product:
             "OP": op,
             "WORLD": world_size,
             "LAG": lag,
-            "ENDS": consumer is not None or (alone and self.split and not apart),
+            "ENDS": consumer is not None or (alone and self.split and not separate),
             "PEERS": order == "PEERS",
             "GATHERS": order == "GATHERS",
             "SUMS": order == "SUMS",
             "SPLIT": self.split,
-            "APART": apart,
+            "SEPARATE": separate,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
             "PRECISION": self.precision,

@@ -63,7 +63,7 @@ def _gpu_scope_releases(kernel: Compiled) -> set[str]:
         and constants.get("ENDS", "True") == "True"
     ):
         allowed.add("ticket")
-    if constants.get("SPLIT") == "True" and constants["APART"] == "False":
+    if constants.get("SPLIT") == "True" and constants["SEPARATE"] == "False":
         allowed.add("fix-up")
     if constants.get("ANNOUNCE") in ("announce_output", "announce_rows"):
         allowed.add("local tile")
@@ -264,7 +264,7 @@ def test_b_is_fetched_ahead_of_the_launch_before(layout: str, target: str, compi
 def test_parts_are_added_when_all_are_there(shape: tuple[int, int, int], compiled: Compile) -> None:
     """By a kernel that may start while they are made. The one that makes them finishes no tile, and waits for none."""
     gemm, added = compiled(Case("gemm", shape=shape), "sm_90")
-    assert (gemm.kernel, gemm.constants["APART"]) == ("gemm_kernel", "True")
+    assert (gemm.kernel, gemm.constants["SEPARATE"]) == ("gemm_kernel", "True")
     assert not any(rules.release_scopes(gemm).values())
     assert added.kernel == PARTS
     before, wait, after = added.text.partition("griddepcontrol.wait")
