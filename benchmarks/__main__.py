@@ -98,6 +98,7 @@ def _run(
         raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
+    run.refuse_large(cases)
     if plot is not None:
         from pyrocshmem.benchmarks import plots
 

@@ -18,6 +18,7 @@ from pyrocshmem.benchmarks.derive import broken
 from pyrocshmem.benchmarks.measure import LIMIT_S, measure_cases
 from pyrocshmem.benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
 from pyrocshmem.heap import Heap
+from pyrocshmem.options import program_name
 
 # Cases that may break the ranks (a wait that ran out, a crash) before a run gives up; the others are measured by new
 # ranks.
@@ -27,6 +28,8 @@ _ITERS, _ITERS_OF_MANY, _MANY_CASES = 30, 8, 300
 # For M = N = 16384: two slots of fp32 partials, a result, and what captured graphs keep.
 _GPU_HEAP_BYTES, _CPU_HEAP_BYTES = 24 << 30, 64 << 20
 _TINY_GPU_HEAP_BYTES = 1 << 30  # tests run beside others
+# Of a GEMM that Triton's interpreter does in a second or two.
+_MOST_CPU_MULTIPLICATIONS = 1 << 30
 
 
 def plan(
@@ -51,6 +54,16 @@ def plan(
             default = "float16" if name in CORPORA or not on_gpu else "bfloat16"
             found += cases_of(op, name, ranks, dtype or default, on_gpu)
     return found
+
+
+def refuse_large(cases: list[Case]) -> None:
+    """ValueError, with a command that works, for a case that takes too long in Triton's interpreter."""
+    for case in cases:
+        if target.backend() == "host" and case.M * case.N * case.K > _MOST_CPU_MULTIPLICATIONS:
+            raise ValueError(
+                f"{case.M} x {case.N} x {case.K} takes minutes in Triton's interpreter, many times over; this works: "
+                f"{program_name('bench')} {case.op} --shapes tiny"
+            )
 
 
 def _providers_of(op: str) -> tuple[str, ...]:

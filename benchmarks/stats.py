@@ -70,10 +70,10 @@ def dropped(case: dict[str, Any]) -> str:
 
 
 def speedup(case: dict[str, Any], provider: str, ours: str = "ours") -> float | None:
-    """How many times as fast ours is, by medians; None where either was not timed, ours is wrong, or the case is
-    dropped."""
+    """How many times as fast ours is, by medians; None where either was not timed, ours is wrong, the case is
+    dropped, or a CPU took the times, which mean nothing."""
     mine, theirs = median(case, ours), median(case, provider)
-    if mine is None or theirs is None or ours in case["wrong"] or dropped(case):
+    if mine is None or theirs is None or ours in case["wrong"] or dropped(case) or case["device"] == "cpu":
         return None
     return theirs / mine
 

@@ -73,7 +73,7 @@ def test_layers(tmp_path: Path) -> None:
     drawn = {path.name for path in plots.draw([file], tmp_path)}
     on = "-cpu" if target.interpreted() else ""
     assert {f"{op.replace('_', '-')}-{found[0]['dtype']}-2{on}-time.svg" for op in LAYERS} <= drawn
-    assert "speedup-over-peers.svg" in drawn
+    assert ("speedup-over-peers.svg" in drawn) == (not target.interpreted())  # a CPU's times mean nothing
 
 
 def compiled_ops(rank: int, world_size: int) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from pyrocshmem import Heap, RanksFailed, target
-from pyrocshmem.benchmarks import ahead, memory, providers, records, run, tables
+from pyrocshmem.benchmarks import ahead, memory, providers, records, run, stats, tables
 from pyrocshmem.benchmarks.__main__ import app
 from pyrocshmem.benchmarks.measure import measure_cases
 from pyrocshmem.benchmarks.operands import Operands
@@ -342,3 +342,16 @@ def test_launch_script_refuses_at_once(arguments: tuple[str, ...], tmp_path: Pat
     done = support.bash(tmp_path, f'"{ROOT}/benchmarks/launch.sh" "$@"', *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage: benchmarks/launch.sh OP M N K" in done.stderr
+
+
+@pytest.mark.cpu
+def test_a_cpu_gives_no_ratios_and_measures_no_large_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made_up.case("gemm", "tiny", 8, 8, 8, ours=1, blas=2)
+    assert stats.speedup(made, "blas") == 2
+    assert stats.speedup(made | {"device": "cpu"}, "blas") is None
+    monkeypatch.setattr(run, "run", lambda *arguments: pytest.fail("it would have been measured"))
+    done = CliRunner().invoke(
+        app, ["gemm_all_reduce", "--shapes", "llama3", "-n", "2"], env={"COLUMNS": "200"}
+    )
+    assert done.exit_code == 2
+    assert done.stderr.endswith("bench gemm_all_reduce --shapes tiny\n")
