@@ -88,14 +88,12 @@ def _run(
 ) -> bool:
     """Measure, print and write; whether every result is right and nothing of ours failed."""
     options.settle_target()
-    from pyrocshmem import signal, target
+    from pyrocshmem import target
     from pyrocshmem.benchmarks import run, tables
     from pyrocshmem.reference.report import print_where
 
-    ranks = num_ranks if num_ranks is not None else run.num_ranks_here()
-    most = target.num_devices() or int(signal.MAX_WORLD.value)
-    if not 1 <= ranks <= most:
-        raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
+    ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
+    options.check_gpus(ranks)
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
     cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
     run.refuse_large(cases)

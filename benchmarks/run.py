@@ -37,9 +37,6 @@ def plan(
 ) -> list[Case]:
     """The cases of a run. Raises ValueError for what doesn't exist."""
     on_gpu = target.backend() != "host"
-    if ranks < 1 or (on_gpu and ranks > target.num_devices()):
-        here = f", this machine has {target.num_devices()} GPUs" if on_gpu else ""
-        raise ValueError(f"{ranks} ranks asked for, allowed are 1 or more{here}")
     if names is not None:
         known = {name for op in ops for name in _providers_of(op)}
         if unknown := sorted(set(names) - known):
@@ -180,8 +177,3 @@ def problems(found: list[dict[str, Any]]) -> list[str]:
                 texts.append(f"{shape}: WRONG: {bits['distinct']} results of {name} in {bits['runs']} runs")
         texts += [f"{shape}: {name} failed: {reason}" for name, reason in record["failed"].items()]
     return texts
-
-
-def num_ranks_here() -> int:
-    """GPUs of this machine, or 2 processes on the CPU target."""
-    return target.num_devices() or 2

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pyrocshmem import signal, target
+from pyrocshmem import target
 from pyrocshmem.benchmarks.trial import Case, Outcome, tune_case
 from pyrocshmem.heap import Heap
 from pyrocshmem.launching import spawn
-from pyrocshmem.options import parse_sizes
+from pyrocshmem.options import check_gpus, parse_sizes
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.choice import table as tuned
@@ -59,9 +59,7 @@ def run(
     """Measure, write and print; what gave wrong results. ValueError for options that make no sense here."""
     on_gpu = target.backend() != "host"
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
-    most = target.num_devices() if on_gpu else int(signal.MAX_WORLD.value)
-    if not 1 <= ranks <= most:
-        raise ValueError(f"{ranks} ranks asked for, allowed here are 1 to {most}")
+    check_gpus(ranks)
     chosen = dtype or ("bfloat16" if on_gpu else "float16")
     cases = plan(
         tuple(ops.split(",")) if ops else OPS,

@@ -157,6 +157,14 @@ def check_ranks(ranks: int, least: int = 1) -> int:
     return ranks
 
 
+def check_gpus(ranks: int) -> None:
+    """ValueError where kernels run on GPUs, and this machine has fewer than `ranks`. Where they run must be settled."""
+    from pyrocshmem import target
+
+    if target.backend() != "host" and ranks > target.num_devices():
+        raise ValueError(f"{ranks} GPUs asked for, this machine has {target.num_devices()}")
+
+
 def check_count(name: str, count: int | None) -> None:
     """ValueError for a number below 1."""
     if count is not None and count < 1:

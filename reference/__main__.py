@@ -72,8 +72,7 @@ def _run(
     from pyrocshmem.reference.job import Job, check_job, describe_bound, run_rank
 
     on_gpu = target.backend() != "host"
-    if on_gpu and num_ranks > target.num_devices():
-        raise ValueError(f"{num_ranks} GPUs asked for, this machine has {target.num_devices()}")
+    options.check_gpus(num_ranks)
     sizes, steps, share = _problem(collective, shape, num_ranks, on_gpu)
     name = dtype_name or ("bfloat16" if on_gpu else "float16")
     job = Job(collective, sizes, getattr(torch, name), seed, iters)

@@ -376,7 +376,7 @@ def _backward_of_scattered(ctx: Any, grad: torch.Tensor, *_: Any) -> Gradients:
     return grad_a, grad_b, of_weight, None, None, None, bias_gradient(ctx, columns), None
 
 
-SUM = register(
+register(
     Op(
         name="gemm_all_reduce_rms_norm",
         package="stream_k",
@@ -393,7 +393,7 @@ SUM = register(
         backward=_backward_of_sum,
     )
 )
-SCATTERED = register(
+register(
     Op(
         name="gemm_rms_norm_all_scatter",
         package="stream_k",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pyrocshmem import launching, target
 from pyrocshmem.calls import timeline_files
-from pyrocshmem.options import MAX_RANKS, program_name
+from pyrocshmem.options import MAX_RANKS, check_gpus, program_name
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import find_problem
 from pyrocshmem.results import RanksFailed
@@ -43,10 +43,9 @@ def run(
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right. ValueError for what makes no sense."""
     on_gpu = target.backend() != "host"
-    present = target.num_devices()
-    ranks = num_ranks if num_ranks is not None else min(MAX_RANKS, present) if on_gpu else _CPU_RANKS
-    if on_gpu and ranks > present:
-        raise ValueError(f"{ranks} GPUs asked for, this machine has {present}")
+    here = min(MAX_RANKS, target.num_devices()) if on_gpu else _CPU_RANKS
+    ranks = num_ranks if num_ranks is not None else here
+    check_gpus(ranks)
     kind = getattr(torch, dtype or ("bfloat16" if on_gpu else "float16"))
     calls = iters if iters is not None else 20 if on_gpu else 3
     if trace_path is not None:

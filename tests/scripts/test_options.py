@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyrocshmem import options
+from pyrocshmem import options, target
 from tests.scripts import support
 
 TIER = 0
@@ -191,3 +191,13 @@ def test_collectives_of_a_help_text() -> None:
     usage = "Options:\n  -c, --c NAME   of\n\nCollectives, of C = A x B:\n  one   Of\n  two_of\n      more text\n\n"
     usage += "Collectives alone:\n  two_of, three\n       With\n\nExample:\n  run it\n"
     assert options.collectives(usage) == {"one": ("MNK",), "two_of": ("MNK", "MN"), "three": ("MN",)}
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "backend", lambda: "cuda")
+    monkeypatch.setattr(target, "num_devices", lambda: 2)
+    options.check_gpus(2)
+    with pytest.raises(ValueError, match=r"^3 GPUs asked for, this machine has 2$"):
+        options.check_gpus(3)
+    monkeypatch.setattr(target, "backend", lambda: "host")
+    options.check_gpus(3)
