@@ -33,7 +33,7 @@ def _command(op: str) -> Callable[..., None]:
         shapes: Annotated[
             str | None,
             typer.Option(
-                help=f"{', '.join(SETS)}, M,N,K of a rank's product, bytes, or FILE.toml. Layers: "
+                help=f"{', '.join(SETS)}, models[:SEED], M,N,K of a rank's product, bytes, or FILE.toml. Layers: "
                 f"{', '.join(MODELS)}, tiny."
             ),
         ] = None,

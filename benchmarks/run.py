@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pyrocshmem import RanksFailed, spawn, target
-from pyrocshmem.benchmarks import ahead, layers, providers, records
+from pyrocshmem.benchmarks import ahead, layers, models, providers, records
 from pyrocshmem.benchmarks.derive import broken
 from pyrocshmem.benchmarks.measure import LIMIT_S, measure_cases
 from pyrocshmem.benchmarks.shapes import CORPORA, LAYERS, TIMED, Case, cases_of
@@ -41,16 +41,23 @@ def plan(
         known = {name for op in ops for name in _providers_of(op)}
         if unknown := sorted(set(names) - known):
             raise ValueError(f"no such providers: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    if shapes is not None and models.is_drawn(shapes):
+        shapes = models.with_seed(shapes)  # one seed for all ops
     found = []
     for op in ops:
         sets = (shapes,) if shapes is not None else TIMED[op].sets if on_gpu else ("tiny",)
         if len(ops) > 1:  # a set asked for is measured for the ops that have it
-            sets = tuple(name for name in sets if name == "tiny" or name in TIMED[op].sets)
+            sets = tuple(name for name in sets if _has_set(op, name))
         for name in sets:
             # The corpus is the Stream-K paper's, in fp16; Triton's interpreter has no bf16.
             default = "float16" if name in CORPORA or not on_gpu else "bfloat16"
             found += cases_of(op, name, ranks, dtype or default, on_gpu)
     return found
+
+
+def _has_set(op: str, name: str) -> bool:
+    drawn = models.is_drawn(name) and TIMED[op].kind not in ("collective", "layer")
+    return drawn or name == "tiny" or name in TIMED[op].sets
 
 
 def refuse_large(cases: list[Case]) -> None:

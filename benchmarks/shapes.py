@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyrocshmem.benchmarks import models
+
 # Bytes a second that a GPU can send to its peers together: what a floor divides by. From 4 x H200, where the copy
 # engine pushes 385 GB/s to one peer and pulls 367.
 LINK_BYTES_PER_S = 370e9
@@ -134,8 +136,8 @@ class Case:
 
 
 def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list[Case]:
-    """The cases of `op` for `shapes`: a set's name, "M,N,K", bytes of a collective ("1024" or "1024,4096"), or a
-    TOML file with `shapes = [[M, N, K], ...]` or `sizes = [...]`.
+    """The cases of `op` for `shapes`: a set's name, "models:SEED", "M,N,K", bytes of a collective ("1024" or
+    "1024,4096"), or a TOML file with `shapes = [[M, N, K], ...]` or `sizes = [...]`.
 
     Raises ValueError for shapes that don't exist for the op, OSError for a file that can't be read.
     """
@@ -151,6 +153,8 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
         if not NAME.fullmatch(path.stem):
             raise ValueError(f"{path} gives the set's name, allowed {NAMES}")
         name, found = path.stem, _from_toml(path, kind)
+    elif models.is_drawn(shapes):
+        name, found = _drawn(op, shapes, ranks)
     elif name == "custom":
         found = (
             [_numbers(shapes, kind)] if kind != "collective" else [(size,) for size in _numbers(shapes, kind)]
@@ -166,6 +170,14 @@ def cases_of(op: str, shapes: str, ranks: int, dtype: str, on_gpu: bool) -> list
         timing = "graph" if on_gpu and (small or name in DECODE_ROWS) else "eager"
         made.append(Case(op, name, M, N, K, dtype, ranks if kind != "gemm" else 1, timing))
     return made
+
+
+def _drawn(op: str, shapes: str, ranks: int) -> tuple[str, list[tuple[int, int, int]]]:
+    kind = OPS[op].kind
+    if kind == "collective":
+        raise ValueError(f"{op} has no shapes {shapes!r}: its sizes are no GEMM's")
+    seed = models.with_seed(shapes).partition(":")[2]
+    return f"{models.NAME}-{seed}", models.drawn(kind, ranks, seed)
 
 
 def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> list[Case]:
@@ -265,7 +277,10 @@ def _numbers(text: str, kind: str) -> tuple[int, ...]:
     wanted = len(parts) == 3 or kind == "collective"
     if not wanted or not all(re.fullmatch(r"[1-9]\d*", part.strip()) for part in parts):
         what = "bytes" if kind == "collective" else "M,N,K"
-        raise ValueError(f"shapes is {text!r}; allowed are {', '.join(SETS)}, {what}, or a .toml file")
+        raise ValueError(
+            f"shapes is {text!r}; allowed are {', '.join(SETS)}, {models.NAME}[:SEED], {what}, or a "
+            ".toml file"
+        )
     return tuple(int(part) for part in parts)
 
 
