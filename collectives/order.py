@@ -17,8 +17,8 @@ class Problem(NamedTuple):
     """The sizes of a GEMM and its schedule (`stream_k.local_gemm.schedule`): numbers on the host and in a kernel.
 
     M, N, K: of the whole result and the inner size. iterations: steps of BLOCK_K along K of a tile. num_split_tiles,
-    num_split_programs: the tiles that are cut along K, and the programs that share them. num_gemm_programs: those that
-    have tiles.
+    num_split_programs: the tiles that are cut along K, and the programs that share them. cohort: how many of these work
+    in step. num_gemm_programs: those that have tiles.
     """
 
     M: Any
@@ -27,6 +27,7 @@ class Problem(NamedTuple):
     iterations: Any
     num_split_tiles: Any
     num_split_programs: Any
+    cohort: Any
     num_gemm_programs: Any
 
 
@@ -44,35 +45,36 @@ def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _shared(iterations, num_split_tiles, num_split_programs):
-    """(iterations, programs) of a group of programs that share split iterations: of one tile, where every tile has
-    programs of its own (split-K), otherwise of all split tiles."""
-    own = num_split_programs % num_split_tiles == 0
-    shared = tl.where(own, iterations, num_split_tiles * iterations)
-    return shared, tl.where(own, num_split_programs // num_split_tiles, num_split_programs)
-
-
-@triton.jit
-def program_range(program, iterations, num_split_tiles, num_split_programs):
-    """[lo, hi) of the split iterations that `program` does; the first `extra` programs of a group have one more."""
-    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
-    turn = program % sharers
-    base = shared // sharers
-    extra = shared % sharers
-    lo = program // sharers * shared + turn * base + min(turn, extra)
+def program_range(program, problem):
+    """[lo, hi) of the iterations of its row of split tiles, one of each column, that `program` does; the first `extra`
+    cohorts have one more."""
+    turn = program // problem.cohort
+    base, extra = _share(problem)
+    lo = turn * base + min(turn, extra)
     return lo, lo + base + (turn < extra).to(tl.int32)
 
 
 @triton.jit
-def program_of(iteration, iterations, num_split_tiles, num_split_programs):
-    """The program whose range holds `iteration`: the inverse of `program_range`."""
-    shared, sharers = _shared(iterations, num_split_tiles, num_split_programs)
-    within = iteration % shared
-    base = shared // sharers
-    extra = shared % sharers
-    boundary = extra * (base + 1)
-    turn = tl.where(within < boundary, within // (base + 1), extra + (within - boundary) // base)
-    return iteration // shared * sharers + turn
+def cohort_of(iteration, problem):
+    """The cohort whose share holds `iteration`: the inverse of `program_range`."""
+    base, extra = _share(problem)
+    longer = extra * (base + 1)
+    return tl.where(iteration < longer, iteration // (base + 1), extra + (iteration - longer) // base)
+
+
+@triton.jit
+def _share(problem):
+    """(iterations of a cohort, how many cohorts have one more)."""
+    iterations = problem.num_split_tiles // problem.cohort * problem.iterations
+    cohorts = problem.num_split_programs // problem.cohort
+    return iterations // cohorts, iterations % cohorts
+
+
+@triton.jit
+def first_whole(program, problem):
+    """The first tile that `program` does as a whole: round robin, from the first program that has no share on."""
+    turn = program + problem.num_gemm_programs - problem.num_split_programs
+    return problem.num_split_tiles + turn % problem.num_gemm_programs
 
 
 @triton.jit
@@ -81,21 +83,19 @@ def num_finished_tiles(program, problem, tiles):
     iterations = problem.iterations
     split = 0
     if program < problem.num_split_programs:
-        lo, hi = program_range(program, iterations, problem.num_split_tiles, problem.num_split_programs)
+        lo, hi = program_range(program, problem)
         split = hi // iterations - lo // iterations
-    whole = tl.cdiv(max(tiles - problem.num_split_tiles - program, 0), problem.num_gemm_programs)
+    whole = tl.cdiv(max(tiles - first_whole(program, problem), 0), problem.num_gemm_programs)
     return split, split + whole
 
 
 @triton.jit
 def finished_tile(i, split, program, problem):
     """The i-th of the tiles that `program` finishes, the first `split` of which are split ones."""
-    tile = problem.num_split_tiles + program + (i - split) * problem.num_gemm_programs
+    tile = first_whole(program, problem) + (i - split) * problem.num_gemm_programs
     if i < split:
-        lo, hi = program_range(
-            program, problem.iterations, problem.num_split_tiles, problem.num_split_programs
-        )
-        tile = lo // problem.iterations + i
+        lo, hi = program_range(program, problem)
+        tile = (lo // problem.iterations + i) * problem.cohort + program % problem.cohort
     return tile
 
 

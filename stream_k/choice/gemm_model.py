@@ -8,7 +8,7 @@ Usage::
 The time of a GEMM is that of its busiest program, or of the memory that is read and written, whichever is longer:
 
     start + iterations x (time of one) + tiles x (time of an end), and for a tile in parts: a fix-up, and each partial,
-        or another kernel
+        or another kernel; of cohorts longer iterations, and what each program contributes
     start + unique bytes over one rate + bytes that tiles load over another
 
 Fitted to 2000 measurements of 220 GEMMs on one H200 (2026-11-22; half of them M N K log-uniform in 128 to 8192, the
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pyrocshmem.stream_k.local_gemm.schedule import OUT_OF_STEP, Schedule, make_schedule
+from pyrocshmem.stream_k.local_gemm.schedule import ALONE, IN_STEP, OUT_OF_STEP, Schedule, make_schedule
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,15 @@ TILES = (
 )
 # Faster than eight warps where TMA stores the result, by up to 13%; slower by pointers.
 FOUR_WARPS = Tile(128, 128, 64, 4, 6, 1, 0.345, split="none")
+# Programs in step, where waves are part full; measured where TMA stores the result.
+COHORTS = Tile(128, 256, 64, 8, 4, 2, 0.613, split="stream_k")
 # Of 65 to 128 rows, which are read as fast as memory answers: B comes in small steps, many of them on their way.
 DEEP = Tile(64, 128, 64, 4, 8, 1, 0.25, split="none")
 # Microseconds: until the first iteration; the end of a tile of 128 x 256, from the registers to memory; of a tile in
 # parts, its fix-up, and of each partial what doesn't and what does grow with the tile.
 _START, _END, _FIX_UP, _PARTIAL, _PARTIAL_AREA = 3.28, 4.48, 3.59, 0.5, 3.19
+# What a program of a cohort contributes, a tile of 128 x 256; whole tiles take a quarter longer behind cohorts (H100).
+_CONTRIBUTION, _BEHIND_COHORTS = 3.3, 4
 # What parts take that a second kernel adds.
 _SEPARATE = 2.7
 # Of memory: microseconds, and megabytes a microsecond from memory and from caches.
@@ -91,7 +95,7 @@ class TileTime(NamedTuple):
 def tile_times(M: int, N: int, K: int, num_sms: int) -> list[TileTime]:
     """All tiles for [M, K] x [K, N] on so many SMs, the fastest first."""
     found = []
-    for tile in (*TILES, FOUR_WARPS) if N % 8 == 0 else TILES:
+    for tile in (*TILES, COHORTS, FOUR_WARPS) if N % 8 == 0 else TILES:
         schedule = _schedule(tile, M, N, K, num_sms)
         found.append(TileTime(_time(tile, schedule, M, N, K, num_sms), tile, schedule))
     return sorted(found, key=lambda each: each.us)
@@ -192,13 +196,18 @@ def _time(tile: Tile, schedule: Schedule, M: int, N: int, K: int, num_sms: int) 
     iters = schedule.iters_per_tile
     whole = -(-schedule.whole_tiles // max(1, schedule.num_programs))
     lo, hi = schedule.program_range(0)
-    iterations, ends = whole * iters + hi - lo, whole + (hi > lo)
+    iterations, ends = float(whole * iters + hi - lo), whole + (hi > lo)
     busy = _START + ends * _END * tile.area
     if schedule.has_shared_tiles and tile.split == "separate":
         busy += _SEPARATE
     elif schedule.has_shared_tiles:
-        iterations += whole * iters // OUT_OF_STEP
-        partials = schedule.num_split_programs // schedule.num_split_tiles - 1
+        partials = -(-schedule.num_cohorts // schedule.num_columns) - 1
+        if schedule.kind == "stream_k":
+            iterations += whole * iters // _BEHIND_COHORTS + (hi - lo) * min(IN_STEP / schedule.cohort, ALONE)
+            partials = max(partials, 1)
+            busy += _CONTRIBUTION * tile.area
+        else:
+            iterations += whole * iters // OUT_OF_STEP
         busy += _FIX_UP + partials * (_PARTIAL + _PARTIAL_AREA * tile.area)
     together = -(-schedule.num_programs // num_sms)
     busy += iterations * max(tile.iteration_us, together * tile.together_us / tile.resident)

@@ -17,8 +17,8 @@ from pyrocshmem.collectives.order import Problem, tile_coords
 from pyrocshmem.stream_k.local_gemm.kernel import stream_k_kernel
 
 _UNSPECIALIZED = (
-    "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "num_gemm_programs",
-    "b_place", "b_pitch", "blocks_ahead",
+    "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "cohort",
+    "num_gemm_programs", "b_place", "b_pitch", "blocks_ahead",
 )  # fmt: skip
 _COLUMN = tl.constexpr(COLUMN)
 _LINE_BYTES = tl.constexpr(128)
@@ -60,7 +60,7 @@ def _fetch_ahead(
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def gemm_kernel(
     a, b, c, workspace, fix_up_flags, extra, context, M, N, K, iterations, num_split_tiles, num_split_programs,
-    num_gemm_programs, strides, b_place, b_pitch, blocks_ahead, events,
+    cohort, num_gemm_programs, strides, b_place, b_pitch, blocks_ahead, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
@@ -73,7 +73,7 @@ def gemm_kernel(
     its rows, or columns, of which `blocks_ahead` blocks are fetched ahead; None: none is."""
     if b_place is not None:
         _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-    problem = Problem(M, N, K, iterations, num_split_tiles, num_split_programs, num_gemm_programs)
+    problem = Problem(M, N, K, iterations, num_split_tiles, num_split_programs, cohort, num_gemm_programs)
     stream_k_kernel(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,

@@ -3,12 +3,12 @@
 Shape letters: A [M, K], B [K, N]; P programs; T tiles [BLOCK_M, BLOCK_N], of which the first T_s are split.
 Algorithm: Stream-K (Osama et al., PPoPP 2023), docs/schedule.md.
 
-A program first does its share of the split tiles (`stream_k.local_gemm.schedule` has the closed form and its tests):
-at most one segment that contributes, whose fp32 partial goes to the program's own workspace tile, then the segments
-that finish a tile, to which it adds the partials of lower-numbered programs in ascending order, so that the bits are
-the same on every run. Then it does whole tiles, P apart. Split tiles come first so that contributors are busy with
-whole ones while a finisher waits (3 to 5 us). With SEPARATE every segment is left in the workspace, for
-`stream_k.local_gemm.sum_of_parts` to add.
+A program first does its share of the split tiles (`stream_k.local_gemm.schedule` has the closed form and its tests), in
+step with the other programs of its cohort: at most one segment that contributes, whose fp32 partial goes to the
+program's own workspace tile, then the segments that finish a tile, to which it adds the partials of lower-numbered
+programs in ascending order, so that the bits are the same on every run. Then it does whole tiles, P apart. Split tiles
+come first so that contributors are busy with whole ones while a finisher waits (3 to 5 us). With SEPARATE every segment
+is left in the workspace, for `stream_k.local_gemm.sum_of_parts` to add.
 
 A finished tile goes to EPILOGUE, which stores it, and then to ANNOUNCE, which raises the flag that somebody waits for;
 when a program has done all its tiles, it runs CONSUMER. All three are jit functions handed over as constexprs;
@@ -56,8 +56,9 @@ from pyrocshmem.collectives.order import (
     block_size,
     block_start,
     block_tiles,
+    cohort_of,
+    first_whole,
     peer_row,
-    program_of,
     program_range,
     tile_coords,
 )
@@ -75,15 +76,16 @@ class Arrived(NamedTuple):
 
 @triton.jit
 def _add_partials(
-    parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
+    parts, first, last, step, epoch, tile, workspace, fix_up_flags, context, events,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """`parts` plus the workspace tiles of programs [first, last), in that order, once each has raised its flag."""
+    """`parts` plus the workspace tiles of programs first, first + step, .. below `last`, in that order, once each has
+    raised its flag."""
     PART_N: tl.constexpr = BLOCK_N // SUBTILES
     lanes = tl.arange(0, 32)
     trace.mark(events, trace.WAIT, tile)
-    for begin in tl.range(first, last, 32, num_stages=1):
-        programs = begin + lanes
+    for begin in tl.range(first, last, 32 * step, num_stages=1):
+        programs = begin + lanes * step
         signal.wait(
             fix_up_flags + programs, programs < last, epoch, tile, programs, context, _FIX_UP, WORLD, "gpu"
         )
@@ -92,7 +94,7 @@ def _add_partials(
     for part in tl.static_range(SUBTILES):
         total = parts[part]
         # Several loads on their way: there is room for them where the stages of the main loop were.
-        for program in tl.range(first, last, num_stages=3):
+        for program in tl.range(first, last, step, num_stages=3):
             total += workspace.load([program * BLOCK_M, part * PART_N])
         sums = sums + (total,)  # type: ignore[assignment]
     return sums
@@ -138,12 +140,13 @@ def _split_tiles(
     iterations = problem.iterations
     program = tl.program_id(0)
     tiles_n = tl.cdiv(problem.N, BLOCK_N)
-    lo, hi = program_range(program, iterations, problem.num_split_tiles, problem.num_split_programs)
+    lo, hi = program_range(program, problem)
     last = (hi - 1) // iterations
     for i in tl.range(0, last - lo // iterations + 1, num_stages=1):
-        tile = last - i
-        k_begin = max(lo - tile * iterations, 0)
-        k_end = min(hi - tile * iterations, iterations)
+        column = last - i
+        tile = column * problem.cohort + program % problem.cohort
+        k_begin = max(lo - column * iterations, 0)
+        k_end = min(hi - column * iterations, iterations)
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
@@ -161,11 +164,9 @@ def _split_tiles(
             signal.settle()
             signal.raise_flag(fix_up_flags + program, epoch, scope="gpu")
         else:
-            first = program_of(
-                tile * iterations, iterations, problem.num_split_tiles, problem.num_split_programs
-            )
+            first = cohort_of(column * iterations, problem) * problem.cohort + program % problem.cohort
             parts = _add_partials(
-                parts, first, program, epoch, tile, workspace, fix_up_flags, context, events,
+                parts, first, program, problem.cohort, epoch, tile, workspace, fix_up_flags, context, events,
                 WORLD, BLOCK_M, BLOCK_N, SUBTILES,
             )  # fmt: skip
             trace.mark(events, trace.STORE, tile)
@@ -244,7 +245,7 @@ def stream_k_kernel(
     strides: see `stream_k.local_gemm.mainloop`. workspace, fix_up_flags: a tile and a flag for each program's
     partial. SEPARATE: all tiles are split, and nobody finishes them here (`stream_k.local_gemm.sum_of_parts`).
 
-    Example, P = 2, four tiles of 3 iterations, the first two split among the two programs, 3 iterations each:
+    Example, P = 2, four tiles of 3 iterations, the first two split among two cohorts of one, 3 iterations each:
     program 0 does tile 0, then tile 2; program 1 does tile 1, then tile 3. With three split tiles (9
     iterations: 5 and 4) program 0 first leaves the first two iterations of tile 1 in its workspace, then does
     tile 0; program 1 does tile 2, then the last iteration of tile 1 and adds program 0's.
@@ -276,7 +277,9 @@ def stream_k_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, SEPARATE,
             )  # fmt: skip
 
-    first = problem.num_split_tiles + program
+    first = program
+    if SPLIT:
+        first = first_whole(program, problem)
     if GATHERS:
         tiles_m = block_tiles(M, WORLD, BLOCK_M)
         end = tiles_m * tiles_n

@@ -86,7 +86,7 @@ class Product:
     def problem(self) -> Problem:
         """The kernel's `problem` argument."""
         plan = self.schedule
-        split = (plan.num_split_tiles, plan.num_split_programs) if self.split else (0, 0)
+        split = (plan.num_split_tiles, plan.num_split_programs, plan.cohort) if self.split else (0, 0, 1)
         return Problem(self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
 
     @property
@@ -348,6 +348,5 @@ def schedule_of(
             f"{programs + comm_programs} programs, of which {comm_programs} consume beside the GEMM: "
             "none is left for it"
         )
-    return make_schedule(
-        M, N, K, config.block_m, config.block_n, config.block_k, programs, split=config.split
-    )
+    blocks = (config.block_m, config.block_n, config.block_k)
+    return make_schedule(M, N, K, *blocks, programs, split=config.split, group_m=config.group_m)

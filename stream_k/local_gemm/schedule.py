@@ -10,23 +10,25 @@ M N K are the product's sizes, T its tiles, I the K-iterations of a tile, P the 
 tiles are numbered 0..T-1; `tile_coords` places one in the output. The kernel recomputes all of this from
 (T, I, P, T_s, P_s), so the closed form below is the contract between the two:
 
-1. Tiles [0, T_s) are cut at K-iterations. Where P_s is a multiple of T_s, every tile has P_s / T_s programs of
-   its own, which take consecutive shares of its I iterations (split-K). Else programs 0..P_s-1 take consecutive
-   shares of all T_s * I iterations (Stream-K). Of what is shared, the first `extra` shares are one iteration longer.
-   Tiles [T_s, T) stay whole, one program each, round robin over P.
-2. A program visits the tiles of its share from the last to the first, then its whole tiles. Only the last
-   tile of a share can be left unfinished, so a program contributes before anything it may have to wait for.
+1. Tiles [0, T_s) are cut at K-iterations, by P_s programs, which work in cohorts of h: T_s / h columns of h tiles one
+   after another, and P_s / h cohorts. Cohort c is programs [c h, (c + 1) h), each of which does one tile of a column,
+   the same iterations at the same time as the others, so that what they share of A and B is read once. The cohorts
+   take consecutive shares of all T_s / h * I iterations; the first `extra` shares are one iteration longer. One
+   column, h = T_s, is split-K: each tile has programs of its own. h = 1 is Stream-K as it was published.
+   Tiles [T_s, T) stay whole, one program each, round robin over P, from the first program that has no share on.
+2. A cohort visits the columns of its share from the last to the first, then its programs do their whole tiles. Only
+   the last column of a share can be left unfinished, so a program contributes before anything it may have to wait for.
 3. The program that does a tile's last iterations finishes it: it adds the partials of the programs that did
-   the earlier ones, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
+   the earlier ones, h apart, in ascending order of their ids. It waits for lower ids only, so a grid larger than what
    is resident, and an interpreter that runs programs one after another, both end. With split="separate" a second
    kernel does that (`stream_k.local_gemm.sum_of_parts`), and no program waits.
 
 Rules of `make_schedule`: tiles stay whole where waves are exact and where a tile has few iterations. Else the tiles
 of the last, part-full wave (all of them, where there are fewer than programs) are cut into as many equal parts as
-take the least time; one part is a whole tile. The two-tile hybrid of the Stream-K paper (Osama et al., PPoPP 2023;
-CUTLASS on Hopper), for which the last full wave and the remainder are cut together, is there to be asked for: its
-programs are at different iterations of their tiles and so read different parts of A and B, which made its
-iterations a quarter longer (H200; docs/schedule.md).
+take the least time; one part is a whole tile. Stream-K is there to be asked for, in its two-tile form, for which the
+last full wave and the remainder are cut together (Osama et al., PPoPP 2023; CUTLASS on Hopper). Cohorts are ours: as
+published, programs are at different iterations of their tiles and so read different parts of A and B, which made an
+iteration a quarter longer; programs of a cohort of 8 lose a twentieth (docs/schedule.md).
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ FIX_UP_ITERS = 6
 # Whole tiles take an eleventh longer behind parts: their programs are out of step and share less of what they read.
 OUT_OF_STEP = 11
 
+# How much longer an iteration of a cohort takes than one of whole tiles: this over the cohort, at most ALONE (H100:
+# 1.06 of 8 programs, 1.13 of 4, 1.19 of 3; H200: 1.26 of one).
+IN_STEP, ALONE = 0.5, 0.26
+
 # The same of parts that a second kernel adds, and what that kernel costs whatever the parts: 64 x 64 x 128 (H200).
 SEPARATE_ITERS = 1
 SEPARATE_ONCE = 8
@@ -55,8 +61,8 @@ SPLITS = ("auto", "none", "stream_k", "split_k", "separate")
 class Segment:
     """Iterations [k_begin, k_end) of one tile, done by one program without a break.
 
-    finishing: this segment ends its tile, so its program writes the output. contributors: the programs (all
-    of lower id) whose fp32 partials it adds first, in this order; empty unless finishing with k_begin > 0.
+    finishing: this segment ends its tile, so its program writes the output. contributors: the programs, all of lower
+    id, whose fp32 partials it adds first, in this order; empty unless finishing with k_begin > 0.
     """
 
     tile: int
@@ -71,7 +77,8 @@ class Schedule:
     """The work of a GEMM cut into programs; see the module's docstring for the closed form.
 
     tiles_m, tiles_n: tiles along M and N. iters_per_tile: cdiv(K, BLOCK_K). num_programs: the launch size P.
-    num_split_tiles: T_s. num_split_programs: P_s, the programs that share the split tiles.
+    num_split_tiles: T_s. num_split_programs: P_s, the programs that share the split tiles. cohort: h, how many of them
+    work in step.
     Raises ValueError when the numbers contradict one another (values got in the message).
     """
 
@@ -81,10 +88,16 @@ class Schedule:
     num_programs: int
     num_split_tiles: int = 0
     num_split_programs: int = 0
+    cohort: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             _non_negative(name, getattr(self, name))
+        if self.cohort == 0 or self.num_split_tiles % self.cohort or self.num_split_programs % self.cohort:
+            raise ValueError(
+                f"cohort is {self.cohort}, allowed are divisors of {self.num_split_tiles} split tiles and of "
+                f"{self.num_split_programs} split programs"
+            )
         if self.num_tiles > 0 and self.num_programs == 0:
             raise ValueError(f"num_programs must be at least 1 for {self.num_tiles} tiles, got 0")
         if self.num_split_tiles > self.num_tiles:
@@ -115,6 +128,16 @@ class Schedule:
         return self.num_split_tiles * self.iters_per_tile
 
     @property
+    def num_columns(self) -> int:
+        """Groups of `cohort` split tiles."""
+        return self.num_split_tiles // self.cohort
+
+    @property
+    def num_cohorts(self) -> int:
+        """Groups of `cohort` split programs."""
+        return self.num_split_programs // self.cohort
+
+    @property
     def whole_tiles(self) -> int:
         """Tiles [T_s, T), each done by one program from first to last iteration."""
         return self.num_tiles - self.num_split_tiles
@@ -130,7 +153,7 @@ class Schedule:
         return (
             self.num_split_programs > 0
             and self.iters_per_tile > 1
-            and self.num_split_tiles % self.num_split_programs != 0
+            and self.num_columns % self.num_cohorts != 0
         )
 
     @property
@@ -143,30 +166,33 @@ class Schedule:
         """data_parallel (no tile is shared), split_k (every split tile has programs of its own) or stream_k."""
         if not self.has_shared_tiles:
             return "data_parallel"
-        return "split_k" if self.num_split_programs % self.num_split_tiles == 0 else "stream_k"
+        return "split_k" if self.num_columns == 1 else "stream_k"
 
     @property
     def max_iters(self) -> int:
         """Iterations of the busiest program: the length of the schedule."""
         if self.num_programs == 0:
             return 0
-        # Program 0 has the longest share and as many whole tiles as any other.
-        lo, hi = self.program_range(0)
-        return hi - lo + _cdiv(self.whole_tiles, self.num_programs) * self.iters_per_tile
+        # The first program of those without a share has the most whole tiles of these, program 0 of the others, and the
+        # longest share.
+        found = []
+        for program in {0, self.num_split_programs % self.num_programs}:
+            lo, hi = self.program_range(program)
+            tiles = len(range(self._first_whole(program), self.num_tiles, self.num_programs))
+            found.append(hi - lo + tiles * self.iters_per_tile)
+        return max(found)
 
     def program_range(self, program: int) -> tuple[int, int]:
-        """[lo, hi) of the split iterations that `program` does; (0, 0) for one that has none.
-
-        Raises ValueError for a negative program.
+        """[lo, hi) of the iterations of a row of split tiles, one of each column, that `program` does; (0, 0) for one
+        that has none. Raises ValueError for a negative program.
         """
         if program < 0:
             raise ValueError(f"program is {program}, allowed 0 or more")
         if program >= self.num_split_programs:
             return 0, 0
-        shared, sharers = self._shared()
-        group, turn = divmod(program, sharers)
-        base, extra = divmod(shared, sharers)
-        lo = group * shared + turn * base + min(turn, extra)
+        turn = program // self.cohort
+        base, extra = divmod(self.num_columns * self.iters_per_tile, self.num_cohorts)
+        lo = turn * base + min(turn, extra)
         return lo, lo + base + (turn < extra)
 
     def segments(self, program: int) -> list[Segment]:
@@ -180,14 +206,16 @@ class Schedule:
         lo, hi = self.program_range(program)
         found = []
         if lo < hi:
-            for tile in range((hi - 1) // iters, lo // iters - 1, -1):
-                first = tile * iters
+            place = program % self.cohort
+            for column in range((hi - 1) // iters, lo // iters - 1, -1):
+                first = column * iters
                 k_begin, k_end = max(lo - first, 0), min(hi - first, iters)
                 finishing = k_end == iters
-                shared = finishing and k_begin > 0
-                contributors = range(self._split_owner(first), program) if shared else range(0)
-                found.append(Segment(tile, k_begin, k_end, finishing, contributors))
-        for tile in range(self.num_split_tiles + program, self.num_tiles, self.num_programs):
+                contributors = range(0)
+                if finishing and k_begin > 0:
+                    contributors = range(self._cohort_of(first) * self.cohort + place, program, self.cohort)
+                found.append(Segment(column * self.cohort + place, k_begin, k_end, finishing, contributors))
+        for tile in range(self._first_whole(program), self.num_tiles, self.num_programs):
             found.append(Segment(tile, 0, iters, True, range(0)))
         return found
 
@@ -196,24 +224,21 @@ class Schedule:
         if not 0 <= tile < self.num_tiles:
             raise ValueError(f"tile is {tile}, allowed 0..{self.num_tiles - 1}")
         if tile < self.num_split_tiles:
-            return self._split_owner((tile + 1) * self.iters_per_tile - 1)
-        return (tile - self.num_split_tiles) % self.num_programs
+            column, place = divmod(tile, self.cohort)
+            return self._cohort_of((column + 1) * self.iters_per_tile - 1) * self.cohort + place
+        return (tile - self.num_split_tiles + self.num_split_programs) % self.num_programs
 
-    def _shared(self) -> tuple[int, int]:
-        """(iterations, programs): how many iterations how many programs share, again and again."""
-        if self.num_split_programs % self.num_split_tiles == 0:
-            return self.iters_per_tile, self.num_split_programs // self.num_split_tiles
-        return self.split_iters, self.num_split_programs
+    def _first_whole(self, program: int) -> int:
+        """The first whole tile of `program`, if there are so many."""
+        return self.num_split_tiles + (program - self.num_split_programs) % self.num_programs
 
-    def _split_owner(self, iteration: int) -> int:
-        """The program whose share holds split iteration `iteration`: the inverse of `program_range`."""
-        shared, sharers = self._shared()
-        group, within = divmod(iteration, shared)
-        base, extra = divmod(shared, sharers)
+    def _cohort_of(self, iteration: int) -> int:
+        """The cohort whose share holds `iteration` of the columns: the inverse of `program_range`."""
+        base, extra = divmod(self.num_columns * self.iters_per_tile, self.num_cohorts)
         longer = extra * (base + 1)
-        if within < longer:
-            return group * sharers + within // (base + 1)
-        return group * sharers + extra + (within - longer) // base
+        if iteration < longer:
+            return iteration // (base + 1)
+        return extra + (iteration - longer) // base
 
 
 def make_schedule(
@@ -226,6 +251,7 @@ def make_schedule(
     num_programs: int,
     *,
     split: str = "auto",
+    group_m: int = 8,
     min_split_iters: int = MIN_SPLIT_ITERS,
 ) -> Schedule:
     """Choose the schedule of an M x N x K product in steps of block_m x block_n x block_k.
@@ -233,10 +259,12 @@ def make_schedule(
     num_programs: how many programs may run, as a rule the number of SMs; the schedule's own num_programs is
     never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
     split: "auto" follows the module's rules; "none" keeps every tile whole; "split_k" cuts the tiles of the last,
-    part-full wave into equal parts, "stream_k" those and the wave before into equal shares, whatever it costs. The
+    part-full wave into equal parts, "stream_k" those and the wave before into equal shares of cohorts, whatever it
+    costs. The
     last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
     iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
     "separate": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
+    group_m: as for `tile_coords`: programs of one column of such a group work in step where split is "stream_k".
     min_split_iters: no program's share of the split iterations is shorter than this.
 
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
@@ -258,18 +286,42 @@ def make_schedule(
     if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "separate" and full_waves):
         return whole
     if split == "stream_k":
-        # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
-        sharers = num_programs if full_waves else min(num_programs, tiles * iters // min_split_iters)
-        cut_tiles = remainder + (num_programs if full_waves else 0)
+        cut = _in_step(whole, num_programs, min(tiles_m, group_m), min_split_iters)
     else:
         most = min(num_programs // remainder, iters // min_split_iters)
         once, each = (SEPARATE_ONCE, SEPARATE_ITERS) if split == "separate" else (0, FIX_UP_ITERS)
         parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
-        sharers, cut_tiles = parts * remainder, remainder
         if parts == 1:
             return whole
-    cut = Schedule(tiles_m, tiles_n, iters, num_programs if full_waves else sharers, cut_tiles, sharers)
+        programs = num_programs if full_waves else parts * remainder
+        cut = Schedule(tiles_m, tiles_n, iters, programs, remainder, parts * remainder, remainder)
     return cut if cut.max_iters < whole.max_iters else whole
+
+
+def _in_step(whole: Schedule, num_programs: int, height: int, min_split_iters: int) -> Schedule:
+    """`whole`, but that cohorts share the tiles of the last, part-full wave and those of the wave before. A cohort has
+    the rows of a column of tiles, `height`, or a part of them: as many as take the least time."""
+    tiles, iters = whole.num_tiles, whole.iters_per_tile
+    full_waves, remainder = divmod(tiles, num_programs)
+    # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
+    cut = remainder + (num_programs if full_waves else 0)
+    sharers = min(num_programs, cut * iters // min_split_iters)
+
+    def of(cohort: int) -> Schedule:
+        # Whole columns: a few programs may have one whole tile less than others.
+        columns, cohorts = min(_cdiv(cut, cohort), tiles // cohort), sharers // cohort
+        programs = min(num_programs, cohorts * cohort + tiles - columns * cohort)
+        sizes = (whole.tiles_m, whole.tiles_n, iters, programs)
+        return Schedule(*sizes, columns * cohort, cohorts * cohort, cohort)
+
+    def time(schedule: Schedule) -> float:
+        return schedule.max_iters * (1 + min(IN_STEP / schedule.cohort, ALONE))
+
+    # Of equal ones the largest cohort.
+    cohorts = (
+        cohort for cohort in range(height, 0, -1) if height % cohort == 0 and cohort <= max(sharers, 1)
+    )
+    return min(map(of, cohorts), key=time)
 
 
 def _best_parts(iters: int, full_waves: int, most: int, fewest: int, once: int, each: int) -> int:

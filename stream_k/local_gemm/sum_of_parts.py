@@ -4,8 +4,8 @@ A program that finishes a tile itself adds the others' partials one after anothe
 nothing to do. Here all of it adds, and nobody waits for a flag; but all partials go through memory. So it is for small
 tiles: products of few rows and columns, whose time is that of reading B.
 
-Shapes: partials fp32 [T * P, BLOCK_M, BLOCK_N], the P parts of each of the T tiles one after another. They are added in
-that order, whatever runs when, so that the bits are the same on every run.
+Shapes: partials fp32 [P * T, BLOCK_M, BLOCK_N], the first parts of the T tiles, then their second ones, and so on. They
+are added in that order, whatever runs when, so that the bits are the same on every run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _AT_ONCE = tl.constexpr(4)
 _ELEMENTS, _WARPS = 512, 4
 
 
-@triton.jit(do_not_specialize=("M", "N", "num_parts"))
+@triton.jit(do_not_specialize=("M", "N", "num_tiles", "num_parts"))
 def sum_parts_kernel(
-    partials, c, finish, M, N, num_parts, stride_m, stride_n, events,
+    partials, c, finish, M, N, num_tiles, num_parts, stride_m, stride_n, events,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -51,13 +51,14 @@ def sum_parts_kernel(
     row, column = tile_m * BLOCK_M + first, tile_n * BLOCK_N
     if row < M:
         inside = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        place = partials + tl.cast(tile * num_parts, tl.int64) * SIZE + inside
+        place = partials + tl.cast(tile, tl.int64) * SIZE + inside
+        step = tl.cast(num_tiles, tl.int64) * SIZE
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for begin in tl.range(0, num_parts, _AT_ONCE, num_stages=1):
             loaded = ()
             for i in tl.static_range(_AT_ONCE):
                 there = tl.full((ROWS, BLOCK_N), begin + i, tl.int32) < num_parts
-                loaded = loaded + (tl.load(place + (begin + i) * SIZE, mask=there, other=0.0),)  # type: ignore[assignment]
+                loaded = loaded + (tl.load(place + (begin + i) * step, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(_AT_ONCE):
                 total += loaded[i]
         value = finished(scaled(total, finish), finish, column, N, BLOCK_N, ACTIVATION)
@@ -81,9 +82,8 @@ class SumOfParts:
             "ACTIVATION": activation,
         }
         programs = schedule.num_split_tiles * config.block_m // rows
-        num_parts = schedule.num_split_programs // schedule.num_split_tiles
         self.partials = partials
-        self.sizes = (product.M, product.N, num_parts, *out.stride())
+        self.sizes = (product.M, product.N, schedule.num_split_tiles, schedule.num_cohorts, *out.stride())
         self.launch = Launch(sum_parts_kernel, programs, constants, _WARPS, 1, chained=True)
 
     def compile(self, finish: Finish, out: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pyrocshmem import stream_k
 from pyrocshmem.calls.workspace import Workspace, local_workspace
+from pyrocshmem.collectives import order
 from pyrocshmem.stream_k.local_gemm import kernel
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from pyrocshmem.stream_k.local_gemm.product import Product
@@ -246,12 +247,9 @@ def test_an_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch, split: str, na
 
 
 @triton.jit
-def one_iteration_short(program, iterations, num_split_tiles, num_split_programs):
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
-    lo = program * base + min(program, extra)
-    return lo, lo + base + (program < extra).to(tl.int32) - (program == 1).to(tl.int32)
+def one_iteration_short(program, problem):
+    lo, hi = order.program_range(program, problem)
+    return lo, hi - (program == 1).to(tl.int32)
 
 
 @pytest.mark.cpu
@@ -265,7 +263,7 @@ def test_a_lost_iteration_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @triton.jit
 def without_fix_up(
-    parts, first, last, epoch, tile, workspace, fix_up_flags, context, events,
+    parts, first, last, step, epoch, tile, workspace, fix_up_flags, context, events,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
     return parts

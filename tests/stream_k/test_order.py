@@ -50,27 +50,35 @@ def rows_kernel(out, tiles, rank, M, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
 
 
 @triton.jit
-def shares_kernel(out, count, iterations, num_split_tiles, num_split_programs, RANGE: tl.constexpr):
-    """out[p]: the range of program p; out[count + t]: the program with the first iteration of split tile t."""
+def shares_kernel(out, count, problem, RANGE: tl.constexpr):
+    """out[p]: the range of program p; out[count + c]: the cohorts with the first and the last iteration of column c."""
     for program in range(0, count):
-        lo, hi = RANGE(program, iterations, num_split_tiles, num_split_programs)
+        lo, hi = RANGE(program, problem)
         tl.store(out + 2 * program, lo)
         tl.store(out + 2 * program + 1, hi)
-    for tile in range(0, num_split_tiles):
-        first = order.program_of(tile * iterations, iterations, num_split_tiles, num_split_programs)
-        last = order.program_of(
-            tile * iterations + iterations - 1, iterations, num_split_tiles, num_split_programs
-        )
-        tl.store(out + 2 * (count + tile), first)
-        tl.store(out + 2 * (count + tile) + 1, last)
+    for column in range(0, problem.num_split_tiles // problem.cohort):
+        first = order.cohort_of(column * problem.iterations, problem)
+        last = order.cohort_of(column * problem.iterations + problem.iterations - 1, problem)
+        tl.store(out + 2 * (count + column), first)
+        tl.store(out + 2 * (count + column) + 1, last)
 
 
 @triton.jit
-def range_of_all(program, iterations, num_split_tiles, num_split_programs):
-    """`order.program_range`, but that all programs share all iterations, even where tiles have their own."""
-    total = num_split_tiles * iterations
-    base = total // num_split_programs
-    extra = total % num_split_programs
+def finished_kernel(out, counts, tiles, programs, problem, MOST: tl.constexpr):
+    """counts[p]: how many tiles program p finishes; out[p, i]: the i-th of them."""
+    for program in range(0, programs):
+        split, count = order.num_finished_tiles(program, problem, tiles)
+        tl.store(counts + program, count)
+        for i in range(0, count):
+            tl.store(out + program * MOST + i, order.finished_tile(i, split, program, problem))
+
+
+@triton.jit
+def range_without_cohorts(program, problem):
+    """`order.program_range`, but that every program has a share of its own."""
+    total = problem.num_split_tiles * problem.iterations
+    base = total // problem.num_split_programs
+    extra = total % problem.num_split_programs
     lo = program * base + min(program, extra)
     return lo, lo + base + (program < extra).to(tl.int32)
 
@@ -109,22 +117,28 @@ def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_star
     return ""
 
 
+def problem_of(schedule: Schedule) -> order.Problem:
+    """What kernels are told of it."""
+    split = (schedule.num_split_tiles, schedule.num_split_programs, schedule.cohort)
+    return order.Problem(0, 0, 0, schedule.iters_per_tile, *split, schedule.num_programs)
+
+
 def shares(schedule: Schedule, program_range: Any = order.program_range) -> list[tuple[int, int]]:
-    """What kernels make of a schedule with split tiles: each program's range, each tile's first and last program."""
-    count, tiles = schedule.num_split_programs, schedule.num_split_tiles
-    out = torch.full((count + tiles, 2), -1, dtype=torch.int32)
-    run(shares_kernel, 1, out, count, schedule.iters_per_tile, tiles, count, RANGE=program_range)
+    """What kernels make of a schedule with split tiles: each program's range, each column's first and last cohort."""
+    count = schedule.num_split_programs
+    out = torch.full((count + schedule.num_columns, 2), -1, dtype=torch.int32)
+    run(shares_kernel, 1, out, count, problem_of(schedule), RANGE=program_range)
     return [tuple(pair) for pair in out.tolist()]
 
 
 def shares_on_the_host(schedule: Schedule) -> list[tuple[int, int]]:
     """The same by `stream_k.local_gemm.schedule`, whose own tests say that it is right."""
     ranges = [schedule.program_range(program) for program in range(schedule.num_split_programs)]
-    iters = schedule.iters_per_tile
+    iters, cohort = schedule.iters_per_tile, schedule.cohort
     ends = []
-    for tile in range(schedule.num_split_tiles):
-        first = [p for p, (lo, hi) in enumerate(ranges) if lo <= tile * iters < hi]
-        ends.append((first[0], schedule.finisher(tile)))
+    for column in range(schedule.num_columns):
+        first = [p // cohort for p, (lo, hi) in enumerate(ranges) if lo <= column * iters < hi]
+        ends.append((first[0], schedule.finisher(column * cohort) // cohort))
     return ranges + ends
 
 
@@ -146,17 +160,34 @@ def enumerated(M: int, rank: int, world: int, block_m: int) -> list[int]:
 @given(st.data())
 @settings(max_examples=60)
 def test_kernels_share_iterations_as_the_schedule_does(data: st.DataObject) -> None:
-    tiles, iters = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 30))
-    parts = st.integers(1, iters).map(lambda parts: parts * tiles)
-    count = min(data.draw(st.one_of(st.integers(1, tiles * iters), parts)), 24)
-    schedule = Schedule(tiles, 1, iters, count, tiles, count)
+    columns, iters = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 30))
+    cohort = data.draw(st.integers(1, 4))
+    cohorts = min(data.draw(st.integers(1, columns * iters)), 24 // cohort)
+    tiles, programs = columns * cohort, cohorts * cohort
+    schedule = Schedule(tiles, 1, iters, programs, tiles, programs, cohort)
     assert shares(schedule) == shares_on_the_host(schedule)
 
 
+@given(st.data())
+@settings(max_examples=60)
+def test_kernels_know_what_a_program_finishes(data: st.DataObject) -> None:
+    cohort, columns, iters = (data.draw(st.integers(1, most)) for most in (3, 3, 9))
+    split, whole = columns * cohort, data.draw(st.integers(0, 9))
+    sharers = data.draw(st.integers(1, columns * iters)) * cohort
+    programs = sharers + data.draw(st.integers(0, whole))
+    schedule = Schedule(split + whole, 1, iters, programs, split, sharers, cohort)
+    counts, most = torch.full((programs,), -1, dtype=torch.int32), 32
+    out = torch.full((programs, most), -1, dtype=torch.int32)
+    run(finished_kernel, 1, out, counts, schedule.num_tiles, programs, problem_of(schedule), MOST=most)
+    for program in range(programs):
+        done = [s.tile for s in schedule.segments(program) if s.finishing]
+        assert sorted(out[program, : counts[program]].tolist()) == sorted(done)
+
+
 def test_a_share_of_the_wrong_iterations_is_caught() -> None:
-    own = Schedule(2, 1, 17, 4, 2, 4)
+    own = Schedule(2, 1, 17, 4, 2, 4, 2)
     assert shares(own) == shares_on_the_host(own)
-    assert shares(own, range_of_all) != shares_on_the_host(own)
+    assert shares(own, range_without_cohorts) != shares_on_the_host(own)
 
 
 @given(rows, worlds, heights)

@@ -51,6 +51,7 @@ def random_case(rng: random.Random) -> tuple[tuple[int, ...], dict[str, object]]
     K = 0 if rng.random() < 0.03 else rng.choice((rng.randrange(1, 9000), rng.choice(primes)))
     programs = rng.choice((1, 2, 3, 7, 16, 78, 132, 304, rng.randrange(1, 400)))
     options = {"split": rng.choice(("auto", "auto", *SPLITS)), "min_split_iters": rng.choice((1, 4, 8, 8))}
+    options["group_m"] = rng.choice((1, 2, 8, 8, 16))
     return (size(block_m), size(block_n), K, block_m, block_n, block_k, programs), options
 
 
@@ -87,8 +88,14 @@ def check_choice(schedule: Schedule, arguments: tuple[int, ...], options: dict[s
     assert remainder > 0
     lo, hi = schedule.program_range(schedule.num_split_programs - 1)
     assert hi - lo >= options["min_split_iters"]
-    hybrid = options["split"] == "stream_k" and tiles >= programs
-    assert schedule.num_split_tiles == (remainder + programs if hybrid else remainder)
+    if options["split"] == "stream_k":
+        # Whole columns: up, or down where there are no more tiles.
+        cut = remainder + programs if tiles >= programs else remainder
+        columns = min(-(-cut // schedule.cohort), tiles // schedule.cohort)
+        assert schedule.num_split_tiles == columns * schedule.cohort
+        assert schedule.cohort <= min(schedule.tiles_m, options["group_m"])
+    else:
+        assert schedule.num_split_tiles == schedule.cohort == remainder
     assert schedule.max_iters < -(-tiles // programs) * schedule.iters_per_tile
 
 
@@ -100,12 +107,15 @@ def test_any_valid_numbers_make_a_schedule(data: st.DataObject) -> None:
     tiles = tiles_m * tiles_n
     programs = min(programs, tiles)
     split_tiles = data.draw(st.integers(0, tiles)) if iters else 0
-    # Every program needs work: whole tiles go to the lowest ids, so where they run out all must share.
-    most = min(programs, split_tiles * iters)
-    least = 1 if tiles - split_tiles >= programs else programs
-    split_programs = data.draw(st.integers(least, most)) if split_tiles and least <= most else 0
-    split_tiles = split_tiles if split_programs else 0
-    check_schedule(Schedule(tiles_m, tiles_n, iters, programs, split_tiles, split_programs))
+    cohort = data.draw(st.integers(1, max(1, min(split_tiles, programs))))
+    split_tiles -= split_tiles % cohort
+    # Every program needs work: a share, or one of the whole tiles.
+    most = min(programs // cohort, split_tiles // cohort * iters)
+    least = max(1, -(-(programs - tiles + split_tiles) // cohort))
+    cohorts = data.draw(st.integers(least, most)) if split_tiles and least <= most else 0
+    if not cohorts:
+        split_tiles, cohort = 0, 1
+    check_schedule(Schedule(tiles_m, tiles_n, iters, programs, split_tiles, cohorts * cohort, cohort))
 
 
 def test_equal_parts_of_every_small_last_wave() -> None:
@@ -124,15 +134,20 @@ def test_equal_parts_of_every_small_last_wave() -> None:
         assert (schedule.kind, uneven, schedule.num_split_tiles) == ("split_k", 0, rest)
         assert schedule.num_programs == (programs if tiles >= programs else parts * rest)
         for tile in range(rest):
-            own = [schedule.program_range(program) for program in range(tile * parts, (tile + 1) * parts)]
-            assert (own[0][0], own[-1][1]) == (tile * iters, (tile + 1) * iters)
+            programs_of_tile = range(tile, schedule.num_split_programs, rest)
+            own = [schedule.program_range(program) for program in programs_of_tile]
+            assert (own[0][0], own[-1][1]) == (0, iters)
             assert {hi - lo for lo, hi in own} <= {iters // parts, iters // parts + 1}
+            done = [schedule.segments(program)[0].tile for program in programs_of_tile]
+            assert done == [tile] * parts
     assert found > 300
 
 
 # Of nine tiles, seven shared by four programs; of five, the first by three of four, 4, 3 and 3 iterations.
 SPLIT = Schedule(3, 3, 10, 4, 7, 4)
 PARTS = Schedule(5, 1, 10, 4, 1, 3)
+# Four columns of two tiles, by three cohorts of two, and a whole tile; program 6 has no share.
+COHORTS = Schedule(3, 3, 10, 7, 8, 6, 2)
 
 
 class WithoutExtra(Schedule):
@@ -184,7 +199,7 @@ class WrongFinisher(Schedule):
         WrongFinisher,
     ],
 )
-@pytest.mark.parametrize("schedule", [SPLIT, PARTS], ids=["stream_k", "split_k"])
+@pytest.mark.parametrize("schedule", [SPLIT, PARTS, COHORTS], ids=["stream_k", "split_k", "in_step"])
 def test_checker_catches_a_planted_mistake(mutant: type[Schedule], schedule: Schedule) -> None:
     check_schedule(schedule)
     numbers = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
@@ -260,9 +275,40 @@ def test_rules(arguments: tuple[int, ...], kind: str) -> None:
 
 def test_hybrid_shares_are_between_one_and_two_tiles() -> None:
     schedule = make_schedule(128 * 300, 256, 4096, 128, 256, 64, 132, split="stream_k")
-    assert (schedule.num_split_tiles, schedule.whole_tiles, schedule.num_split_programs) == (168, 132, 132)
-    lo, hi = schedule.program_range(131)
+    assert (schedule.num_split_tiles, schedule.whole_tiles, schedule.num_split_programs) == (168, 132, 128)
+    assert schedule.cohort == 8
+    lo, hi = schedule.program_range(127)
     assert schedule.iters_per_tile < hi - lo < 2 * schedule.iters_per_tile
+    # Who has no share begins with a whole tile.
+    assert [segment.tile for segment in schedule.segments(128)] == [168]
+
+
+def test_programs_of_a_cohort_are_in_step() -> None:
+    schedule = make_schedule(1000, 5120, 5120, 128, 256, 64, 132, split="stream_k")
+    assert (schedule.cohort, schedule.num_cohorts, schedule.num_columns) == (8, 16, 20)
+    for first in range(0, schedule.num_programs, schedule.cohort):
+        each = [schedule.segments(program) for program in range(first, first + schedule.cohort)]
+        for together in zip(*each, strict=True):
+            assert len({(segment.k_begin, segment.k_end) for segment in together}) == 1
+            places = [
+                tile_coords(segment.tile, schedule.tiles_m, schedule.tiles_n, 8) for segment in together
+            ]
+            assert [row for row, _ in places] == list(range(8))
+            assert len({column for _, column in places}) == 1
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "cohort"),
+    [
+        (1000, 5120, 5120, 8),
+        (512, 5120, 12800, 4),  # all the rows there are
+        (128, 5120, 12800, 1),
+        (5 * 128, 256, 12 * 64, 1),  # five tiles are no column of four programs
+    ],
+)
+def test_cohorts_that_take_the_least_time(M: int, N: int, K: int, cohort: int) -> None:
+    programs = 4 if N == 256 else 132
+    assert make_schedule(M, N, K, 128, 256, 64, programs, split="stream_k").cohort == cohort
 
 
 def test_split_k_cuts_every_tile_into_equal_parts() -> None:
@@ -270,11 +316,8 @@ def test_split_k_cuts_every_tile_into_equal_parts() -> None:
     assert (schedule.num_programs, schedule.workspace_tiles) == (128, 128)
     for program in range(128):
         (segment,) = schedule.segments(program)
-        assert (segment.tile, segment.k_begin, segment.k_end) == (
-            program // 4,
-            program % 4 * 32,
-            program % 4 * 32 + 32,
-        )
+        part, tile = divmod(program, 32)
+        assert (segment.tile, segment.k_begin, segment.k_end) == (tile, part * 32, part * 32 + 32)
 
 
 def test_empty_products() -> None:

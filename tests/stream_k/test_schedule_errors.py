@@ -37,6 +37,9 @@ def test_bad_arguments(name: str, value: object, error: type[Exception], text: s
         ((2, 2, 4, 4, 4, 0), "both must be 0 or neither"),
         ((2, 2, 1, 4, 1, 2), "each needs at least one"),
         ((2, 2, 0, 4, 4, 4), "each needs at least one"),
+        ((2, 2, 4, 4, 3, 4, 2), "cohort is 2, allowed are divisors of 3 split tiles and of 4 split programs"),
+        ((2, 2, 4, 4, 4, 3, 2), "cohort is 2, allowed"),
+        ((2, 2, 4, 4, 4, 4, 0), "cohort is 0, allowed"),
         ((2, -2, 4, 4), "tiles_n must be 0 or more, got -2"),
     ],
 )

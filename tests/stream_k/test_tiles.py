@@ -8,14 +8,14 @@ import torch
 
 from pyrocshmem import stream_k
 from pyrocshmem.stream_k.choice import gemm_model
-from pyrocshmem.stream_k.choice.gemm_model import DEEP, FOUR_WARPS, TILES, fastest_tile
+from pyrocshmem.stream_k.choice.gemm_model import COHORTS, DEEP, FOUR_WARPS, TILES, fastest_tile
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 
 TIER = 0
 pytestmark = pytest.mark.cpu
 
 NUM_SMS = 132
-ALL = (*TILES, FOUR_WARPS)
+ALL = (*TILES, FOUR_WARPS, COHORTS)
 # (M, N, K): microseconds of tiles, by their places in ALL, as the model would cut them; one H200, fp16, and of N that 8
 # divides bf16, B from memory.
 MEASURED = {
@@ -110,6 +110,15 @@ def test_choose(h200: torch.device) -> None:
     tiles_of = [(c.block_m, c.block_n, c.num_warps) for c in (chosen(768, N, 4096) for N in (8192, 8191))]
     assert tiles_of == [(128, 128, 4), (128, 128, 8)]
     deep = [chosen(M, N, 7168) for M, N in ((65, 5120), (128, 8192), (128, 4096), (129, 8192), (64, 8192))]
+    # Cohorts where there is less than a wave of tiles, or hardly more than one, and K is long.
+    shapes = (
+        (512, 5120, 12800),
+        (1000, 5120, 5120),
+        (384, 8192, 7168),
+        (1000, 5120, 1024),
+        (8192, 3584, 8192),
+    )
+    assert [chosen(*shape).split == "stream_k" for shape in shapes] == [True, True, False, False, False]
     assert [c.num_stages == DEEP.num_stages for c in deep] == [True, True, False, False, False]
     few, more = chosen(4096, 1792, 4096), chosen(4096, 4160, 4096)
     assert (few.num_programs, more.num_programs) == (112, NUM_SMS)
