@@ -37,7 +37,7 @@ from pyrocshmem.stream_k.nn.functional import autocast, column_product, from_row
 from pyrocshmem.stream_k.nn.parameters import OnGroup, check_ordinary
 
 # The first and the last that are known to apply styles in the way that `_Style` expects.
-VERSIONS = (5, 20), (5, 24)
+VERSIONS = (5, 17), (5, 24)
 
 
 def _row_product(

@@ -211,7 +211,7 @@ def refusals(folder: Path, ranks: int, device: Any) -> dict[str, str]:
         return class_of("Llama").from_pretrained(folder, distributed_config=config)
 
     found = {}
-    for version in ("5.19.0", "5.25.0.dev0", "4.57.6"):
+    for version in ("5.16.1", "5.25.0.dev0", "4.57.6"):
         with mock.patch.object(transformers, "__version__", version):
             found[version] = message(ValueError, fused.register)
             assert message(ValueError, lambda: fused.plan_of(None, 2)) == found[version]
@@ -227,8 +227,8 @@ def refusals(folder: Path, ranks: int, device: Any) -> dict[str, str]:
         found["no linear"] = message(TypeError, from_a_file)
         found["features"] = message(ValueError, divide({"lm_head": fused.STYLES[2]}, vocab_size=97))
         found["float64"] = message(ValueError, divide({"lm_head": fused.STYLES[2]}, dtype=torch.float64))
-        whole_input = divide({"model.layers.*.mlp.gate_proj": "replicate", "model.layers.*.mlp.up_proj": "replicate",
-                              "model.layers.*.mlp.down_proj": fused.STYLES[1]})()  # fmt: skip
+        gathers = {f"model.layers.*.mlp.{name}_proj": fused.STYLES[2] for name in ("gate", "up")}
+        whole_input = divide({**gathers, "model.layers.*.mlp.down_proj": fused.STYLES[1]})()
     tokens = torch.ones(1, 4, dtype=torch.int64, device=device)
     found["input"] = message(ValueError, lambda: whole_input(tokens))
     found["unregistered"] = message(ValueError, divide({"lm_head": fused.STYLES[2]}))
@@ -322,9 +322,9 @@ def test_models_from_a_config_and_their_copies(found: list[dict[str, Any]]) -> N
 
 
 REFUSALS = {
-    "5.19.0": ("5.19.0", "supported are 5.20 to 5.24"),
-    "5.25.0.dev0": ("5.25.0.dev0", "supported are 5.20 to 5.24"),
-    "4.57.6": ("4.57.6", "supported are 5.20 to 5.24"),
+    "5.16.1": ("5.16.1", "supported are 5.17 to 5.24"),
+    "5.25.0.dev0": ("5.25.0.dev0", "supported are 5.17 to 5.24"),
+    "4.57.6": ("4.57.6", "supported are 5.17 to 5.24"),
     "partial_dtype": ("partial_dtype is torch.float64, allowed are None, torch.float32",),
     "tp_size": ("tp_size is 9, allowed are 1 to 8",),
     "heads": ("model.layers.1.self_attn.k_proj: 2 heads, which the 4 ranks can't divide",),
@@ -338,7 +338,7 @@ REFUSALS = {
     "features": ("lm_head: pyrocshmem_colwise_gather_output: out_features is 97", "allowed are multiples"),
     "float64": ("lm_head", "torch.float64, allowed are torch.float16, torch.bfloat16, torch.float32"),
     "input": ("model.layers.0.mlp.down_proj: the input has shape (1, 4, 48), (.., 24) is needed",),
-    "unregistered": ("Unsupported `tp_plan` styles", "pyrocshmem_colwise_gather_output"),
+    "unregistered": ("Unsupported", "pyrocshmem_colwise_gather_output"),
     "left": ("colwise_gather_output",),
 }
 
