@@ -9,6 +9,8 @@ import contextlib
 import copy
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from pyrocshmem import stream_k, target
 from tests.ranks import run_ranks, values
 
 TIER = 3
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,
@@ -160,6 +163,9 @@ def of_model(kind: str, folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     how = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     found["tokens"] = one.generate(tokens, **how).tolist(), two.generate(tokens, **how).tolist()
 
+    prompt = torch.tensor([[1, 2, 3, 4]], device=device)
+    found["page"] = one.generate(prompt, **how | {"attention_mask": torch.ones_like(prompt)}).tolist()
+
     losses, *tensors = zip(*(trained(model, tokens) for model in (two, one, exact)), strict=True)
     found["loss"] = [abs(loss / losses[2] - 1) for loss in losses[:2]]
     for what, (*models, right) in zip(("gradients", "weights"), tensors, strict=True):
@@ -252,8 +258,13 @@ def bodies(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(bodies, 2, tmp_path_factory.mktemp("models"), timeout=120.0))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return values(run_ranks(bodies, 2, folder, timeout=120.0))
 
 
 needs_transformers = pytest.mark.skipif(
@@ -319,6 +330,28 @@ def test_models_from_a_config_and_their_copies(found: list[dict[str, Any]]) -> N
         assert is_close(*logits), logits
         assert copy_uses_its_own
         assert original_uses_its_own
+
+
+@needs_transformers
+@two_ranks
+@pytest.mark.cpu
+def test_the_program_of_the_page_under_torchrun(
+    found: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "program.py").write_text(code)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, str(tmp_path / "program.py"), str(folder / "Llama")],
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=PAGE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == str(found[0]["Llama"]["page"])
 
 
 REFUSALS = {
