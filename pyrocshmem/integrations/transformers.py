@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pyrocshmem import stream_k, target
 from pyrocshmem.checks import as_integer
@@ -61,13 +61,16 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "colwise": _Kind(0, column_product),
-    "rowwise": _Kind(1, _row_product),
-    "colwise_gather_output": _Kind(0, _gathered_product),
+    "pyrocshmem_colwise": _Kind(0, column_product),
+    "pyrocshmem_rowwise": _Kind(1, _row_product),
+    "pyrocshmem_colwise_gather_output": _Kind(0, _gathered_product),
 }
-# By the names that transformers has for them: the last is an older one of another.
-_OURS = {name: f"pyrocshmem_{name}" for name in _KINDS} | {"colwise_rep": "pyrocshmem_colwise_gather_output"}
-STYLES = tuple(dict.fromkeys(_OURS.values()))
+STYLES = tuple(_KINDS)
+# By the names of transformers' own, which has an older one for the third, too.
+_OURS = {
+    **{name.removeprefix("pyrocshmem_"): name for name in STYLES},
+    "colwise_rep": "pyrocshmem_colwise_gather_output",
+}
 
 
 class FusedLinear(OnGroup, nn.Linear):
@@ -80,19 +83,15 @@ class FusedLinear(OnGroup, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the styles, in the module's docstring."""
-        weight = _local(self.weight)
+        weight = self.weight.to_local()
         if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"{self.name}: the input has shape {tuple(x.shape)}, (.., {weight.shape[1]}) is needed"
             )
         rows, sizes = to_rows(x, 0)
-        bias = None if self.bias is None else _local(self.bias)
+        bias = None if self.bias is None else self.bias.to_local()
         y = self.kind.product(rows, weight, bias, self.group, self.partial_dtype)
         return from_rows(y, sizes, 0, sizes[0])
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _Style:
@@ -185,7 +184,7 @@ def register(partial_dtype: torch.dtype | None = None) -> Registration:
         raise ValueError(
             f"{', '.join(taken)}: registered already; call unregister() of what register() returned first"
         )
-    return Registration(registry, {_OURS[n]: _Style(_OURS[n], k, partial_dtype) for n, k in _KINDS.items()})
+    return Registration(registry, {name: _Style(name, kind, partial_dtype) for name, kind in _KINDS.items()})
 
 
 def plan_of(model: Any, tp_size: int) -> dict[str, str]:
@@ -219,8 +218,7 @@ def plan_of(model: Any, tp_size: int) -> dict[str, str]:
     found = {
         rule: _OURS[style]
         for rule, style in plan.items()
-        if style in _OURS
-        and _served(modules.get(rule, []), _KINDS[_OURS[style].removeprefix("pyrocshmem_")], ranks)
+        if style in _OURS and _served(modules.get(rule, []), _KINDS[_OURS[style]], ranks)
     }
     if not found:
         rules = ", ".join(f"{rule}: {style}" for rule, style in plan.items()) or "none"
