@@ -16,7 +16,7 @@ from pyrocshmem.versions import version_of
 from tests.conftest import ROOT
 
 TIER = 3
-pytestmark = [pytest.mark.every_triton, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 VARIABLE = "TRITON_DEFAULT_FP_FUSION"
 # Arguments: targets. Prints how many fused instructions the kernel has for each.
@@ -61,6 +61,7 @@ def compiled(tmp_path: Path, *arguments: str, **environment: str) -> tuple[list[
     return [int(line) > 0 for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.every_triton
 def test_products_are_fused_and_nobody_is_told(tmp_path: Path) -> None:
     fused, said = compiled(tmp_path, "set", "sm_90", "gfx942")
     assert fused == [True, True]
