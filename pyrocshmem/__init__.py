@@ -23,7 +23,8 @@ asked for. In every other process they load now.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyrocshmem.entry import checks_options_first, version
+from pyrocshmem.entry import checks_options_first
+from pyrocshmem.versions import version
 
 if TYPE_CHECKING or not checks_options_first():
     from pyrocshmem import target  # isort: skip  # before anything that imports Triton

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import device as shmem
-from pyrocshmem import finegrained_alloc, launching, signal, status, target
+from pyrocshmem import finegrained_alloc, launching, signal, status, target, versions
 from pyrocshmem.forming import CPU_HEAP_BYTES
 from pyrocshmem.heap import Heap
 from pyrocshmem.machine import container_limits, first_line, links
@@ -82,6 +82,19 @@ def check_target() -> Iterator[Finding]:
         OK if usable else FAULT,
         f"{target.backend()}: {text}",
         "" if usable else "install the GPU driver, or set PYROCSHMEM_BACKEND=cpu",
+    )
+
+
+def check_versions() -> Iterator[Finding]:
+    """Whether torch and Triton are of the supported versions."""
+    found = {"torch": torch.__version__, "triton": triton.__version__}
+    known = {name: versions.window(name) for name in versions.WINDOWS}
+    inside = all(found[name] in known[name] for name in found)
+    yield Finding(
+        "versions",
+        OK if inside else NOTE,
+        ", ".join(f"{name} {found[name]} (supported: {known[name]})" for name in found),
+        "" if inside else "install a supported version: with others nothing was tested",
     )
 
 
@@ -305,6 +318,7 @@ def examine(num_ranks: int, seconds: float) -> Iterator[Finding]:
     """All checks, one finding after another. A check that fails itself is a fault, and the others go on."""
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "target": check_target,
+        "versions": check_versions,
         "peers": check_peers,
         "IPC": check_ipc,
         "/dev/shm": check_shared_memory,

@@ -2,8 +2,6 @@
 
 import os
 import sys
-import tomllib
-from importlib import metadata
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -45,13 +43,3 @@ def is_command() -> bool:
     if script.name == "__main__.py":
         return _PACKAGE in script.parents
     return (above.name, folder.name) in _EXAMPLES
-
-
-def version() -> str:
-    """The project's version: of the source tree that this is, or of what is installed."""
-    project = _PACKAGE.parent / "pyproject.toml"
-    if project.is_file():
-        about = tomllib.loads(project.read_text()).get("project", {})
-        if about.get("name") == "pyrocshmem":
-            return str(about["version"])
-    return metadata.version("pyrocshmem")

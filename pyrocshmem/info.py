@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pyrocshmem import entry, finegrained_alloc, target
+from pyrocshmem import finegrained_alloc, target, versions
 from pyrocshmem.doctor import gib
 from pyrocshmem.machine import links
 
@@ -70,13 +70,14 @@ def heap_table() -> Table:
 
 
 def versions_table() -> Table:
-    """What runs here."""
-    table = Table("software", "version", title="versions")
-    table.add_row("pyrocshmem", entry.version())
+    """What runs here, and what is supported."""
+    table = Table("software", "version", "supported", title="versions")
+    table.add_row("pyrocshmem", versions.version())
     table.add_row("Python", platform.python_version())
     for package, names in _PACKAGES.items():
         found = [version for name in names if (version := _version(name))]
-        table.add_row(package, found[0] if found else "not installed")
+        supported = str(versions.window(package)) if package in versions.WINDOWS else ""
+        table.add_row(package, found[0] if found else "not installed", supported)
     runtime = torch.version.hip or torch.version.cuda
     table.add_row("ROCm" if torch.version.hip else "CUDA", runtime or "none")
     return table

@@ -13,22 +13,36 @@ The interpreter replaces functions of `triton.language` when a kernel starts and
 function, which takes half of its time, and puts them back when a kernel ends, under the others that run. Here they
 are replaced once, by the first kernel, for as long as any kernel runs; and what takes which place is looked for once
 a process, since to look through the modules takes milliseconds, as long as a small kernel.
+
+All this is by private names of Triton's, so it is done for the versions of `versions.window` alone, and only where the
+names are there. Another Triton's interpreter runs unchanged, which rank 0 says in one line: kernels take longer, what
+is rounded to bf16 is cut off, and a kernel that waits keeps its turn, so ranks can't be threads.
 """
 
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+import triton
 import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
+from pyrocshmem import versions
+
+# What is replaced below, or needed to do so.
+_NAMES = (
+    (interpreter, "_LangPatchScope _patch_lang _get_np_dtype _convert_float _ir interpreter_builder"),
+    (core, "_unwrap_if_constexpr block_type tensor"),
+    (semantic.TritonSemantic, "broadcast_impl_value cast computation_type_impl"),
+)
 
 _turn = threading.Lock()
 _owner: int | None = None  # the thread whose turn it is
@@ -61,6 +75,35 @@ def _languages() -> tuple[Any, Any]:
 
 
 @functools.cache
+def _unknown() -> str:
+    """Why this Triton's interpreter is left as it is; "" where its names are known."""
+    version, known = triton.__version__, versions.window("triton")
+    if version not in known:
+        return f"Triton {version} is not one of {known}"
+    lacking = [name for place, names in _NAMES for name in names.split() if not hasattr(place, name)]
+    return f"Triton {version} lacks {', '.join(lacking)}" if lacking else ""
+
+
+@functools.cache
+def _say_unknown() -> None:
+    """Once, of all ranks."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(
+            f"pyrocshmem: {_unknown()}, so its interpreter runs unchanged: slowly, and bf16 is cut off, not rounded",
+            file=sys.stderr,
+        )
+
+
+def check_threads() -> None:
+    """RuntimeError where ranks can't be threads: a kernel that waits could not let another thread's run."""
+    if _unknown():
+        raise RuntimeError(
+            f"{_unknown()}, so its interpreter runs unchanged, which ranks that are threads can't share: make them "
+            "processes (pyrocshmem.spawn), or install a supported version"
+        )
+
+
+@functools.cache
 def _replacements(patch_lang: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
     """(module or class, name, what kernels need there), in the order in which the interpreter replaces."""
     scope = patch_lang(_languages)
@@ -88,11 +131,13 @@ def _converting(convert_float: Callable[..., Any]) -> Callable[..., Any]:
     """`interpreter._convert_float`, which widens bf16's subnormal numbers to zeros, and rounds to bf16 by cutting off
     bits, garbling subnormal numbers."""
 
+    to_nearest = interpreter._ir.ROUNDING_MODE.RTNE
+
     def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         if (given, wanted) == (tl.bfloat16, tl.float32):
             # The upper half of an fp32.
             return np.asarray(values.astype(np.uint32) << 16)
-        if (given, wanted) == (tl.float32, tl.bfloat16) and rounding in (None, _TO_NEAREST):
+        if (given, wanted) == (tl.float32, tl.bfloat16) and rounding in (None, to_nearest):
             bits = values.view(np.uint32)
             upper = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # ties to even
             return np.asarray(np.where(np.isnan(values), bits >> 16 | 0x40, upper).astype(np.uint16))
@@ -204,18 +249,28 @@ def _replace() -> contextlib.ExitStack:
     return stack
 
 
+def _no_warnings() -> Any:
+    """NumPy would warn of infinities and NaNs, most of them in elements that no kernel stores."""
+    return np.errstate(all="ignore")
+
+
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
     """This thread's turn, for one launch of a kernel in the interpreter."""
     global _running, _restore
+    if _unknown():
+        _say_unknown()
+        # It has no owner, so that it is not passed on.
+        with _turn, _no_warnings():
+            yield
+        return
     _take()
     try:
         if _running == 0:
             _restore = _replace()
         _running += 1
         try:
-            # NumPy would warn of infinities and NaNs, most of them in elements that no kernel stores.
-            with np.errstate(all="ignore"):
+            with _no_warnings():
                 yield
         finally:
             _running -= 1
@@ -228,7 +283,7 @@ def taken() -> Iterator[None]:
 def pass_on(seconds: float) -> None:
     """Let other threads, and other processes, run for `seconds` at least, then go on as before."""
     if _owner != threading.get_ident():
-        # A kernel launched without `taken`: it has the interpreter for itself.
+        # It has the interpreter for itself: launched without `taken`, or in one that is used as it is.
         time.sleep(seconds)
         return
     builder = interpreter.interpreter_builder

@@ -91,9 +91,14 @@ def spawn_threads(
     """Run `fn(group, *args)` in `num_ranks` threads, each with its `ThreadGroup`; the results in rank order.
 
     On GPUs thread r has GPU r as its current device. Raises as `spawn`, but can't kill threads that are late.
+    `RuntimeError` on the CPU target for several threads with a Triton that is not one of the supported versions.
     """
     _check_num_ranks(num_ranks, target.backend() != "host", target.num_devices())
     _check_timeout(timeout)
+    if num_ranks > 1 and target.interpreted():
+        from pyrocshmem import interpreter
+
+        interpreter.check_threads()
     results: dict[int, RankResult] = {}
     groups = ThreadGroup.create(num_ranks)
 

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from pyrocshmem.entry import is_command
+from pyrocshmem.versions import version_of
 
 BACKENDS = ("auto", "gpu", "cpu")
 
@@ -44,11 +45,6 @@ def _choose() -> tuple[bool, str]:
 
 def _num_gpus() -> int:
     return torch.cuda.device_count()
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The first two parts of a version: (3, 6) of "3.6.0+git"."""
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _check_interpreter(triton: str, numpy: str) -> None:

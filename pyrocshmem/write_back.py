@@ -10,9 +10,10 @@ import triton.language as tl
 from triton.language import target_info
 
 from pyrocshmem import target
+from pyrocshmem.versions import version_of
 
 # 3.9 has an LLVM that waits by itself.
-_MUST_WAIT = tl.constexpr(not target.interpreted() and target.version_of(triton.__version__) < (3, 9))
+_MUST_WAIT = tl.constexpr(not target.interpreted() and version_of(triton.__version__) < (3, 9))
 
 
 @triton.jit

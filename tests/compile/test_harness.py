@@ -5,8 +5,8 @@ import re
 import pytest
 import triton
 
-from pyrocshmem import target
 from pyrocshmem.testing import TARGETS, Compiled
+from pyrocshmem.versions import version_of
 from tests.compile import assembly as rules
 from tests.compile import control_flow
 from tests.compile.cases import CASES, Case
@@ -46,7 +46,7 @@ assert TELLING in CASES
 
 
 @pytest.mark.skipif(
-    target.version_of(triton.__version__) < (3, 8), reason="Triton before 3.8 pipelines beside atomics"
+    version_of(triton.__version__) < (3, 8), reason="Triton before 3.8 pipelines beside atomics"
 )
 @pytest.mark.parametrize(("case", "target"), [(TELLING, "sm_90")], ids=str)
 def test_stores_that_an_atomic_slows_are_found(

@@ -29,6 +29,7 @@ def test_all_checks_and_a_self_test() -> None:
     checks = (
         "target",
         "C library",
+        "versions",
         "peers",
         "IPC",
         "/dev/shm",

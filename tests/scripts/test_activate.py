@@ -147,7 +147,7 @@ def test_only_what_is_missing_is_installed(tree: Path, tmp_path: Path) -> None:
     assert {name.replace("_", "-") for name in said.split()} == names
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "2.14.0"])
+@pytest.mark.parametrize("version", ["2.5.1", "2.16.0"])
 def test_failed_installation_leaves_no_stamp(tree: Path, tmp_path: Path, version: str) -> None:
     """Also: a torch outside the supported window is not used, so that pip is asked for another."""
     path = support.path_without_python(tmp_path, python3=BASE_PYTHON)

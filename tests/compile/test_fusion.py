@@ -1,0 +1,81 @@
+"""Whether a product and a sum become one instruction: the same with every version of Triton, and nobody is told of it.
+
+Triton 3.9 warns where `TRITON_DEFAULT_FP_FUSION` is unset, since 3.10 has another default. The library sets it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from pyrocshmem.versions import version_of
+from tests.conftest import ROOT
+
+TIER = 3
+pytestmark = pytest.mark.timeout(300)
+
+VARIABLE = "TRITON_DEFAULT_FP_FUSION"
+# Arguments: targets. Prints how many fused instructions the kernel has for each.
+PROGRAM = """
+import os, re, sys
+from pyrocshmem import testing
+import torch, triton, triton.language as tl
+
+@triton.jit
+def multiply_add_kernel(x, y, z, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(z + i, tl.load(x + i) * tl.load(y + i) + tl.load(z + i))
+
+tensors = [torch.empty(1024) for _ in range(3)]
+for target in sys.argv[2:]:
+    if sys.argv[1] == "unset":
+        os.environ.pop("TRITON_DEFAULT_FP_FUSION")
+    text = testing.compile_for(target, multiply_add_kernel, tensors, {"BLOCK": 1024}).text
+    print(len(re.findall(r"\\bfma\\.rn\\.|\\bv_(?:pk_)?fmac?_f32", text)))
+"""
+
+
+def compiled(tmp_path: Path, *arguments: str, **environment: str) -> tuple[list[bool], str]:
+    """(whether fused instructions were found for each target, what was written to stderr)."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    settings = {
+        "TRITON_INTERPRET": "0",
+        "PYROCSHMEM_BACKEND": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        check=True,
+        env=inherited | settings | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return [int(line) > 0 for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.every_triton
+def test_products_are_fused_and_nobody_is_told(tmp_path: Path) -> None:
+    fused, said = compiled(tmp_path, "set", "sm_90", "gfx942")
+    assert fused == [True, True]
+    assert VARIABLE not in said
+
+
+def test_the_callers_setting_stays(tmp_path: Path) -> None:
+    fused, said = compiled(tmp_path, "set", "sm_90", "gfx942", **{VARIABLE: "0"})
+    assert fused == [False, False]
+    assert VARIABLE not in said
+
+
+@pytest.mark.skipif(version_of(triton.__version__) < (3, 9), reason="Triton before 3.9 says nothing")
+def test_without_a_setting_it_is_told(tmp_path: Path) -> None:
+    """The control of the tests above."""
+    _, said = compiled(tmp_path, "unset", "sm_90")
+    assert re.search(rf"UserWarning: {VARIABLE} is unset", said)
