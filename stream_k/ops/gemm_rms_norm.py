@@ -32,6 +32,7 @@ from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
 from pyrocshmem.stream_k.ops.gradients import Gradients, bias_gradient, keep, of_columns, of_replicated
@@ -67,6 +68,11 @@ def gemm_all_reduce_rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
+    if is_batched(a):
+        more: Any = {"group": group, "bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
+        more |= {"config": config, "workspace": workspace}
+        flat = rows_of("residual", residual, a.shape[:-1])
+        return by_rows(lambda a, _: gemm_all_reduce_rms_norm(a, b, flat, weight, eps, **more), a, None)
     by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
@@ -127,6 +133,10 @@ def gemm_rms_norm_all_scatter(
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
+    if is_batched(a):
+        more: Any = {"hidden": hidden, "group": group, "bias": bias, "allow_tf32": allow_tf32}
+        more |= {"config": config, "workspace": workspace}
+        return by_rows(lambda a, _: gemm_rms_norm_all_scatter(a, b, weight, eps, **more), a, None)
     by_hand = not dispatched(a, b, bias, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
