@@ -99,7 +99,8 @@ def install(group: Any = None) -> Installed:
 
 
 def _name_of(group: Any) -> str:
-    if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
+    names_members = isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh))
+    if not names_members and group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             f"group is a {type(group).__name__}, allowed: None, ProcessGroup, 1-D DeviceMesh; the operators name their "
             "group, and only these have names"
