@@ -25,7 +25,7 @@ def by_rows(call: Callable[[torch.Tensor, Any], Any], a: torch.Tensor, out: Any,
     found = call(a.flatten(0, -2), into if isinstance(out, (list, tuple)) else into[0])
     results = [found] if isinstance(found, torch.Tensor) else found
     given += [None] * (len(results) - len(given))
-    shaped = [x.view(*sizes, x.shape[-1]) if y is None else y for x, y in zip(results, given, strict=True)]
+    shaped = [x.view(*sizes, x.shape[-1]) if y is None else y for x, y in zip(results, given, strict=False)]
     return shaped[0] if results is not found else type(found)(shaped)
 
 

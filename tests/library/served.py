@@ -164,43 +164,51 @@ def reduce(
             assert same_bits(x, terms[rank])
 
 
-def calls(rank: int, ranks: int, largest: bool) -> int:
-    """A body: PyTorch's own cases, and more; how many calls went to ours. largest: PyTorch's sizes, too."""
+def few_calls(rank: int, ranks: int) -> None:
+    """Of a number of ranks by which a division is rounded, too."""
+    for dtype in (FP16, FP32):
+        gather(rank, ranks, (2, 3, 4), (5, 8), 1, dtype)
+        scatter(rank, ranks, (2 * ranks, 3, 5), 8, 0, dtype, "avg")
+        reduce(rank, ranks, (5, 7), dtype, "avg")
+
+
+def many_calls(rank: int, ranks: int) -> None:
+    """Every dimension, layout, reduction and dtype; PyTorch's own cases."""
+    for dim, dtype in enumerate((FP16, BF16, FP32)):
+        gather(rank, ranks, (2, 4, 5), (8, 3, 6), dim, dtype, strided=dim == 1)
+        scatter(rank, ranks, (2 * ranks, ranks, 5), 3 * ranks, dim, dtype, ("sum", "avg")[dim % 2])
+        scatter(rank, ranks, (ranks, 3 * ranks, 6), 2 * ranks, dim, dtype, strided=True)
+        for op in torch_ops.REDUCTIONS:
+            reduce(rank, ranks, (5, 7), dtype, op)
+    for dim in range(4):
+        gather(rank, ranks, (2, 1, 3, 4), (5, 8), dim, FP16, return_A=dim % 2 == 0)
+    for dim in range(2):
+        gather(rank, ranks, (5, 8), (8, 16, 4), dim, FP16, strided=True, return_A=dim == 0)
+        scatter(rank, ranks, (3 * ranks, 8), 2 * ranks, dim, FP16, strided=True)
+        # Nothing to multiply by, nothing to gather, nothing to add.
+        gather(rank, ranks, (5, 8), (), dim, FP32)
+        gather(rank, ranks, (0, 8), (3, 4), dim, FP32)
+        scatter(rank, ranks, (0, 8), 2 * ranks, dim, FP32)
+        scatter(rank, ranks, (2 * ranks, 0), 2 * ranks, dim, FP32)
+    gather(rank, ranks, (5, 8), (0, 0), 0, FP32)
+    gather(rank, ranks, (5, 0), (3,), 0, FP32)
+    reduce(rank, ranks, (3, 5, 7), FP16, "sum", strided=True)
+    reduce(rank, ranks, (0, 7), FP32, "avg")
+    for dim in range(3):
+        sizes = [8, 64, 32]
+        sizes[dim] //= ranks
+        gather(rank, ranks, (sizes[0], sizes[1], sizes[2]), (16, 16, 16), dim, FP32)
+        scatter(rank, ranks, (8, 64, 1024), 16, dim, FP32, "avg")
+    scatter(rank, ranks, (64, 1024), 32, 0, BF16, "avg")
+
+
+def calls(rank: int, ranks: int, few: bool) -> int:
+    """A body: how many calls that communicate were this library's."""
     world()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch_ops.install(), made() as seen:
         warnings.simplefilter("error")
-        with torch_ops.install(), made() as seen:
-            for dim, dtype in enumerate((FP16, BF16, FP32)):
-                gather(rank, ranks, (2, 4, 5), (8, 3, 6), dim, dtype, strided=dim == 1)
-                gather(rank, ranks, (3, 2, 8), (7,), dim, dtype, return_A=False)
-                scatter(rank, ranks, (2 * ranks, ranks, 5), 3 * ranks, dim, dtype, ("sum", "avg")[dim % 2])
-                scatter(rank, ranks, (ranks, 3 * ranks, 6), 2 * ranks, dim, dtype, strided=True)
-            for dim in range(4):
-                gather(rank, ranks, (2, 1, 3, 4), (5, 8), dim, FP16)
-                scatter(rank, ranks, (ranks, ranks, ranks, 4), ranks, dim, FP16, "avg")
-            for dim in range(2):
-                gather(rank, ranks, (5, 8), (8, 16, 4), dim, FP16, strided=True, return_A=dim == 0)
-                scatter(rank, ranks, (3 * ranks, 8), 2 * ranks, dim, FP16, strided=True)
-                # Nothing to multiply by, nothing to gather, nothing to add, no columns.
-                gather(rank, ranks, (5, 8), (), dim, FP32)
-                gather(rank, ranks, (0, 8), (3, 4), dim, FP32)
-                scatter(rank, ranks, (0, 8), 2 * ranks, dim, FP32)
-                scatter(rank, ranks, (2 * ranks, 0), 2 * ranks, dim, FP32)
-            gather(rank, ranks, (5, 8), (0, 0), 0, FP32)
-            gather(rank, ranks, (5, 0), (3,), 0, FP32)
-            for dtype in (FP16, BF16, FP32):
-                for op in torch_ops.REDUCTIONS:
-                    reduce(rank, ranks, (5, 7), dtype, op)
-            reduce(rank, ranks, (3, 5, 7), FP16, "sum", strided=True)
-            reduce(rank, ranks, (0, 7), FP32, "avg")
-            if largest:
-                for dim in range(3):
-                    shape = [8, 64, 32]
-                    shape[dim] //= ranks
-                    gather(rank, ranks, (shape[0], shape[1], shape[2]), (16, 16, 16), dim, FP32)
-                    scatter(rank, ranks, (8, 64, 1024), 16, dim, FP32, "avg")
-                scatter(rank, ranks, (64, 1024), 32, 0, BF16, "avg")
-            return len(seen)
+        (few_calls if few else many_calls)(rank, ranks)
+    return len(seen)
 
 
 @contextlib.contextmanager

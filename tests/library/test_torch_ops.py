@@ -13,9 +13,9 @@ TIMEOUT_S = 110.0
 def test_calls(ranks: int) -> None:
     """Several Bs, every dimension, both reductions, every dtype and layout, sizes of 0: right, laid out as PyTorch
     says, and made by this library."""
-    found = values(run_ranks(served.calls, ranks, ranks != 3, timeout=2 * TIMEOUT_S))
-    assert min(found) > 60
+    found = values(run_ranks(served.calls, ranks, ranks == 3, timeout=2 * TIMEOUT_S))
     assert len(set(found)) == 1
+    assert found[0] > (10 if ranks == 3 else 60)
 
 
 @pytest.mark.num_ranks(2)

@@ -130,7 +130,7 @@ def cases(
     }
 
 
-def linears(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, tuple[list[str], int]]:
+def linears(rank: int, ranks: int) -> dict[str, tuple[list[str], int]]:
     """A body: by the function's name, what is wrong, and how many calls this library made."""
     library = torch.library.Library("aten", "IMPL")
     if ON_CPU:
@@ -139,30 +139,31 @@ def linears(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, tuple[list[s
         library.impl("mm.dtype", product, "CPU")
     world()
     found = {}
-    for name, (function, tensors, grads, expected) in cases(rank, ranks, dtype).items():
-        with torch_ops.install(), made() as seen:
-            got = differentiated(function, tensors, grads)
-        wrong = [each for each, sums in expected.items() if not sums.holds(got[each])]
-        wrong += sorted(expected.keys() ^ got.keys())
-        if not ON_CPU:
-            with made() as others:
-                stock = differentiated(function, tensors, grads)
-            assert others == []
-            wrong += [f"PyTorch's {each}" for each, sums in expected.items() if not sums.holds(stock[each])]
-        # The control: twice a result is too far off.
-        wrong += [f"twice {each}" for each, sums in expected.items() if sums.holds(2 * got[each])]
-        found[name] = wrong, len(seen)
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, (function, tensors, grads, expected) in cases(rank, ranks, dtype).items():
+            with torch_ops.install(), made() as seen:
+                got = differentiated(function, tensors, grads)
+            wrong = [each for each, sums in expected.items() if not sums.holds(got[each])]
+            wrong += sorted(expected.keys() ^ got.keys())
+            if not ON_CPU:
+                with made() as others:
+                    stock = differentiated(function, tensors, grads)
+                assert others == []
+                wrong += [
+                    f"PyTorch's {each}" for each, sums in expected.items() if not sums.holds(stock[each])
+                ]
+            # The control: twice a result is too far off.
+            wrong += [f"twice {each}" for each, sums in expected.items() if sums.holds(2 * got[each])]
+            found[f"{name} {dtype}"] = wrong, len(seen)
     library._destroy()
     return found
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linears(ranks: int, dtype: torch.dtype) -> None:
-    """Two calls of ours in the gather's forward and backward each, and in the scatter's."""
-    for found in values(run_ranks(linears, ranks, dtype, timeout=TIMEOUT_S)):
-        assert found == {
-            "AllGatherLinear": ([], 3),
-            "AllGatherLinearMulti": ([], 3),
-            "LinearReduceScatter": ([], 2),
-        }
+def test_linears(ranks: int) -> None:
+    """One call of ours forward, one for each collective of the backward pass."""
+    num_calls = {"AllGatherLinear": 3, "AllGatherLinearMulti": 3, "LinearReduceScatter": 2}
+    for found in values(run_ranks(linears, ranks, timeout=TIMEOUT_S)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, count in num_calls.items():
+                assert found[f"{name} {dtype}"] == ([], count)
