@@ -150,7 +150,7 @@ def _register() -> None:
             _stock[name] = torch.library.get_kernel(operator, key)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there was a kernel before
-            kernels.impl(name, _kernel(name, key, function), key)
+            kernels.impl(name, _kernel(name, key, function), key, allow_override=True)
 
 
 def _has(name: str, schema: str) -> bool:
@@ -162,7 +162,7 @@ def _has(name: str, schema: str) -> bool:
     wanted = str(torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}"))
     if found != wanted:
         raise NotImplementedError(
-            f"this PyTorch ({torch.__version__}) has {found}; pyrocshmem serves {wanted}, that of PyTorch 2.11 to 2.13"
+            f"this PyTorch, {torch.__version__}, has {found}; the one that can be served is {wanted}"
         )
     return True
 

@@ -62,12 +62,10 @@ def as_list(name: str, given: Any, count: int) -> list[Any]:
     """What the caller gave for each of `count` matrices; None is nothing for any. ValueError, TypeError for others."""
     if given is None:
         return [None] * count
-    if not isinstance(given, Sequence):
-        raise TypeError(
-            f"{name} is a {type(given).__name__} beside {count} matrices; give a list, one for each, or None"
-        )
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} is a {type(given).__name__} beside {count} matrices; give a list, or None")
     if len(given) != count:
-        raise ValueError(f"{len(given)} of {name} for {count} matrices; give one for each, or None")
+        raise ValueError(f"{name} has {len(given)} entries for {count} matrices; give one for each, or None")
     return [*given]
 
 

@@ -146,6 +146,7 @@ def compiled(model: Model) -> list[str]:
 def mistakes(model: Model) -> list[str]:
     """Wrong calls that don't say so; they launch nothing."""
     heap, a, (b, c, _) = model.heap, model.a, model.bs[model.rank]
+    rows = a.flatten(0, -2)
     leaf = b.clone().requires_grad_()
     out = [torch.empty(ROWS * heap.world_size, 8, device=a.device)]
 
@@ -165,7 +166,7 @@ def mistakes(model: Model) -> list[str]:
         "inner sizes 16 and 15": lambda: stream_k.all_gather_gemm(a, [b, c[1:]], group=heap),
         "b is torch.float16": lambda: stream_k.all_gather_gemm(a, [b, c.half()], group=heap),
         "b is a str": lambda: stream_k.all_gather_gemm(a, ["b"], group=heap),
-        "takes no out": lambda: stream_k.all_gather_gemm(a.flatten(0, -2), [leaf], out=out, group=heap),
+        "takes no out": lambda: stream_k.all_gather_gemm(rows, [leaf], out=out, group=heap),
     }
     texts = {part: outcome(call) for part, call in wrong.items()}
     with pytest.raises(RuntimeError, match="twice"):
