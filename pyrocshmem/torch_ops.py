@@ -93,7 +93,11 @@ def install(group: Any = None) -> Installed:
     name = None if group is None else _name_of(group)
     with _lock:
         if not _served:
-            _register()
+            try:
+                _register()
+            except BaseException:
+                _forget_unserved()
+                raise
         _served[name] += 1
     return Installed(name)
 
@@ -239,8 +243,6 @@ def _all_gather_matmul(
         return whole.view(*sizes, K) if return_A else None, [c.view(*sizes, c.shape[1]) for c in products]
     moved = a.movedim(gather_dim, 0) if gather_dim else a
     rows = moved.flatten(0, -2) if a.ndim > 2 else moved
-    for b in bs:
-        check_product(rows, b, None, "none")
     nothing = [None] * len(bs)
     x = Several(rows, bs, nothing, nothing, allow_tf32=allow_tf32)
     products, gathered = run_products(GATHER, x, return_A, heap, workspace)
@@ -263,9 +265,8 @@ def _matmul_reduce_scatter(
     by_columns = scatter_dim == a.ndim - 1
     moved = a.movedim(scatter_dim, 0) if scatter_dim and not by_columns else a
     rows = moved.flatten(0, -2) if a.ndim > 2 else moved
-    _, columns, _ = check_product(rows, b, None, "none")
     world = heap.world_size
-    divided = columns if by_columns else moved.shape[0]
+    divided = check_product(rows, b, None, "none")[1] if by_columns else moved.shape[0]
     if divided % world != 0:
         raise ValueError(
             f"A is {tuple(a.shape)}, B {tuple(b.shape)}: dimension {scatter_dim} of the product is {divided}, and must "
@@ -279,10 +280,12 @@ def _matmul_reduce_scatter(
     if reduce_op == "avg":
         found.div_(world)
     if by_columns:
-        return found.t().contiguous().view(*a.shape[:-1], columns // world)
+        return found.t().contiguous().view(*a.shape[:-1], divided // world)
     if a.ndim == 2:
         return found
-    return found.view(divided // world, *moved.shape[1:-1], columns).movedim(0, scatter_dim).contiguous()
+    return (
+        found.view(divided // world, *moved.shape[1:-1], found.shape[1]).movedim(0, scatter_dim).contiguous()
+    )
 
 
 def _one_shot_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:

@@ -93,9 +93,7 @@ def all_gather_gemm(
         # Only for a gradient of b.
         saves = save_gathered and needs_gradient((b,))
         return through_operator(OP, request._replace(save_gathered=saves), name_of(group, workspace))
-    if isinstance(a, torch.Tensor) and a.ndim == 2:
-        request = request._replace(a=whole_rows(a))
-    return run(OP, request, group, workspace)
+    return run(OP, request._replace(a=whole_rows(a)), group, workspace)
 
 
 def _run(

@@ -70,8 +70,9 @@ def as_list(name: str, given: Any, count: int) -> list[Any]:
 
 
 def whole_rows(a: torch.Tensor) -> torch.Tensor:
-    """`a`, or a copy, whose rows lie one behind the other, as copies between ranks need them."""
-    if a.stride(1) == 1 and a.stride(0) == a.shape[1]:
+    """`a`, or a copy, whose rows lie one behind the other, as copies between ranks need them. What is no matrix is
+    refused where operands are checked."""
+    if not isinstance(a, torch.Tensor) or a.ndim != 2 or (a.stride(1) == 1 and a.stride(0) == a.shape[1]):
         return a
     check_held("a", a)
     return a.contiguous().as_strided(a.shape, (a.shape[1], 1))
@@ -82,8 +83,6 @@ def call(
 ) -> list[torch.Tensor]:
     """The products, in the order of the matrices: through an operator where they have a gradient or something watches
     them, straight to the kernels otherwise."""
-    for b, bias in zip(x.bs, x.biases, strict=True):
-        check_product(x.a, b, bias, x.activation)
     plain = x.config is None and all(out is None for out in x.outs)
     operands = (x.a, *x.bs, *x.biases)
     if not dispatched(*operands, whole=plain):
@@ -103,14 +102,16 @@ def call(
 def run_products(
     op: GemmOp, x: Several, save_gathered: bool, group: Any, workspace: Workspace | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(the products, the gathered A where it is asked for), whatever becomes of gradients, of operands that fit one
-    another. op: `all_gather_gemm`'s."""
+    """(the products, the gathered A where it is asked for), whatever becomes of gradients. op: `all_gather_gemm`'s."""
+    if len(x.bs) > 1:  # a single one is checked by `run`
+        for b, bias in zip(x.bs, x.biases, strict=True):
+            check_product(x.a, b, bias, x.activation)
     a = whole_rows(x.a)
     options = (x.activation, False, x.allow_tf32, x.config, None, x.num_rows)
     if not x.bs:
-        none = a.new_empty(a.shape[1], 0)
+        none = a.new_empty(a.shape[-1], 0)
         return [], run(op, Request(a, none, None, None, *options, True), group, workspace)[1]
-    widest = max(range(len(x.bs)), key=lambda number: x.bs[number].shape[1])
+    widest = 0 if len(x.bs) == 1 else max(range(len(x.bs)), key=lambda number: x.bs[number].shape[1])
     gathers = save_gathered or len(x.bs) > 1
     request = Request(a, x.bs[widest], x.outs[widest], x.biases[widest], *options, gathers)
     found = run(op, request, group, workspace)
@@ -142,6 +143,9 @@ def _shapes(
     a: torch.Tensor, bs: list[torch.Tensor], group: str, num_rows: int, biases: list[torch.Tensor],
     biased: list[int], activation: str, allow_tf32: bool, partial_dtype: Any, save_gathered: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    given = dict(zip(biased, biases, strict=True))
+    for number, b in enumerate(bs):
+        check_product(a, b, given.get(number), activation)
     rows = a.new_empty(num_rows if save_gathered else 0, a.shape[1])
     return [*(a.new_empty(num_rows, b.shape[1]) for b in bs), rows]
 
