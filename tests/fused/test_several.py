@@ -176,6 +176,16 @@ def mistakes(model: Model) -> list[str]:
     return [f"{part}: {text!r}" for part, text in texts.items() if part not in text]
 
 
+def checked(model: Model) -> list[str]:
+    """`torch.library.opcheck` of the operator."""
+    heap, a = model.heap, model.a.flatten(0, -2).requires_grad_()
+    bs = [b.clone().requires_grad_() for b in model.bs[model.rank]]
+    more = (operators.name_of(heap), ROWS * heap.world_size, [tensor(1, 8)[0].requires_grad_()], [0])
+    args = (a, bs, *more, "none", False, None, True)
+    checks = torch.library.opcheck(torch.ops.stream_k.all_gather_gemms.default, args, raise_exception=False)
+    return [f"{test}: {end}" for test, end in checks.items() if end != "SUCCESS"]
+
+
 def several(rank: int, ranks: int) -> list[str]:
     """A body; what is wrong."""
     wrong = []
@@ -184,19 +194,22 @@ def several(rank: int, ranks: int) -> list[str]:
             model = Model(heap, (8, 5, 12), dtype)
             found = results(model) + gradients(model, save_gathered=dtype != FP16)
             wrong += [f"{dtype}: {each}" for each in found]
-        wrong += gradients(model, False) + one_factor(model, "a") + one_factor(model, "b")
-        name = operators.name_of(heap)
-        a, bs = model.a.flatten(0, -2).requires_grad_(), [b.clone().requires_grad_() for b in model.bs[rank]]
-        bias = tensor(1, 8)[0].requires_grad_()
-        args = (a, bs, name, ROWS * ranks, [bias], [0], "none", False, None, True)
-        checks = torch.library.opcheck(
-            torch.ops.stream_k.all_gather_gemms.default, args, raise_exception=False
-        )
-        wrong += [f"{test}: {end}" for test, end in checks.items() if end != "SUCCESS"]
-        wrong += compiled(model) + mistakes(model)
+        wrong += one_factor(model, "a") + one_factor(model, "b") + mistakes(model)
     return wrong
+
+
+def traced(rank: int, ranks: int) -> list[str]:
+    """A body; what is wrong."""
+    with Heap(HEAP_BYTES) as heap:
+        model = Model(heap, (8, 5, 12), FP32)
+        return checked(model) + compiled(model)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (2, 4)])
 def test_several(ranks: int) -> None:
-    assert values(run_ranks(several, ranks, timeout=2 * TIMEOUT_S)) == [[]] * ranks
+    assert values(run_ranks(several, ranks, timeout=TIMEOUT_S)) == [[]] * ranks
+
+
+@pytest.mark.num_ranks(2)
+def test_traced() -> None:
+    assert values(run_ranks(traced, 2, timeout=2 * TIMEOUT_S)) == [[], []]
