@@ -64,11 +64,13 @@ def all_gather_gemm(
 ) -> Any:
     """activation(A @ b + bias), A being all ranks' rows of a, one block below the other: the same bits on every run.
 
-    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. b: [K, N/R]: its
-    columns, as many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its
-    columns.
+    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. Or [D/R, .., K]: ranks'
+    blocks follow one another along the first dimension, and the result is [D, .., N/R]. b: [K, N/R]: its columns, as
+    many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its columns.
+    Several Bs: a list of them, each with as many columns as it likes, for one gather: the result is a list, too, and
+    bias and out are None or a list of tensors and Nones (`stream_k.ops.several`).
     num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; rank r then holds block r of
-    `torch.tensor_split(A, R)`.
+    `torch.tensor_split(A, R)`. D is always a multiple of R.
     out: [M, N/R], any strides. None: a new tensor.
     activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
     sums of a's gradient travel in; None: fp32. save_gathered: keep A, [M, K], for b's gradient; False: gather it once

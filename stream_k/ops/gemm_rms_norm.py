@@ -57,8 +57,9 @@ def gemm_all_reduce_rms_norm(
     every rank, the same bits on all of them.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
-    on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
-    more. bias: [N], added once, to the sum.
+    on every rank; None: none. Or a [.., M, K/R] and residual [.., M, N], whose dimensions the results have then.
+    weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or more. bias: [N], added
+    once, to the sum.
     group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
     "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
 
@@ -124,7 +125,8 @@ def gemm_rms_norm_all_scatter(
 ) -> torch.Tensor:
     """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, hidden], on every rank.
 
-    a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
+    a: [M, K] or [.., M, K], whose dimensions the result has then, the same on every rank. b: [K, N]: this rank's
+    columns, any strides; float16, bfloat16 or float32.
     bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
     R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
     `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its

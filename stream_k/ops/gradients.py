@@ -19,6 +19,8 @@ over ranks of what each computes. So the loss of a replicated result is computed
 is neither divided by R nor summed over ranks afterwards. Where ranks hold blocks (rows, columns, shares of K), each has
 the gradient of its block. Nothing checks that the ranks' gradients of a replicated result are equal.
 
+Of several Bs of one gather `stream_k.ops.several` says the same.
+
 A is kept for B's gradient, B for A's, where these are wanted. `all_gather_gemm` keeps the gathered A, or gathers it
 once more, as its caller says. On a GPU B's gradient is computed on a stream of its own, beside the op that
 communicates. Gradients of 16-bit tensors are rounded to them; bias gradients are summed in fp32.
