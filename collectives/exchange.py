@@ -166,8 +166,12 @@ def exchange(
     if found is None:
         how = f"{kind} by messages, {reduction}, root {root}, recorded={recorded}"
         call = f"{status.Op(op).name.lower()} of {what or tuple(x.shape)} {dtype}: {how}"
-        more = {"reduction": reduction, "integer": _INTEGERS.get(dtype)}
-        plan = workspace.planned_together(call, lambda: Exchange(workspace, op, kind, x, out, root, **more))
+        integer = _INTEGERS.get(dtype)
+
+        def make() -> Exchange:
+            return Exchange(workspace, op, kind, x, out, root, reduction=reduction, integer=integer)
+
+        plan = workspace.planned_together(call, make)
         workspace.plans[key] = found = call, plan
     call, plan = found
     with workspace.begin(call):

@@ -307,7 +307,9 @@ def exchange_kernel(
         else:
             values = units.unpack(words, UNIT, x.dtype.element_ty)
             values = reductions.floats(values, ranks < WORLD, REDUCTION, WORLD)
-            values = _finished(values, added, own + element, valid, own + mine, finish, after.columns, ACTIVATION)
+            values = _finished(
+                values, added, own + element, valid, own + mine, finish, after.columns, ACTIVATION
+            )
             words = units.pack(values, DTYPE)
         if GATHERS:
             # A sum that lacks a term is not sent: a peer so late that all it waits for has come would take it for

@@ -32,7 +32,6 @@ from pyrocshmem.calls.operators import find, once, ops, ranks
 from pyrocshmem.collectives import whole_tensors
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 
-
 # What follows x in the schemas.
 _ARGUMENTS = {
     "all_reduce": ("algorithm", "group", "op"),
@@ -51,7 +50,7 @@ def _run(name: str) -> Any:
         options = dict(zip(_ARGUMENTS[name], more, strict=False))
         group, workspace = find(options.pop("group"))
         with torch.no_grad():
-            return function(x, group=group, workspace=workspace, **options)  # type: ignore[no-any-return]
+            return function(x, group=group, workspace=workspace, **options)
 
     return run
 
@@ -145,7 +144,7 @@ def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> torch.Tensor:
     if ctx.op == "avg":
         g = g / world_size
     if ctx.length % world_size == 0:
-        return gather(g, ctx.group, dim)  # type: ignore[no-any-return]
+        return gather(g, ctx.group, dim)
     # Blocks of one length travel.
     longest = -(-ctx.length // world_size)
     block = g.new_zeros(*g.shape[:dim], longest, *g.shape[dim + 1 :])

@@ -19,16 +19,15 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def floats(values, valid, REDUCTION: tl.constexpr, WORLD: tl.constexpr):
     """fp32 blocks [U], of those [U, ranks] where `valid`."""
-    if REDUCTION == "sum" or REDUCTION == "avg":
+    found = ()
+    if REDUCTION == "sum":
         found = units.sum_ranks(values, valid)
-        if REDUCTION == "avg":
-            averages = ()
-            for e in tl.static_range(len(found)):
-                count = tl.full(found[e].shape, WORLD, tl.float32)
-                averages = averages + (tl.math.div_rn(found[e], count),)  # type: ignore[assignment]
-            found = averages
+    elif REDUCTION == "avg":
+        sums = units.sum_ranks(values, valid)
+        for e in tl.static_range(len(sums)):
+            count = tl.full(sums[e].shape, WORLD, tl.float32)
+            found = found + (tl.math.div_rn(sums[e], count),)  # type: ignore[assignment]
     else:
-        found = ()
         for e in tl.static_range(len(values)):
             bits = values[e].to(tl.int32, bitcast=True)
             numbers = valid & (values[e] == values[e])
@@ -59,7 +58,11 @@ def _extreme(values, valid, REDUCTION: tl.constexpr):
     """Of integers; where none is valid, the last that any other would replace."""
     BITS: tl.constexpr = values.dtype.primitive_bitwidth
     if REDUCTION == "max":
-        found = tl.max(tl.where(valid, values, tl.full(values.shape, -(2 ** (BITS - 1)), values.dtype)), axis=1)
+        found = tl.max(
+            tl.where(valid, values, tl.full(values.shape, -(2 ** (BITS - 1)), values.dtype)), axis=1
+        )
     else:
-        found = tl.min(tl.where(valid, values, tl.full(values.shape, 2 ** (BITS - 1) - 1, values.dtype)), axis=1)
+        found = tl.min(
+            tl.where(valid, values, tl.full(values.shape, 2 ** (BITS - 1) - 1, values.dtype)), axis=1
+        )
     return found

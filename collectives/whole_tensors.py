@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C import _disabled_torch_dispatch_impl
 
 from pyrocshmem import status
 from pyrocshmem.calls.operators import dispatched, name_of, needs_gradient, ops, refuse
@@ -160,9 +161,7 @@ def reduce_scatter(
     check_place(heap, x)
     first, last = shard_range(x.shape[dim], heap.rank, heap.world_size)
     shape = (*x.shape[:dim], last - first, *x.shape[dim + 1 :])
-    call = _Call(
-        heap, workspace, status.Op.REDUCE_SCATTER, "reduce_scatter", dim=dim, reduction=reduction
-    )
+    call = _Call(heap, workspace, status.Op.REDUCE_SCATTER, "reduce_scatter", dim=dim, reduction=reduction)
     return call.make(x, shape, out, async_op)
 
 
@@ -261,12 +260,13 @@ def check_algorithm(algorithm: str) -> None:
 
 def reduction_of(op: Any) -> str:
     """The name of a reduction, of "sum" or of `torch.distributed.ReduceOp.SUM`. ValueError for one there is not."""
-    if isinstance(op, str):
-        name = op.lower()
-    else:
+    name = op.lower() if isinstance(op, str) else ""
+    if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         name = next((name for name in REDUCTIONS if op == getattr(dist.ReduceOp, name.upper())), "")
     if name not in REDUCTIONS:
-        raise ValueError(f"op is {op!r}, allowed are {', '.join(REDUCTIONS)}, or torch.distributed's of these names")
+        raise ValueError(
+            f"op is {op!r}, allowed are {', '.join(REDUCTIONS)}, or torch.distributed's of these names"
+        )
     return name
 
 
@@ -274,14 +274,21 @@ def _dimension(name: str, dim: Any, x: torch.Tensor) -> int:
     """`dim` counted from the first; ValueError for one that x does not have."""
     number = as_integer(name, dim)
     if not -x.ndim <= number < x.ndim:
-        raise ValueError(f"{name} is {dim}, x has shape {tuple(x.shape)}: allowed are {-x.ndim} to {x.ndim - 1}")
+        raise ValueError(
+            f"{name} is {dim}, x has shape {tuple(x.shape)}: allowed are {-x.ndim} to {x.ndim - 1}"
+        )
     return number % x.ndim
 
 
 def check_kind(x: torch.Tensor, dimensions: int, allowed: tuple[torch.dtype, ...]) -> None:
     """TypeError, ValueError unless `x` is a tensor that can be sent, of at least `dimensions`."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in allowed:
-        raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}, a tensor is needed of {names(allowed)}")
+    if not isinstance(x, torch.Tensor):
+        more = "; torch.from_dlpack(x) makes one" if hasattr(x, "__dlpack__") else ""
+        raise TypeError(f"x is a {type(x).__name__}, a torch.Tensor is needed{more}")
+    if type(x) is not torch.Tensor and hasattr(type(x), "to_local"):
+        raise TypeError(f"x is a {type(x).__name__}, which lies on several ranks; give x.to_local()")
+    if x.dtype not in allowed:
+        raise TypeError(f"x is {x.dtype}, a tensor is needed of {names(allowed)}")
     check_dense(x)
     check_held("x", x)
     if x.ndim < dimensions:
@@ -291,7 +298,9 @@ def check_kind(x: torch.Tensor, dimensions: int, allowed: tuple[torch.dtype, ...
 def _check_reduced(x: torch.Tensor, dimensions: int, reduction: str) -> None:
     """As `check_kind`; integers have no average."""
     if reduction == "avg" and isinstance(x, torch.Tensor) and x.dtype in REDUCED and x.dtype not in DTYPES:
-        raise TypeError(f"op is 'avg' of {x.dtype}, allowed are {names()}: sum integers, and divide as you mean it")
+        raise TypeError(
+            f"op is 'avg' of {x.dtype}, allowed are {names()}: sum integers, and divide as you mean it"
+        )
     check_kind(x, dimensions, REDUCED)
 
 
@@ -313,7 +322,7 @@ def _check_operator(
     name: str, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, reduction: str = ""
 ) -> None:
     """ValueError, NotImplementedError for a call that can't go through its operator."""
-    refuse(name, out=out, async_op=async_op)
+    refuse(name, async_op=async_op, out=out)
     if needs_gradient((x,)):
         check_differentiable(name, reduction)
 
@@ -339,7 +348,9 @@ class _Call(NamedTuple):
         return _exchanged(self, x, shape, out)
 
 
-def _exchanged(call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+def _exchanged(
+    call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None
+) -> torch.Tensor:
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     if call.heap.world_size == 1:
         return given.copy_(x)
@@ -368,6 +379,8 @@ def _check_out(call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.
     """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
+    if type(out).__torch_dispatch__ is not _disabled_torch_dispatch_impl:
+        raise TypeError(f"out is a {type(out).__name__}, which has no memory of its own; give a torch.Tensor")
     if out.dtype != x.dtype:
         raise TypeError(f"out has dtype {out.dtype}, allowed is {x.dtype}, that of x")
     if out.shape != shape or out.device != x.device:

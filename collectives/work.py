@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-
 import torch
 
 from pyrocshmem.calls.workspace import Workspace
@@ -70,5 +69,3 @@ def started(workspace: Workspace, call: Callable[[], torch.Tensor], *tensors: to
             tensor.record_stream(stream)
     result.record_stream(callers)
     return Work(workspace, result, stream)
-
-
