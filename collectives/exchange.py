@@ -147,10 +147,12 @@ def exchange(
     out: torch.Tensor,
     root: int = 0,
     reduction: str = "sum",
-    what: str = "",
+    dim: int = 0,
+    shape: torch.Size | None = None,
 ) -> None:
     """Exchange contiguous `x` into contiguous `out` of its dtype. kind: a name of `_KINDS`. reduction: of what is
-    summed, a name of `reductions.REDUCTIONS`. what: the tensor, for whoever reads that ranks made different calls.
+    summed, a name of `reductions.REDUCTIONS`. dim, shape: of the tensor that x is made of, along which it is joined or
+    divided, for whoever reads that ranks made different calls.
 
     The first call of a kind is compared between ranks, compiled and loaded by all.
     """
@@ -160,12 +162,12 @@ def exchange(
         x, out = _as_bits(x, out)
     key: Hashable = (
         "exchange", op, kind, x.shape, dtype, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, reduction,
-        what, recorded,
+        dim, recorded,
     )  # fmt: skip
     found: tuple[str, Exchange] | None = workspace.plans.get(key)
     if found is None:
-        how = f"{kind} by messages, {reduction}, root {root}, recorded={recorded}"
-        call = f"{status.Op(op).name.lower()} of {what or tuple(x.shape)} {dtype}: {how}"
+        how = f"{kind} by messages, {reduction or 'moved'} along {dim}, root {root}, recorded={recorded}"
+        call = f"{status.Op(op).name.lower()} of {tuple(x.shape if shape is None else shape)} {dtype}: {how}"
         integer = _INTEGERS.get(dtype)
 
         def make() -> Exchange:

@@ -16,7 +16,8 @@ result then holds garbage. All raise TypeError and ValueError before any launch;
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,9 @@ def all_reduce(
     check_place(heap, x)
     if algorithm == "auto":
         algorithm = cheaper_algorithm(x.numel() * x.element_size(), heap.world_size)
-    call = _Call(heap, workspace, status.Op.ALL_REDUCE, algorithm, reduction=reduction)
-    return call.make(x, x.shape, out, async_op)
+    return _made(
+        heap, workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out, async_op, reduction=reduction
+    )
 
 
 def all_reduce_(
@@ -130,8 +132,7 @@ def all_gather(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     shape = (*x.shape[:dim], x.shape[dim] * heap.world_size, *x.shape[dim + 1 :])
-    call = _Call(heap, workspace, status.Op.ALL_GATHER, "all_gather", dim=dim)
-    return call.make(x, shape, out, async_op)
+    return _made(heap, workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out, async_op, dim=dim)
 
 
 def reduce_scatter(
@@ -161,8 +162,8 @@ def reduce_scatter(
     check_place(heap, x)
     first, last = shard_range(x.shape[dim], heap.rank, heap.world_size)
     shape = (*x.shape[:dim], last - first, *x.shape[dim + 1 :])
-    call = _Call(heap, workspace, status.Op.REDUCE_SCATTER, "reduce_scatter", dim=dim, reduction=reduction)
-    return call.make(x, shape, out, async_op)
+    op = status.Op.REDUCE_SCATTER
+    return _made(heap, workspace, op, "reduce_scatter", x, shape, out, async_op, reduction=reduction, dim=dim)
 
 
 def all_scatter(
@@ -188,8 +189,7 @@ def all_scatter(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     shape = (x.shape[0], heap.world_size * x.shape[1])
-    call = _Call(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", dim=1)
-    return call.make(x, shape, out, async_op)
+    return _made(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out, async_op, dim=1)
 
 
 def broadcast(
@@ -216,8 +216,7 @@ def broadcast(
     check_place(heap, x)
     if not 0 <= root < heap.world_size:
         raise ValueError(f"root is {root}, the group has ranks 0 to {heap.world_size - 1}")
-    call = _Call(heap, workspace, status.Op.BROADCAST, "broadcast", root=root)
-    return call.make(x, x.shape, out, async_op)
+    return _made(heap, workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, async_op, root=root)
 
 
 def broadcast_(
@@ -260,6 +259,8 @@ def check_algorithm(algorithm: str) -> None:
 
 def reduction_of(op: Any) -> str:
     """The name of a reduction, of "sum" or of `torch.distributed.ReduceOp.SUM`. ValueError for one there is not."""
+    if type(op) is str and op in REDUCTIONS:
+        return op
     name = op.lower() if isinstance(op, str) else ""
     if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         name = next((name for name in REDUCTIONS if op == getattr(dist.ReduceOp, name.upper())), "")
@@ -327,55 +328,66 @@ def _check_operator(
         check_differentiable(name, reduction)
 
 
-class _Call(NamedTuple):
-    """A call, but for its tensors. kind: of the exchange. dim: along which tensors are joined or divided."""
-
-    heap: Heap
-    workspace: Workspace
-    op: int
-    kind: str
-    root: int = 0
-    reduction: str = ""
-    dim: int = 0
-
-    def make(self, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, async_op: bool) -> Any:
-        """The result, of `shape`, or with `async_op` the work that has it."""
-        if out is not None:
-            _check_out(self, x, shape, out)
-            tell_autograd(out)
-        if async_op:
-            return work.started(self.workspace, lambda: _exchanged(self, x, shape, out), x, out)
-        return _exchanged(self, x, shape, out)
+def _made(
+    heap: Heap,
+    workspace: Workspace,
+    op: int,
+    kind: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    out: torch.Tensor | None,
+    async_op: bool,
+    root: int = 0,
+    reduction: str = "",
+    dim: int = 0,
+) -> Any:
+    """Make a call: its result, of `shape`, or the work that has it. kind: of the exchange. dim: along which tensors are
+    joined or divided."""
+    if out is not None:
+        _check_out(kind, x, shape, out, heap, dim)
+        tell_autograd(out)
+    call = heap, workspace, op, kind, x, shape, out, root, reduction, dim
+    return work.started(workspace, partial(_exchanged, *call), x, out) if async_op else _exchanged(*call)
 
 
 def _exchanged(
-    call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None
+    heap: Heap,
+    workspace: Workspace,
+    op: int,
+    kind: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    out: torch.Tensor | None,
+    root: int,
+    reduction: str,
+    dim: int,
 ) -> torch.Tensor:
     given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
-    if call.heap.world_size == 1:
+    if heap.world_size == 1:
         return given.copy_(x)
-    kind, what = call.kind, f"{tuple(x.shape)}" + (f" along {call.dim}" if call.dim else "")
     if x.numel() == 0:
-        agree(call.workspace, f"{kind} of {what} {x.dtype}, {call.reduction}, root {call.root}")
+        how = f"{reduction or 'moved'} along {dim}, root {root}"
+        agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}: {how}")
         return given
     written = given if given.is_contiguous() else new_like(given)
     sent, received = x.resolve_neg().contiguous(), written
-    if call.dim and kind == "all_gather":
+    if dim and kind == "all_gather":
         # As matrices, whose rows are joined side by side.
-        rows = math.prod(x.shape[: call.dim])
+        rows = math.prod(x.shape[:dim])
         kind, sent, received = "all_scatter", sent.view(rows, -1), received.view(rows, -1)
-    elif call.dim and kind == "reduce_scatter":
+    elif dim and kind == "reduce_scatter":
         # What a rank sums lies together.
-        blocks = sent.tensor_split(call.heap.world_size, call.dim)
-        sent = torch.cat([block.reshape(-1) for block in blocks]).view(x.shape[call.dim], -1)
-    reduction = call.reduction
+        blocks = sent.tensor_split(heap.world_size, dim)
+        sent = torch.cat([block.reshape(-1) for block in blocks]).view(x.shape[dim], -1)
     if x.dtype == torch.bool and reduction == "sum":
         reduction = "max"
-    exchange(call.workspace, call.op, kind, sent, received, call.root, reduction, what)
+    exchange(workspace, op, kind, sent, received, root, reduction, dim, x.shape)
     return given if written is given else given.copy_(written)
 
 
-def _check_out(call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor) -> None:
+def _check_out(
+    kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, heap: Heap, dim: int
+) -> None:
     """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, a torch.Tensor or None is needed")
@@ -387,11 +399,11 @@ def _check_out(call: _Call, x: torch.Tensor, shape: tuple[int, ...], out: torch.
         raise ValueError(f"out is {tuple(out.shape)} on {out.device}, {tuple(shape)} on {x.device} is needed")
     check_plain("out", out)
     check_writable("out", out)
-    if _clash(call, x, out):
+    if _clash(kind, x, out, heap, dim):
         raise ValueError("x and out overlap, and are not in place: give another out")
 
 
-def _clash(call: _Call, x: torch.Tensor, out: torch.Tensor) -> bool:
+def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, heap: Heap, dim: int) -> bool:
     """Whether x and out share memory in another way than in place, which is safe.
 
     In place a program of the exchange writes only elements that it has read itself and has received back as messages.
@@ -399,9 +411,9 @@ def _clash(call: _Call, x: torch.Tensor, out: torch.Tensor) -> bool:
     """
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not share_memory(x, out):
         return False
-    if call.kind in ("all_gather", "all_scatter"):
-        out = out.narrow(call.dim, call.heap.rank * x.shape[call.dim], x.shape[call.dim])
-    elif call.kind == "reduce_scatter":
-        x = x.tensor_split(call.heap.world_size, call.dim)[call.heap.rank]
+    if kind in ("all_gather", "all_scatter"):
+        out = out.narrow(dim, heap.rank * x.shape[dim], x.shape[dim])
+    elif kind == "reduce_scatter":
+        x = x.tensor_split(heap.world_size, dim)[heap.rank]
     alike = x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())
     return x.data_ptr() != out.data_ptr() or not alike
