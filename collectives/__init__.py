@@ -19,19 +19,25 @@ from pyrocshmem.collectives.rms_norm import rms_norm
 from pyrocshmem.collectives.whole_tensors import (
     all_gather,
     all_reduce,
+    all_reduce_,
     all_scatter,
     barrier,
     broadcast,
+    broadcast_,
     reduce_scatter,
 )
+from pyrocshmem.collectives.work import Work
 
 __all__ = [
+    "Work",
     "all_gather",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_rms_norm",
     "all_scatter",
     "barrier",
     "broadcast",
+    "broadcast_",
     "reduce_scatter",
     "rms_norm",
     "target",

@@ -22,7 +22,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
-from pyrocshmem.collectives.whole_tensors import all_reduce, check, check_algorithm, check_kind
+from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
 
 
@@ -58,12 +58,12 @@ def all_reduce_rms_norm(
         if plan is not None:
             return plan.run(x, residual, weight, eps)
     check_algorithm(algorithm)
-    check_kind(x, dimensions=1)
+    check_kind(x, 1, DTYPES)
     check_norm(x, x.shape, residual, weight, eps)
     if not by_hand:
         op, name = ops.all_reduce_rms_norm, name_of(group, workspace)
         return op(x, residual, weight, eps, algorithm, name)
-    check(heap, x)
+    check_place(heap, x)
     if heap.world_size == 1:
         return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
     call = (

@@ -4,6 +4,9 @@
 
 Large tensors go in pieces, one launch each, so that the slots stay small: pieces of more than PIECE_BYTES are no faster
 (2 x H200: 350 GB/s on the links).
+
+Floating-point tensors travel as they are, all others as bits (`collectives.any_bits`): the kernel gets them as int32
+words or as bytes.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from pyrocshmem import status, target, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.exchange_kernel import AfterSum, exchange_kernel
+from pyrocshmem.elements import DTYPES
 from pyrocshmem.heap import Heap
 from pyrocshmem.message_slots import QUAD_BYTES
 
@@ -46,6 +51,16 @@ _KINDS = {
 
 _NOTHING = AfterSum()
 
+# Of integers that are reduced, as the kernel takes them.
+_INTEGERS = {
+    torch.bool: tl.uint8,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+
 
 class _Piece(NamedTuple):
     """Elements of each part of x, from number `first` on, which go to `out_first` on; the other sizes as the kernel
@@ -66,7 +81,8 @@ class _Piece(NamedTuple):
 class Exchange:
     """The launches of an exchange of tensors of one kind, one a piece. tiles: x is sent by the tiles of a product, in
     whole units (`sent_by_tiles`); of x itself only shape and dtype count. piece_bytes: what a piece takes of a slot, at
-    most; None: PIECE_BYTES. activation: of sums, its number."""
+    most; None: PIECE_BYTES. activation: of sums, its number. reduction: of `reductions.REDUCTIONS`. integer: the dtype
+    of what is reduced bit by bit, which x and out then have as int32 or uint8."""
 
     def __init__(
         self,
@@ -80,6 +96,8 @@ class Exchange:
         tiles: bool = False,
         piece_bytes: int | None = None,
         activation: int = 0,
+        reduction: str = "sum",
+        integer: tl.dtype | None = None,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
@@ -96,7 +114,7 @@ class Exchange:
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
             rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], root)
-            launch = _launch(heap, op, kind, x, out, after, piece, tiles, activation)
+            launch = _launch(heap, op, kind, x, out, after, piece, tiles, activation, reduction, integer)
             launch.compile((*_at(piece, x, out, after), *rest))
             self.launches.append((launch, piece, rest))
 
@@ -122,25 +140,52 @@ def sent_by_tiles(kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size
 
 
 def exchange(
-    workspace: Workspace, op: int, kind: str, x: torch.Tensor, out: torch.Tensor, root: int = 0
+    workspace: Workspace,
+    op: int,
+    kind: str,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    root: int = 0,
+    reduction: str = "sum",
+    dim: int = 0,
+    shape: torch.Size | None = None,
 ) -> None:
-    """Exchange contiguous `x` into contiguous `out` of its dtype. kind: a name of `_KINDS`.
+    """Exchange contiguous `x` into contiguous `out` of its dtype. kind: a name of `_KINDS`. reduction: of what is
+    summed, a name of `reductions.REDUCTIONS`. dim, shape: of the tensor that x is made of, along which it is joined or
+    divided, for whoever reads that ranks made different calls.
 
     The first call of a kind is compared between ranks, compiled and loaded by all.
     """
     recorded = trace.recorder() is not None
+    dtype = x.dtype
+    if dtype not in DTYPES:
+        x, out = _as_bits(x, out)
     key: Hashable = (
-        "exchange", op, kind, x.shape, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, recorded
+        "exchange", op, kind, x.shape, dtype, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, reduction,
+        dim, recorded,
     )  # fmt: skip
     found: tuple[str, Exchange] | None = workspace.plans.get(key)
     if found is None:
-        how = f"{kind} by messages, root {root}, recorded={recorded}"
-        call = f"{status.Op(op).name.lower()} of {tuple(x.shape)} {x.dtype}: {how}"
-        plan = workspace.planned_together(call, lambda: Exchange(workspace, op, kind, x, out, root))
+        how = f"{kind} by messages, {reduction or 'moved'} along {dim}, root {root}, recorded={recorded}"
+        call = f"{status.Op(op).name.lower()} of {tuple(x.shape if shape is None else shape)} {dtype}: {how}"
+        integer = _INTEGERS.get(dtype)
+
+        def make() -> Exchange:
+            return Exchange(workspace, op, kind, x, out, root, reduction=reduction, integer=integer)
+
+        plan = workspace.planned_together(call, make)
         workspace.plans[key] = found = call, plan
     call, plan = found
     with workspace.begin(call):
         plan.run(x, out)
+
+
+def _as_bits(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as int32, or, where one begins or a row ends inside a word, as uint8. Rows of x stay rows."""
+    both = x.view(x.shape[0] if x.ndim else 1, -1).view(torch.uint8), out.view(-1).view(torch.uint8)
+    if both[0].shape[1] % 4 == 0 and all((t.data_ptr() | t.storage_offset()) % 4 == 0 for t in both):
+        return both[0].view(torch.int32), both[1].view(torch.int32)
+    return both
 
 
 def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, after: AfterSum) -> tuple[Any, ...]:
@@ -178,7 +223,9 @@ def slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dt
     quads = piece.rows * _row_units(piece, out_dtype)
     quads *= dtype.itemsize // out_dtype.itemsize + (kind == "two_shot")
     # A broadcast's has the root's, and a unit of each rank.
-    return (quads + world_size if kind == "broadcast" else quads * world_size) * QUAD_BYTES
+    quads = quads + world_size if kind == "broadcast" else quads * world_size
+    # Any bits need room for marks.
+    return quads * QUAD_BYTES * (1 if dtype.is_floating_point else 2)
 
 
 def _pieces(
@@ -188,6 +235,8 @@ def _pieces(
     of a slot, at most; of a two-shot as much again for its sums."""
     n = x.numel()
     columns = x.shape[-1] if x.ndim else 1
+    if not x.dtype.is_floating_point:
+        piece_bytes //= 2
     unit = QUAD_BYTES // out_dtype.itemsize
     x_part, longer, extra = 0, 0, 0
     if kind == "reduce_scatter":
@@ -240,6 +289,8 @@ def _launch(
     piece: _Piece,
     tiles: bool,
     activation: int,
+    reduction: str,
+    integer: tl.dtype | None,
 ) -> Launch:
     world = heap.world_size
     ranks = triton.next_power_of_2(world)
@@ -271,6 +322,8 @@ def _launch(
         "RANKS": ranks,
         "STEP": step,
         "ACTIVATION": activation,
+        "REDUCTION": reduction if sums else "",
+        "INTEGER": integer if sums else None,
     }
     lanes = 64 if target.backend() == "hip" else 32
     return Launch(exchange_kernel, programs, constants, threads // lanes, 1, chained=True)

@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, trace
+from pyrocshmem.collectives import any_bits, reductions
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import PLAIN, activate
 from pyrocshmem.device import remote
@@ -201,7 +202,8 @@ def exchange_kernel(
     out_part, out_width, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
-    RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr, REDUCTION: tl.constexpr,
+    INTEGER: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages; one program for each STEP units of a part.
 
@@ -211,7 +213,8 @@ def exchange_kernel(
     after: an `AfterSum`. n: elements of x.
     SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. TILES: the tiles of a GEMM send x.
     RANKS: WORLD, or the next power of two. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
-    ALIGNED: see `words.load_unit`.
+    ALIGNED: see `words.load_unit`. REDUCTION: of `reductions.REDUCTIONS`, for what SUMS. INTEGER: the dtype of integers
+    that are reduced. x and out then are int32 or uint8, as they are for whatever moves bit by bit.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -220,6 +223,7 @@ def exchange_kernel(
     UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
     LAST_QUADS: tl.constexpr = 1 if SUMS and GATHERS else QUADS
+    ANY_BITS: tl.constexpr = x.dtype.element_ty.is_int()
     finish = after.finish
     if not TILES:
         dependent_launch.wait_for_previous()
@@ -258,7 +262,11 @@ def exchange_kernel(
     if BROADCASTS:
         own_a = tl.where(rank == root, 0, a_quads + rank)
         of_a = tl.where(ranks == root, 0, a_quads + ranks)
-    if not TILES:
+    if ANY_BITS:
+        # Words from a quad to its marks.
+        marks = 4 * (a_quads + WORLD if BROADCASTS else (2 if SUMS and GATHERS else 1) * region_b)
+        any_bits.push(peers + (own_a + units_of) * 4, marks, words, sent)
+    elif not TILES:
         # All first quads, then all second ones, so that a warp sends contiguous bytes; else half sectors cross the
         # links.
         units.send(peers, own_a + units_of, part_units, units.clean(words), sent)
@@ -284,27 +292,43 @@ def exchange_kernel(
         # worse ones than those they leave.
         dependent_launch.allow_next()
     taken = slot + (of_a + units_of) * 4
-    words, late = message.poll(taken, heard, deadline, context, part_units * 4, QUADS)
+    if ANY_BITS:
+        words, doubted, late = any_bits.poll(taken, marks, heard, deadline, context)
+    else:
+        words, late = message.poll(taken, heard, deadline, context, part_units * 4, QUADS)
     if not TILES:
         # Not before here either: a GEMM behind the gather of 16 rows took 42 us instead of 34 (2 x H200).
         dependent_launch.allow_next()
     if SUMS:
         trace.mark(events, trace.REDUCE, program)
-        values = units.sum_ranks(units.unpack(words, UNIT, x.dtype.element_ty), ranks < WORLD)
-        values = _finished(values, added, own + element, valid, own + mine, finish, after.columns, ACTIVATION)
-        words = units.pack(values, DTYPE)
+        if ANY_BITS:
+            values = reductions.integers(units.unpack_integers(words, INTEGER), ranks < WORLD, REDUCTION)
+            words = units.pack_integers(values, INTEGER)
+        else:
+            values = units.unpack(words, UNIT, x.dtype.element_ty)
+            values = reductions.floats(values, ranks < WORLD, REDUCTION, WORLD)
+            values = _finished(
+                values, added, own + element, valid, own + mine, finish, after.columns, ACTIVATION
+            )
+            words = units.pack(values, DTYPE)
         if GATHERS:
             # A sum that lacks a term is not sent: a peer so late that all it waits for has come would take it for
             # complete. Blocks [U], or the polls would be repeated. A rank whose own messages are missing is blamed
             # before one whose sums are.
-            words = units.unless(tl.max(late, axis=1), words)
+            if not ANY_BITS:
+                words = units.unless(tl.max(late, axis=1), words)
             missing = tl.max(late, axis=0) * 2
         words = units.spread(words, RANKS)
         # The ranks whose rows this one stores, and to which it sends its squares.
         keeps = ranks < WORLD
         if GATHERS:
             trace.mark(events, trace.PUSH, program)
-            units.send(peers, region_b + rank * b_quads + units_of, 0, words, there)
+            if ANY_BITS:
+                (gone,) = units.spread((tl.max(late, axis=1),), RANKS)
+                own_b = peers + (region_b + rank * b_quads + units_of) * 4
+                any_bits.push(own_b, marks, words, there & (gone == 0))
+            else:
+                units.send(peers, region_b + rank * b_quads + units_of, 0, words, there)
         else:
             keeps = ranks == rank
             there, end = valid[:, None] & keeps, mine[:, None]
@@ -313,10 +337,16 @@ def exchange_kernel(
             theirs = note.first(home, slot_quads, number)
             _note_squares(theirs, words, column, width, valid, keeps, rank, number, UNIT, DTYPE)
         if GATHERS:
-            message.restore(taken, heard, part_units * 4, QUADS)
+            if ANY_BITS:
+                any_bits.restore(taken, marks, heard, doubted)
+            else:
+                message.restore(taken, heard, part_units * 4, QUADS)
             trace.mark(events, trace.WAIT, -1)
             taken, heard = slot + (region_b + ranks * b_quads + units_of) * 4, there
-            words, late = message.poll(taken, heard, deadline, context)
+            if ANY_BITS:
+                words, doubted, late = any_bits.poll(taken, marks, heard, deadline, context)
+            else:
+                words, late = message.poll(taken, heard, deadline, context)
     if TILES:
         # After the messages: where this rank's host was late between the two kernels, its peers may have finished this
         # call without it, given up on a later one, and sent messages of a call that uses this slot again.
@@ -340,7 +370,10 @@ def exchange_kernel(
     if SUMS and GATHERS:
         absent = tl.maximum(absent, missing)
     _report(absent, deadline, number, context, OP, WORLD)
-    message.restore(taken, heard, part_units * 4, LAST_QUADS)
+    if ANY_BITS:
+        any_bits.restore(taken, marks, heard, doubted)
+    else:
+        message.restore(taken, heard, part_units * 4, LAST_QUADS)
     if TILES:
         # The GEMM has then read the number of the call; and what follows on the stream counts on both kernels.
         dependent_launch.wait_for_previous()

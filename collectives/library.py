@@ -1,18 +1,19 @@
 """The collectives on whole tensors in `torch.library`: schemas, shapes for tracing, gradients, order.
 
-    torch.ops.collectives.all_reduce(x, "auto", pyrocshmem.calls.operators.name_of(group))
+    torch.ops.collectives.all_reduce(x, "auto", pyrocshmem.calls.operators.name_of(group), "sum")
 
 A public function (`collectives.whole_tensors`) calls these operators (`pyrocshmem.calls.operators`) where a gradient
 is needed or anything watches it, and launches its kernel right away otherwise. With g the gradient of the result,
 that of x is
 
-    all_reduce       g
+    all_reduce       g; of averages g / R
     all_gather       this rank's rows of g
     all_scatter      this rank's columns of g
     broadcast        g on the root, zeros elsewhere
-    reduce_scatter   g of all ranks, by rows
+    reduce_scatter   g of all ranks, by rows; of averages over R
 
-and `all_reduce_rms_norm` has that of the total that it normalizes, for x and the residual (`gradients` there).
+Along another dimension its rows are those of that dimension. Largest and smallest values have no gradient, and
+ `all_reduce_rms_norm` has that of the total that it normalizes, for x and the residual (`gradients` there).
 
 A result that every rank has whole has one gradient, the same on all ranks (`stream_k.ops.gradients`), so only
 reduce_scatter's backward communicates; it can be differentiated once. Graphs keep each call, and their order, as with
@@ -31,18 +32,25 @@ from pyrocshmem.calls.operators import find, once, ops, ranks
 from pyrocshmem.collectives import whole_tensors
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
 
+# What follows x in the schemas.
+_ARGUMENTS = {
+    "all_reduce": ("algorithm", "group", "op"),
+    "all_gather": ("group", "gather_dim"),
+    "reduce_scatter": ("group", "op", "scatter_dim"),
+    "all_scatter": ("group",),
+    "broadcast": ("root", "group"),
+}
+
 
 def _run(name: str) -> Any:
     """The public function, by the schema's arguments. Below the dispatcher nothing needs a gradient."""
-    option = {"all_reduce": "algorithm", "broadcast": "root"}.get(name)
     function = getattr(whole_tensors, name)
 
     def run(x: torch.Tensor, *more: Any) -> torch.Tensor:
-        *options, label = more
-        group, workspace = find(label)
-        chosen = {option: options[0]} if option is not None else {}
+        options = dict(zip(_ARGUMENTS[name], more, strict=False))
+        group, workspace = find(options.pop("group"))
         with torch.no_grad():
-            return function(x, group=group, workspace=workspace, **chosen)
+            return function(x, group=group, workspace=workspace, **options)
 
     return run
 
@@ -82,68 +90,78 @@ def _num_rows(rows: int, rank: int, world_size: int) -> int:
 
 def _shape(name: str) -> Any:
     def make(x: torch.Tensor, *more: Any) -> torch.Tensor:
-        rank, world_size = ranks(more[-1])
+        options = dict(zip(_ARGUMENTS[name], more, strict=False))
+        rank, world_size = ranks(options["group"])
         shape = list(x.shape)
         if name == "all_gather":
-            shape[0] *= world_size
+            shape[options.get("gather_dim", 0)] *= world_size
         elif name == "all_scatter":
             shape[1] *= world_size
         elif name == "reduce_scatter":
-            shape[0] = _num_rows(shape[0], rank, world_size)
+            dim = options.get("scatter_dim", 0)
+            shape[dim] = _num_rows(shape[dim], rank, world_size)
         return x.new_empty(shape)
 
     return make
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, *options, ctx.group = inputs
-    ctx.length = x.shape[0] if x.ndim else 1
-    ctx.root = options[0] if options else None
+def _keep(name: str) -> Any:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, *more = inputs
+        options = dict(zip(_ARGUMENTS[name], more, strict=False))
+        ctx.group, ctx.root, ctx.op = options["group"], options.get("root"), options.get("op", "sum")
+        ctx.dim = 1 if name == "all_scatter" else options.get("gather_dim", options.get("scatter_dim", 0))
+        ctx.length = x.shape[ctx.dim] if x.ndim else 1
+
+    return keep
 
 
-def _of_all_reduce(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return g, None, None
+def _backward(name: str, gradient: Any) -> Any:
+    """`gradient` of x alone, for the schema's arguments."""
+
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole_tensors.check_differentiable(name, ctx.op)
+        return (gradient(ctx, g), *(None for _ in _ARGUMENTS[name]))
+
+    return backward
 
 
-def _of_all_gather(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
-    rank, _ = ranks(ctx.group)
-    return g.narrow(0, rank * ctx.length, ctx.length), None
+def _of_all_reduce(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    return g / ranks(ctx.group)[1] if ctx.op == "avg" else g
 
 
-def _of_all_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
-    rank, world_size = ranks(ctx.group)
-    width = g.shape[1] // world_size
-    return g.narrow(1, rank * width, width), None
+def _of_all_gather(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    return g.narrow(ctx.dim, ranks(ctx.group)[0] * ctx.length, ctx.length)
 
 
-def _of_broadcast(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return (g if ranks(ctx.group)[0] == ctx.root else torch.zeros_like(g)), None, None
+def _of_broadcast(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    return g if ranks(ctx.group)[0] == ctx.root else torch.zeros_like(g)
 
 
-@once
-def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _of_reduce_scatter(ctx: Any, g: torch.Tensor) -> torch.Tensor:
     _, world_size = ranks(ctx.group)
-    gather = ops.all_gather
+    dim, gather = ctx.dim, ops.all_gather
+    if ctx.op == "avg":
+        g = g / world_size
     if ctx.length % world_size == 0:
-        return gather(g, ctx.group), None
+        return gather(g, ctx.group, dim)
     # Blocks of one length travel.
     longest = -(-ctx.length // world_size)
-    block = g.new_zeros(longest, *g.shape[1:])
-    block[: g.shape[0]] = g
-    blocks = gather(block, ctx.group).split(longest)
+    block = g.new_zeros(*g.shape[:dim], longest, *g.shape[dim + 1 :])
+    block.narrow(dim, 0, g.shape[dim]).copy_(g)
+    blocks = gather(block, ctx.group, dim).split(longest, dim)
     sizes = (_num_rows(ctx.length, rank, world_size) for rank in range(world_size))
-    return torch.cat([each[:size] for each, size in zip(blocks, sizes, strict=True)]), None
+    return torch.cat([each.narrow(dim, 0, size) for each, size in zip(blocks, sizes, strict=True)], dim)
 
 
-_SCHEMA = "(Tensor x, str group) -> Tensor"
 for _op in (
     Op(
         name="all_reduce",
         package="collectives",
         holds="x, any shape",
         result="the sum over ranks, on every rank",
-        schema="(Tensor x, str algorithm, str group) -> Tensor",
-        backward=_of_all_reduce,
+        schema='(Tensor x, str algorithm, str group, str op="sum") -> Tensor',
+        backward=_backward("all_reduce", _of_all_reduce),
         command="all_reduce",
         steps="all_reduce",
         reference="all_reduce",
@@ -153,8 +171,8 @@ for _op in (
         package="collectives",
         holds="x, M x ...",
         result="x of all ranks, one below the other, R M x ...",
-        schema=_SCHEMA,
-        backward=_of_all_gather,
+        schema="(Tensor x, str group, int gather_dim=0) -> Tensor",
+        backward=_backward("all_gather", _of_all_gather),
         command="all_gather",
         steps="all_gather",
         reference="all_gather",
@@ -164,8 +182,8 @@ for _op in (
         package="collectives",
         holds="x, M x ...",
         result="its M/R rows of the sum over ranks",
-        schema=_SCHEMA,
-        backward=_of_reduce_scatter,
+        schema='(Tensor x, str group, str op="sum", int scatter_dim=0) -> Tensor',
+        backward=once(_backward("reduce_scatter", _of_reduce_scatter)),
         command="reduce_scatter",
         steps="reduce_scatter",
         reference="reduce_scatter",
@@ -175,8 +193,8 @@ for _op in (
         package="collectives",
         holds="x, M x N",
         result="x of all ranks, side by side, M x R N",
-        schema=_SCHEMA,
-        backward=_of_all_scatter,
+        schema="(Tensor x, str group) -> Tensor",
+        backward=_backward("all_scatter", _of_all_gather),
         command="all_scatter",
         steps="all_gather, then a copy of the column blocks",
         reference="all_scatter",
@@ -187,13 +205,13 @@ for _op in (
         holds="x, any shape",
         result="x of the root, on every rank",
         schema="(Tensor x, int root, str group) -> Tensor",
-        backward=_of_broadcast,
+        backward=_backward("broadcast", _of_broadcast),
         command="broadcast",
         steps="broadcast",
         reference="broadcast",
     ),
 ):
-    register(replace(_op, run=_run(_op.name), shapes=_shape(_op.name), keep=_keep))
+    register(replace(_op, run=_run(_op.name), shapes=_shape(_op.name), keep=_keep(_op.name)))
 register(
     Op(
         name="barrier",

@@ -3,7 +3,8 @@
 A unit is 16 bytes of the result: 8 elements of a 16-bit dtype, 4 of float32. A unit of x has the same elements, in one
 quad (16 bytes), or in two where x is float32 and the result is not. Two forms of a block of units:
   words    a tuple of int32 blocks, one for each word of a unit (four a quad): what travels
-  values   a tuple of fp32 blocks, one for each element of a unit: what is computed with
+  values   a tuple of fp32 blocks, one for each element of a unit: what is computed with. Of integers int32 blocks, or
+           int64 ones; kernels get their tensors as int32 or uint8 ones, and their dtype as INTEGER
 """
 
 import triton
@@ -17,7 +18,8 @@ from pyrocshmem.collectives.epilogue import rounded
 def load_unit(x, place, first, end, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
     """Words of units whose elements begin at x + `place`. first: the number of a unit's first element; elements from
     number `end` on are zeros. ALIGNED: units start at multiples of 16 bytes and are whole."""
-    PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
+    BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+    PER_WORD: tl.constexpr = 32 // BITS
     words = ()
     if ALIGNED:
         pointer = (x + place).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -29,7 +31,7 @@ def load_unit(x, place, first, end, mask, UNIT: tl.constexpr, ALIGNED: tl.conste
             for i in tl.static_range(PER_WORD):
                 here = mask & (first + k * PER_WORD + i < end)
                 value = tl.load(x + place + k * PER_WORD + i, mask=here, other=0)
-                word |= _bits(value) << (16 * i)
+                word |= _bits(value) << (BITS * i)
             words = words + (word,)  # type: ignore[assignment]
     return words
 
@@ -52,6 +54,8 @@ def _bits(value):
     """The bits of an element in the low end of an int32."""
     if value.dtype.primitive_bitwidth == 32:
         bits = value.to(tl.int32, bitcast=True)
+    elif value.dtype.primitive_bitwidth == 8:
+        bits = value.to(tl.int32) & 0xFF
     else:
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return bits
@@ -62,6 +66,8 @@ def _value(word, i: tl.constexpr, DTYPE: tl.constexpr):
     """Element `i` of a word."""
     if DTYPE.primitive_bitwidth == 32:
         value = word.to(DTYPE, bitcast=True)
+    elif DTYPE.primitive_bitwidth == 8:
+        value = (word >> (8 * i)).to(DTYPE)
     else:
         value = (word >> (16 * i)).to(tl.int16).to(DTYPE, bitcast=True)
     return value
@@ -112,6 +118,46 @@ def pack(values, DTYPE: tl.constexpr):
         if PER_WORD == 2:
             word |= _bits(rounded(values[2 * k + 1], DTYPE)) << 16
         words = words + (message.clean(word),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def unpack_integers(words, INTEGER: tl.constexpr):
+    """Words of INTEGER, a dtype of 8 to 64 bits, as int32 values, those of 64 bits as int64 ones."""
+    BITS: tl.constexpr = INTEGER.primitive_bitwidth
+    values = ()
+    if BITS == 64:
+        for k in tl.static_range(len(words) // 2):
+            low, high = words[2 * k].to(tl.int64) & 0xFFFFFFFF, words[2 * k + 1].to(tl.int64)
+            values = values + (low | (high << 32),)  # type: ignore[assignment]
+    else:
+        for e in tl.static_range(len(words) * 32 // BITS):
+            # To the high end and back, which brings its sign.
+            value = words[e * BITS // 32] << (32 - BITS - e * BITS % 32)
+            value = value >> (32 - BITS)
+            if INTEGER.is_int_unsigned() and BITS < 32:
+                value &= (1 << BITS) - 1
+            values = values + (value,)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def pack_integers(values, INTEGER: tl.constexpr):
+    """The counterpart of `unpack_integers`: of values that are too large their low bits."""
+    BITS: tl.constexpr = INTEGER.primitive_bitwidth
+    words = ()
+    if BITS == 64:
+        for k in tl.static_range(len(values)):
+            words = words + (values[k].to(tl.int32), (values[k] >> 32).to(tl.int32))  # type: ignore[assignment]
+    elif BITS == 32:
+        words = values
+    else:
+        PER_WORD: tl.constexpr = 32 // BITS
+        for k in tl.static_range(len(values) // PER_WORD):
+            word = values[k * PER_WORD] & ((1 << BITS) - 1)
+            for i in tl.static_range(1, PER_WORD):
+                word |= (values[k * PER_WORD + i] & ((1 << BITS) - 1)) << (BITS * i)
+            words = words + (word,)  # type: ignore[assignment]
     return words
 
 

@@ -66,6 +66,10 @@ DTYPES = tuple(ELEMENTS)
 # Of all types.
 WIRE_DTYPES = _FULL_OR_HALF
 
+# What collectives reduce, and what they move: the latter as bits, whatever these mean.
+REDUCED = (*DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+MOVED = (*REDUCED, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def names(dtypes: tuple[torch.dtype, ...] = DTYPES) -> str:
     """For an error's text."""

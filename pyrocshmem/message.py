@@ -3,7 +3,7 @@
 A receiver's slot holds SENTINEL in every 32-bit word until a peer's data overwrite it: a word that is not SENTINEL has
 arrived, so there is no flag to raise after the data and no second trip to read them. The receiver then puts SENTINEL
 back. It is a NaN that arithmetic never makes, as a float32 and, in both halves, as bfloat16 and float16; data
-with just these bits are sent as the NaN beside it (`clean`). Integers can't be sent this way.
+with just these bits are sent as the NaN beside it (`clean`). `pyrocshmem.collectives.any_bits` sends integers.
 
 The memory has a head, whose first word is the number of the next call, and two slots, which calls use in turn:
 

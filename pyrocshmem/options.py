@@ -27,6 +27,8 @@ MAX_RANKS = 8
 MOST_SECONDS = 86400.0
 # Names of types of elements, and what else they are called.
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+# Of integers, which collectives alone take.
+INTEGERS = ("int32", "int64", "uint8")
 
 # Newer versions of typer have their own copy of click: of either, the class of all errors in options.
 _OptionError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -171,14 +173,16 @@ def check_count(name: str, count: int | None) -> None:
         raise ValueError(f"{name} is {count}, allowed 1 or more")
 
 
-def check_dtype(text: str | None, name: str = "dtype") -> str | None:
-    """The full name of a type; ValueError with the names that there are for any other."""
-    if text is None or text in DTYPES:
+def check_dtype(text: str | None, name: str = "dtype", integers: bool = False) -> str | None:
+    """The full name of a type, one of `integers` or not; ValueError with the names that there are for any other."""
+    if text is None or text in DTYPES or (integers and text in INTEGERS):
         return text
     for full, short in DTYPES.items():
         if text == short:
             return full
-    allowed = ", ".join(f"{full} ({short})" for full, short in DTYPES.items())
+    allowed = ", ".join(
+        (*(f"{full} ({short})" for full, short in DTYPES.items()), *(INTEGERS if integers else ()))
+    )
     raise ValueError(f"{name} is {text!r}, allowed {allowed}")
 
 

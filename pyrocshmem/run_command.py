@@ -49,7 +49,7 @@ def main(
             options.check_ranks(num_gpus)
         sizes = options.parse_sizes(shape, *names[collective], least=1) if shape else None
         tile = options.parse_sizes(block, "MNK", option="--block") if block else None
-        dtype = options.check_dtype(dtype)
+        dtype = options.check_dtype(dtype, integers=True)
         partial_dtype = options.check_dtype(partial_dtype, "partial dtype")
         options.check_count("iters", iters)
         for path in (json, trace):

@@ -43,7 +43,7 @@ def main(
         options.check_name(collective, names)
         options.check_ranks(num_gpus)
         sizes = options.parse_sizes(shape, *names[collective]) if shape else None
-        dtype = options.check_dtype(dtype)
+        dtype = options.check_dtype(dtype, integers=True)
         options.check_count("iters", iters)
         options.check_file(json)
         options.settle_target(backend)

@@ -97,6 +97,8 @@ class Truth:
         roundings: of each partial result, to `partial_dtype`, None: out's. library: roundings of a value of typical
         size that are allowed besides: libraries may round while they add, within a rank too (split-K in 16 bits).
         """
+        if not out.dtype.is_floating_point:
+            return compare(out, self.value, self.value, torch.zeros_like(self.value))
         unit = torch.finfo(out.dtype).eps / 2
         rounded = self.value.to(out.dtype)
         allowed = bound(self.value, rounded, torch.zeros_like(self.value), 0, out.dtype)
@@ -203,12 +205,18 @@ def make_operand(
     tag: str = "",
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Standard normal data [shape], the same on every process for the same (seed, rank, tag, kind of device).
+    """Standard normal data [shape], the same on every process for the same (seed, rank, tag, kind of device). Of an
+    integer dtype numbers of which it holds the sum of 8.
 
     tag: tells operands of one rank apart ("a", "b"), which would otherwise begin with the same numbers.
     """
     digest = hashlib.sha256(f"{seed}/{rank}/{tag}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "little"))
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        # Those of 64 bits so that float64 holds their sums.
+        low, high = max(info.min, -(2**52)) // 8, min(info.max, 2**52) // 8
+        return torch.randint(low, high, tuple(shape), dtype=dtype, device=device, generator=generator)
     return torch.randn(tuple(shape), dtype=torch.float32, device=device, generator=generator).to(dtype)
 
 

@@ -44,6 +44,7 @@ class Result:
 def check_job(job: Job, num_ranks: int) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     check_name(job.collective)
+    job.problem.check_dtype(job.dtype)
     job.problem.check_sizes(job.shape, num_ranks, 0 if job.problem.configured else 1)
     if job.iters < 1:
         raise ValueError(f"iters is {job.iters}, allowed 1 or more")
@@ -58,8 +59,8 @@ def check_name(collective: str) -> None:
 
 def describe_bound(job: Job, num_ranks: int) -> str:
     """What the error is held to, in words."""
-    text = job.problem.describe_bound()
-    if job.problem.moves:
+    text = job.problem.describe_bound(job.dtype)
+    if job.problem.moves or not job.dtype.is_floating_point:
         return text
     rounded = f"{num_ranks} roundings of each rank's part + " if job.problem.sums else ""
     return f"{text} + {rounded}what a library rounds while it adds"

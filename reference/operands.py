@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pyrocshmem.reference import ops, rms_norm
 from pyrocshmem.reference.accuracy import BLOCK_ELEMENTS, EPS32, Accuracy, Truth, make_operand, merged
 from pyrocshmem.reference.problems import EPS, ROOT, Problem, Shape
-from pyrocshmem.reference.timing import Run, cold_copies
+from pyrocshmem.reference.timing import Run, cold_copies, poison
 
 # Rows of a result that a sample has, spread evenly over it, and columns of each; all of them up to this many.
 SAMPLED_ROWS = 192
@@ -205,7 +205,7 @@ class Operands:
 
         def restore() -> None:
             if root and self.rank != ROOT:
-                given.fill_(float("nan"))
+                poison(given)
             else:
                 given.copy_(self.x)
 

@@ -119,6 +119,13 @@ class Problem:
         if self.even and shape[1] % num_ranks != 0:
             raise ValueError(f"N is {shape[1]}, a multiple of the {num_ranks} ranks is needed")
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """ValueError for integers, unless they are moved or added and nothing else."""
+        if not dtype.is_floating_point and (self.gemm or self.norm or self.joins == "meet"):
+            raise ValueError(
+                f"dtype is {dtype}, which is for a collective alone, with --shape M,N, not {self.name}"
+            )
+
     def describe_share(self, shape: Shape, num_ranks: int) -> str:
         """What rank 0 brings and what it holds at the end, in words."""
         if not self.configured:
@@ -129,11 +136,13 @@ class Problem:
         )
         return f"A {a[0]} x {a[2]}, B {b[2]} x {b[1]}; result {out[0]} x {out[1]}, {self.words}"
 
-    def describe_bound(self, wire: str = "") -> str:
-        """What the error of a result is held to, in words. wire: the dtype to which each rank's part of a sum is
-        rounded, "" where it is not."""
+    def describe_bound(self, dtype: torch.dtype, wire: str = "") -> str:
+        """What the error of a result of `dtype` is held to, in words. wire: the dtype to which each rank's part of a
+        sum is rounded, "" where it is not."""
         if self.moves:
             return "none: the values are moved, not computed"
+        if not dtype.is_floating_point:
+            return "none: integers are added"
         terms = "sqrt(K) 2^-23 |A| @ |B|" if self.gemm else "sqrt(R) 2^-23 sum |x|" if self.sums else ""
         if self.norm:
             before = "errors of the GEMM, normalized + " if self.gemm else "errors of the sum, normalized + "

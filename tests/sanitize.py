@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from pyrocshmem.calls.timeline import meet_kernel
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.collectives.exchange import _KINDS, exchange
 from pyrocshmem.doctor import ring_kernel
+from pyrocshmem.message_slots import SENTINEL
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
 from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.local_gemm import product
@@ -124,14 +126,41 @@ def alone() -> int:
 
 
 def _exchanges(heap: Heap) -> Iterator[tuple[str, bool]]:
-    """Whole tensors in all ways, of whole units and of odd sizes: what one rank sends itself."""
-    for kind in _KINDS:
+    """Whole tensors in all ways, of whole units and of odd sizes: what one rank sends itself. Integers that need marks,
+    and largest values."""
+    dtypes = (torch.float16, "sum"), (torch.float32, "max"), (torch.int64, "sum"), (torch.uint8, "min")
+    for kind, (dtype, reduction) in itertools.product(_KINDS, dtypes):
         for shape in ((96, 80), (7, 13)):
-            x = torch.randn(shape, dtype=torch.float16, device=heap.device)
-            out = torch.full_like(x, torch.nan)
-            exchange(workspace_for(heap), status.Op.TEST, kind, x, out)
+            x = torch.randn(shape).to(dtype) if dtype.is_floating_point else _marked(shape, dtype, 0)
+            x = x.to(heap.device)
+            out = torch.zeros_like(x)
+            exchange(workspace_for(heap), status.Op.TEST, kind, x, out, reduction=reduction)
             heap.synchronize()
-            yield f"{kind} {shape}", torch.equal(out, x)
+            yield f"{kind} {shape} {dtype} {reduction}", torch.equal(out, x)
+
+
+def _marked(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Integers of whose words many look like an empty slot."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(SENTINEL - 3, SENTINEL + 3, (nbytes // 4 + 1,), generator=generator)
+    return words.to(torch.int32).view(torch.uint8)[:nbytes].view(dtype).view(shape)
+
+
+def _integers(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """The same between ranks."""
+    for shape in ((96, 80), (7, 13)):
+        parts = [_marked(shape, torch.int64, rank).to(heap.device) for rank in range(heap.world_size)]
+        x, total = parts[heap.rank], torch.stack(parts).sum(0)
+        for name, found, expected in (
+            ("one_shot", collectives.all_reduce(x, group=heap, algorithm="one_shot"), total),
+            ("two_shot", collectives.all_reduce(x, group=heap, algorithm="two_shot"), total),
+            ("all_gather", collectives.all_gather(x, group=heap), torch.cat(parts)),
+            ("all_scatter", collectives.all_scatter(x, group=heap), torch.cat(parts, 1)),
+            ("broadcast", collectives.broadcast(x, 1, group=heap), parts[1]),
+        ):
+            heap.synchronize()
+            yield f"{name} {shape} of integers", torch.equal(found, expected)
 
 
 def _norm_products(heap: Heap) -> Iterator[tuple[str, bool]]:
@@ -312,7 +341,7 @@ def together(rank: int, world_size: int, meeting: str) -> int:
                     f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
                     flush=True,
                 )
-        for name, ok in (*_norms(heap), *_signals(heap)):
+        for name, ok in (*_integers(heap), *_norms(heap), *_signals(heap)):
             wrong += not ok
             print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()

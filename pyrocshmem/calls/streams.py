@@ -37,6 +37,13 @@ class Streams:
         self._callers: int | None = None  # handle of the stream of the call that came last
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[int, _Side] = {}
+        self._apart: torch.cuda.Stream | None = None
+
+    def apart(self) -> torch.cuda.Stream:
+        """The stream of calls that a caller doesn't wait for on its own."""
+        if self._apart is None:
+            self._apart = torch.cuda.Stream(self.device)
+        return self._apart
 
     def enter(self) -> None:
         """The device is the current one, until `leave`; its current stream waits for the call before."""

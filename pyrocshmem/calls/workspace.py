@@ -30,7 +30,7 @@ import torch
 from pyrocshmem import signal, status, timeouts
 from pyrocshmem.calls.labels import label
 from pyrocshmem.calls.streams import Streams
-from pyrocshmem.errors import CallMismatch, ShmemError, WorkspaceBusy
+from pyrocshmem.errors import CallMismatch, HeapOutOfMemory, ShmemError, WorkspaceBusy
 from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
@@ -38,6 +38,8 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
+# What an error recommends of a heap's size is a multiple of this.
+_HEAP_STEP = 1 << 20
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 
@@ -117,8 +119,18 @@ class Workspace(Streams):
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self.heap is not None:
-            return self.heap.zeros(count, dtype=dtype)
+            return self._on_heap(self.heap.zeros, count, dtype)
         return torch.zeros(count, dtype=dtype, device=self.device)
+
+    def _on_heap(self, make: Callable[..., torch.Tensor], count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that `make` takes of the heap; HeapOutOfMemory says how large a heap has room for it."""
+        assert self.heap is not None
+        try:
+            return make(count, dtype=dtype)
+        except HeapOutOfMemory as short:
+            # So much more at its end, whatever lies where.
+            enough = -(-(self.heap.nbytes + short.requested) // _HEAP_STEP) * _HEAP_STEP
+            raise HeapOutOfMemory(short.requested, short.free, short.largest, short.rank, enough) from None
 
     def _agree(self, what: str) -> None:
         """Every rank's writes to its own part are done before anyone goes on."""
@@ -228,7 +240,7 @@ class Workspace(Streams):
             )
         self._release(key)
         if self.heap is not None and not local:
-            made = self.heap.empty(count, dtype=dtype)
+            made = self._on_heap(self.heap.empty, count, dtype)
         else:
             with normal_tensors():
                 made = torch.empty(count, dtype=dtype, device=self.device)

@@ -131,7 +131,7 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
         "C = A x B" if problem.gemm else "sizes": f"{sizes}, {dtype}, {num_ranks} ranks, seed {job.seed}",
         "per rank": problem.describe_share(job.shape, num_ranks),
         **chosen,
-        "bound": problem.describe_bound(wire),
+        "bound": problem.describe_bound(job.dtype, wire),
     }
 
 

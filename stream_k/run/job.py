@@ -73,6 +73,7 @@ class Result:
 def check_job(job: Job, num_ranks: int) -> None:
     """Raise ValueError for a job that can't run, before any rank is started."""
     problem = job.problem
+    problem.check_dtype(job.dtype)
     if problem.configured:
         _check_options(job, problem)
     elif job.placement != "auto" or job.block is not None or job.partial_dtype is not None:

@@ -165,8 +165,8 @@ def mistakes(rank: int, world_size: int) -> None:
     """What the caller gets wrong raises before anything starts; the heap works afterwards."""
     with Heap(HEAP_BYTES) as heap:
         x = torch.ones(8, 8, device=device())
-        with pytest.raises(TypeError, match=r"torch.int64, a tensor is needed of torch.float16"):
-            collectives.all_reduce(x.long(), group=heap)
+        with pytest.raises(TypeError, match=r"torch.float64, a tensor is needed of torch.float16"):
+            collectives.all_reduce(x.double(), group=heap)
         with pytest.raises(TypeError, match=r"out has dtype torch.float16, allowed is torch.float32"):
             collectives.all_reduce(x, group=heap, out=x.half())
         with pytest.raises(ValueError, match="allowed are auto, one_shot, two_shot"):

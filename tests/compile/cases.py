@@ -212,6 +212,21 @@ _ONCE = [
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
     Case("all_reduce", "float32", arguments=(("algorithm", "two_shot"),), hot=True),
     *(Case(op, hot=True) for op in ("all_gather", "reduce_scatter", "all_scatter", "broadcast")),
+    # Integers, with marks: what moves, and every width that is added.
+    *(Case(op, "int32", hot=True) for op in ("all_gather", "reduce_scatter", "all_scatter", "broadcast")),
+    *(
+        Case("all_reduce", dtype, arguments=(("algorithm", algorithm),), hot=True)
+        for dtype in ("int64", "uint8")
+        for algorithm in ("one_shot", "two_shot")
+    ),
+    Case("all_reduce", "int32", arguments=(("algorithm", "two_shot"), ("op", "min")), hot=True),
+    Case("all_gather", "uint8", shape=(97, 193, 1)),
+    # Other reductions than sums.
+    *(
+        Case("all_reduce", dtype, arguments=(("algorithm", "two_shot"), ("op", op)), hot=True)
+        for dtype in ("bfloat16", "float32")
+        for op in ("avg", "max")
+    ),
     # Not held to "no spills": the derivative of many rows keeps 16 bytes on the stack with Triton 3.6.
     Case("rms_norm", shape=(8192, 2048, 1)),
     Case("rms_norm", shape=(1, 2048, 1), arguments=(("replicated", True),), hot=True),
@@ -254,10 +269,10 @@ ONE_OF_EACH = list({case.op: case for case in reversed(CASES) if case.dtype == "
 
 def _compiled_on(target: str, case: Case) -> bool:
     """AMD's targets have one compiler and differ in their matrix instructions, as bfloat16 and float16 do. gfx942 gets
-    of float16 the product alone, gfx950 a configuration of each op, and the tf32 that it lacks."""
+    of float16 the product alone, gfx950 a configuration of each op, the tf32 that it lacks, and integers."""
     if target == "gfx942":
         return case.dtype != "float16" or case.op == "gemm"
-    return target != "gfx950" or case == TF32 or case in ONE_OF_EACH
+    return target != "gfx950" or case == TF32 or case.dtype == "int64" or case in ONE_OF_EACH
 
 
 COMPILED = [(case, target) for case in CASES for target in TARGETS if _compiled_on(target, case)]

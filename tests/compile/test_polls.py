@@ -55,6 +55,8 @@ def repeated_polls(case: Case, kernel: Compiled) -> list[str]:
     hops = (2 if wide and "partial_dtype" not in dict(case.changes) else 1) + (
         sums and constants["GATHERS"] == "True"
     )
+    if "int" in case.dtype:
+        hops *= 2  # each has marks
     first = constants.get("TILES") == "True"
     units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.num_warps))
     notes = units if constants.get("PARTS", "0") != "0" else 0
@@ -65,21 +67,23 @@ def repeated_polls(case: Case, kernel: Compiled) -> list[str]:
 
 
 def test_a_repeated_poll_is_found() -> None:
-    """The control: a two-shot all-reduce needs two loads, in fp32 partials' three, and one of notes for a norm."""
+    """The control: a two-shot all-reduce needs two loads, of integers four, in fp32 partials' three, and one of notes
+    for a norm."""
     constants = {"ALIGNED": "True", "SUMS": "True", "GATHERS": "True", "STEP": "32", "RANKS": "4"}
     load, note = (
         "ld.relaxed.sys.global.v4.u32 {w0, w1, w2, w3}, [a];\n",
         "ld.relaxed.sys.global.u64 both, [a];\n",
     )
-    for op, parts, needed in (
-        ("all_reduce", 0, 2),
-        ("gemm_all_reduce", 0, 3),
-        ("gemm_all_reduce_rms_norm", 8, 3),
+    for op, dtype, parts, needed in (
+        ("all_reduce", "bfloat16", 0, 2),
+        ("all_reduce", "int64", 0, 4),
+        ("gemm_all_reduce", "bfloat16", 0, 3),
+        ("gemm_all_reduce_rms_norm", "bfloat16", 8, 3),
     ):
         found = {**constants, "PARTS": str(parts)}
         for count, notes in itertools.product(range(1, 6), range(3)):
             kernel = Compiled("sm_90", "exchange_kernel", found, load * count + note * notes, 0, 0, 0)
-            assert bool(repeated_polls(Case(op), kernel)) == (count != needed or notes != (parts > 0))
+            assert bool(repeated_polls(Case(op, dtype), kernel)) == (count != needed or notes != (parts > 0))
 
 
 LOOKS = "ld.relaxed.sys.global.u32 m", "mov.u64 now, %globaltimer", "setp.lt.u64 p", "setp.eq.and.u32 p, m"
