@@ -10,9 +10,9 @@ Protocol: allocate, and write into the memory whose it is; vote (handles, any fa
 read in it whose it is, and leave a word there; vote again; look whether every peer has been here; let no other in.
 A failure on one rank is told to all in the next vote: nobody hangs, and everybody names the rank and the cause.
 
-Memory that grows has its addresses reserved at once, the own and those for each peer's, so that a base never moves. Each
-piece is memory of its own in them, made by the protocol above, and goes on each rank without a word to the others, who
-must have agreed that nobody uses it: what a peer has mapped stays with it until it unmaps it.
+Memory that grows has its addresses reserved at once, the own and those for each peer's, so that a base never moves.
+Each piece is memory of its own in them, made by the protocol above, and goes on each rank without a word to the others,
+who must have agreed that nobody uses it: what a peer has mapped stays with it until it unmaps it.
 
 Handles travel through a store that strangers may reach; memory is opened by processes of one user alone. So what the
 memory itself says decides, in both directions, and a handle of another rank, heap or job is an error.
@@ -158,8 +158,8 @@ class _Offer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why all ranks have no memory more. unable: those that had none to give. unmet: on this rank alone, which must tell
-    the others."""
+    """Why all ranks have no memory more. unable: those that had none to give. unmet: on this rank alone, which must
+    tell the others."""
 
     text: str
     unable: list[int] = field(default_factory=list)
@@ -197,9 +197,7 @@ class SharedMemory:
     limit: None for memory of one piece; bytes of addresses for memory that may grow to that.
     """
 
-    def __init__(
-        self, channel: Group, device: torch.device, backend: str, limit: int | None = None
-    ) -> None:
+    def __init__(self, channel: Group, device: torch.device, backend: str, limit: int | None = None) -> None:
         self.device, self.backend, self.limit = device, backend, limit
         self.rank, self.world_size = channel.rank, channel.world_size
         self.bases: tuple[int, ...] = ()
@@ -222,8 +220,8 @@ class SharedMemory:
     def add(self, exchange: Exchange, call: str, pieces: Sequence[tuple[int, int]]) -> Failure | None:
         """Put memory at each of `pieces` (bytes from the base, bytes) on all ranks, or on none: then why not.
 
-        exchange: gives what it is given to all ranks and returns all of theirs; what it raises is passed on. call: names
-        this, in errors.
+        exchange: gives what it is given to all ranks and returns all of theirs; what it raises is passed on. call:
+        names this, in errors.
         """
         try:
             failure = self._add(exchange, call, pieces)
@@ -329,9 +327,7 @@ class SharedMemory:
         assert base is not None
         return base
 
-    def _visit(
-        self, peer: int, at: int, start: int, theirs: tuple[int, ...], mine: tuple[int, ...]
-    ) -> None:
+    def _visit(self, peer: int, at: int, start: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> None:
         rank, *rest = self.words(at)[-_OWNER_WORDS:].tolist()
         digest, nonce = rest[:_DIGEST_WORDS], rest[_DIGEST_WORDS:]
         if digest == self._digest(start) and rank != peer:

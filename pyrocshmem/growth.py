@@ -5,9 +5,11 @@ ranks put pieces of memory at the same addresses, no more than is needed in whol
 eighth of what is there and at most 32 MiB. What nobody uses goes again, piece by piece, as soon as more than 64 MiB
 are free: so a heap holds at most 64 MiB more than it needs, but for what free bytes lie between tensors that live.
 
-A piece goes as a whole or not at all. So a large block has one of its own, and shares only the 2 MiB at either end: what
-lies beside it doesn't keep its memory when it is freed.
+A piece goes as a whole or not at all. So a large block has one of its own, and shares only the 2 MiB at either end:
+what lies beside it doesn't keep its memory when it is freed.
 """
+
+import itertools
 
 from pyrocshmem.allocator import FreeList
 from pyrocshmem.finegrained_alloc import PIECE
@@ -78,7 +80,7 @@ def _cut(first: int, last: int, start: int, end: int) -> list[Piece]:
     cuts = {first, last}
     cuts |= {cut for cut in (_up(start), _down(end)) if first < cut < last}
     ends = sorted(cuts)
-    return [(a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 
 def _down(number: int) -> int:

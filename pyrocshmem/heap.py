@@ -66,10 +66,10 @@ _DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of this rank that the heap has for tensors now (`total`), of them `used`, `free` and `largest` in one piece.
+    """Bytes of this rank that the heap has for tensors now: `total`, of them `used`, `free`, `largest` in one piece.
 
-    limit: the most that it can have. fixed_because: why it can't have more than now; "" where it grows. held_by: the used
-    bytes of each holder: a workspace's buffer, with the call that made it so large, or "tensors".
+    limit: the most that it can have. fixed_because: why it can't have more than now; "" where it grows. held_by: the
+    used bytes of each holder: a workspace's buffer, with the op whose call made it so large, or "tensors".
     """
 
     total: int
@@ -122,7 +122,9 @@ class Heap(Lifecycle, TensorFactories):
         assert self._memory is not None
         first = None if self._memory.limit is None else self._memory.pieces[0][1]
         self._free_list = growth.blocks_of(self.nbytes, ALIGNMENT, first)
-        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()  # what tensors live, of blocks that were freed, too
+        self._owners: weakref.WeakSet[Owner] = (
+            weakref.WeakSet()
+        )  # what tensors live, of blocks that were freed, too
         self._live: dict[int, Block] = {}
         self._dropped_by: dict[int, set[int]] = {}  # the ranks that have said so; alike on all ranks
         self._collected = 0  # blocks that the last vote gave back
@@ -330,9 +332,7 @@ class Heap(Lifecycle, TensorFactories):
                 growth.hold(self._free_list, piece)
             return
         if failure.unable:
-            raise HeapOutOfMemory(
-                *self._shortage(nbytes), failure.unable[0], failure.text
-            ) from failure.cause
+            raise HeapOutOfMemory(*self._shortage(nbytes), failure.unable[0], failure.text) from failure.cause
         fault = ShmemError(f"{what}: the heap could not grow: {failure.text}")
         if failure.unmet:
             self._fail(fault)

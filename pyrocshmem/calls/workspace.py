@@ -41,8 +41,8 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
-# Plans hold buffers in circles of references. A heap that grows gives no memory back that anything holds, so a buffer of
-# so many bytes is worth looking for circles.
+# Plans hold buffers in circles of references, and a heap that grows gives no memory back that anything holds: a buffer
+# of so many bytes is worth looking for circles.
 _WORTH_COLLECTING = 16 << 20
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
@@ -361,8 +361,8 @@ class Workspace(Streams):
         return CallMismatch(each, found.number)
 
     def free(self) -> None:
-        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. A heap
-        that grows has too much memory then, and gives that back."""
+        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. What a
+        heap that grows then has too much, it gives back, too."""
         self._drop_plans()  # some name buffers of `own` alone
         if self.own is not None:
             self.own.free()
