@@ -64,6 +64,8 @@ static void after_fork_in_child(void) {
             backends[memory->backend]->seal(memory);
     fga_registry.memories = NULL;
     fga_registry.mappings = NULL;
+    fga_registry.spaces = NULL;
+    fga_forget_server();
     memset(&fga_registry.stats, 0, sizeof fga_registry.stats);
     memset(&fga_registry.self, 0, sizeof fga_registry.self);
     pthread_mutex_unlock(&fga_lock);
@@ -90,7 +92,7 @@ int fga_device_count(int backend, int *count) {
     return found == NULL ? FGA_INVALID : found->device_count(count);
 }
 
-int fga_alloc(int backend, int device, uint64_t nbytes, void **ptr, uint64_t *id) {
+int fga_alloc(int backend, int device, uint64_t nbytes, void *at, void **ptr, uint64_t *id) {
     const fga_backend *found;
     int status = fga_check_device(backend, device, &found);
     if (status != FGA_OK)
@@ -105,8 +107,16 @@ int fga_alloc(int backend, int device, uint64_t nbytes, void **ptr, uint64_t *id
     memory->device = device;
     memory->references = 1;
     memory->owned = true;
-    status = found->alloc(memory);
+    memory->descriptor = -1;
+    if (at != NULL) {
+        memory->ptr = at;
+        memory->space = fga_take_place(backend, device, at, nbytes);
+        status = memory->space == NULL ? FGA_INVALID : FGA_OK;
+    }
+    if (status == FGA_OK)
+        status = found->alloc(memory);
     if (status != FGA_OK) {
+        fga_leave_place(memory->space);
         free(memory);
         return status;
     }
@@ -137,8 +147,9 @@ bool fga_drop_reference(fga_memory *memory) {
 
 int fga_release(fga_memory *memory) {
     int status = backends[memory->backend]->release(memory);
+    int left = fga_leave_place(memory->space);
     free(memory);
-    return status;
+    return status == FGA_OK ? left : status;
 }
 
 /* The lock is held, and is given back here. */

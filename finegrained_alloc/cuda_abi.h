@@ -25,6 +25,29 @@ typedef struct {
     size_t WidthInBytes, Height;
 } fga_cuda_copy;
 
+/* CUmemLocation, CUmemAllocationProp, CUmemAccessDesc; enumerations there are of this size. */
+typedef struct {
+    unsigned int type;
+    int id;
+} fga_cuda_location;
+
+typedef struct {
+    unsigned int type;
+    unsigned int requestedHandleTypes;
+    fga_cuda_location location;
+    void *win32HandleMetaData;
+    struct {
+        unsigned char compressionType, gpuDirectRDMACapable;
+        unsigned short usage;
+        unsigned char reserved[4];
+    } allocFlags;
+} fga_cuda_allocation;
+
+typedef struct {
+    fga_cuda_location location;
+    unsigned int flags;
+} fga_cuda_access;
+
 #ifndef CUDA_VERSION
 typedef unsigned int CUresult; /* an enumeration there, of this size */
 typedef int CUdevice;
@@ -35,6 +58,12 @@ typedef struct {
 } CUipcMemHandle;
 typedef struct CUstream_st *CUstream;
 typedef fga_cuda_copy CUDA_MEMCPY2D;
+typedef unsigned int CUdevice_attribute;
+typedef unsigned int CUmemAllocationHandleType;
+typedef unsigned int CUmemAllocationGranularity_flags;
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef fga_cuda_allocation CUmemAllocationProp;
+typedef fga_cuda_access CUmemAccessDesc;
 #endif
 
 #define FGA_CUDA_SUCCESS 0u
@@ -42,6 +71,13 @@ typedef fga_cuda_copy CUDA_MEMCPY2D;
 #define FGA_CUDA_PEER_ALREADY_ENABLED 704u
 #define FGA_CUDA_IPC_LAZY_PEER_ACCESS 1u
 #define FGA_CUDA_MEMORY_UNIFIED 4u
+#define FGA_CUDA_HAS_VIRTUAL_MEMORY 102u
+#define FGA_CUDA_HAS_POSIX_DESCRIPTORS 103u
+#define FGA_CUDA_PINNED 1u
+#define FGA_CUDA_POSIX_DESCRIPTOR 1u
+#define FGA_CUDA_LOCATION_DEVICE 1u
+#define FGA_CUDA_GRANULARITY_MINIMUM 0u
+#define FGA_CUDA_READ_WRITE 3u
 
 /* X(symbol in the library, arguments) */
 #define FGA_CUDA_FUNCTIONS(X)                                                        \
@@ -61,6 +97,21 @@ typedef fga_cuda_copy CUDA_MEMCPY2D;
     X(cuIpcCloseMemHandle, (CUdeviceptr ptr))                                        \
     X(cuDeviceCanAccessPeer, (int *yes, CUdevice device, CUdevice peer))             \
     X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned int flags))                   \
-    X(cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *copy, CUstream stream))
+    X(cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *copy, CUstream stream))             \
+    X(cuDeviceGetAttribute, (int *value, CUdevice_attribute attribute, CUdevice device)) \
+    X(cuMemGetAllocationGranularity, (size_t *nbytes, const CUmemAllocationProp *properties, \
+                                      CUmemAllocationGranularity_flags option))      \
+    X(cuMemAddressReserve, (CUdeviceptr *ptr, size_t nbytes, size_t alignment, CUdeviceptr at, unsigned long long flags)) \
+    X(cuMemAddressFree, (CUdeviceptr ptr, size_t nbytes))                            \
+    X(cuMemCreate, (CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmemAllocationProp *properties, \
+                    unsigned long long flags))                                       \
+    X(cuMemRelease, (CUmemGenericAllocationHandle handle))                           \
+    X(cuMemMap, (CUdeviceptr ptr, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle, \
+                 unsigned long long flags))                                          \
+    X(cuMemUnmap, (CUdeviceptr ptr, size_t nbytes))                                  \
+    X(cuMemSetAccess, (CUdeviceptr ptr, size_t nbytes, const CUmemAccessDesc *access, size_t count)) \
+    X(cuMemExportToShareableHandle, (void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, \
+                                     unsigned long long flags))                      \
+    X(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type))
 
 #endif

@@ -160,8 +160,8 @@ static int export_payload(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_
 }
 
 static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identity *owner, uint64_t held, int device,
-                       void **ptr) {
-    (void)owner;
+                       bool at, void **ptr) {
+    (void)owner, (void)at; /* there are no spaces here */
     hipIpcMemHandle_t handle;
     int previous;
     memcpy(&handle, payload, sizeof handle);
@@ -175,8 +175,9 @@ static int open_handle(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_ident
     return status;
 }
 
-static int close_handle(void *ptr, uint64_t held, int device) {
+static int close_handle(void *ptr, uint64_t held, int device, bool at) {
     int previous;
+    (void)at;
     int status = enter(device, &previous);
     if (status != FGA_OK)
         return status;

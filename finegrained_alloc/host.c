@@ -1,4 +1,4 @@
-/* Host backend: a file in /dev/shm that never has a name, mapped shared.
+/* Host backend: files in /dev/shm that never have a name, mapped shared.
  *
  * Without a name nobody can guess, plant or read it, and nothing stays of it when a process is killed, at whatever
  * instant. Peers open the owner's descriptor in /proc, which the system lets processes of the same user do; the owner keeps
@@ -108,16 +108,27 @@ static int reserve_memfd(int fd, const fga_memory *memory) {
     return FGA_OK;
 }
 
-static int map_file(int fd, uint64_t held, void **ptr) {
+static int no_addresses(uint64_t held, int error) {
     struct rlimit space;
-    *ptr = mmap(NULL, held, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (*ptr != MAP_FAILED)
-        return FGA_OK;
-    int error = errno;
     if (error == ENOMEM && getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY)
         return fga_fail(FGA_MEMORY, "host: mmap of %llu bytes: the address space of this process is limited to %llu bytes "
                         "(RLIMIT_AS, `ulimit -v`)", (unsigned long long)held, (unsigned long long)space.rlim_cur);
     return fga_fail(FGA_MEMORY, "host: mmap of %llu bytes: %s", (unsigned long long)held, strerror(error));
+}
+
+/* at: in place of what *ptr reserves. */
+static int map_file(int fd, uint64_t held, bool at, void **ptr) {
+    void *mapped = mmap(at ? *ptr : NULL, held, PROT_READ | PROT_WRITE, MAP_SHARED | (at ? MAP_FIXED : 0), fd, 0);
+    if (mapped == MAP_FAILED)
+        return no_addresses(held, errno);
+    *ptr = mapped;
+    return FGA_OK;
+}
+
+static int reserve_addresses(int device, uint64_t nbytes, void **ptr) {
+    (void)device;
+    *ptr = mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return *ptr != MAP_FAILED ? FGA_OK : no_addresses(nbytes, errno);
 }
 
 static int seal(fga_memory *memory) {
@@ -147,22 +158,31 @@ static int alloc(fga_memory *memory) {
             status = out_of_space(memory->nbytes, error);
     }
     if (status == FGA_OK)
-        status = map_file(memory->descriptor, memory->held, &memory->ptr);
+        status = map_file(memory->descriptor, memory->held, memory->space != NULL, &memory->ptr);
     if (status != FGA_OK)
         seal(memory);
     return status;
 }
 
-static int unmap(void *ptr, uint64_t held, int device) {
+static int unreserve(void *ptr, uint64_t nbytes, int device) {
     (void)device;
-    if (munmap(ptr, held) != 0)
+    if (munmap(ptr, nbytes) != 0)
         return fga_fail(FGA_RUNTIME, "host: munmap: %s", strerror(errno));
+    return FGA_OK;
+}
+
+static int unmap(void *ptr, uint64_t held, int device, bool at) {
+    if (!at)
+        return unreserve(ptr, held, device);
+    /* In one step, so that no other thread's mapping can come between. */
+    if (mmap(ptr, held, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
+        return fga_fail(FGA_RUNTIME, "host: mmap of what is given back: %s", strerror(errno));
     return FGA_OK;
 }
 
 static int release(fga_memory *memory) {
     seal(memory);
-    return unmap(memory->ptr, memory->held, 0);
+    return unmap(memory->ptr, memory->held, 0, memory->space != NULL);
 }
 
 static int export_payload(const fga_memory *memory, uint8_t payload[FGA_PAYLOAD_BYTES]) {
@@ -201,7 +221,7 @@ static int not_found(const char *path, uint32_t pid, int error) {
 }
 
 static int open_file(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identity *owner, uint64_t held, int device,
-                     void **ptr) {
+                     bool at, void **ptr) {
     (void)device;
     file_payload file;
     char path[64], again[64];
@@ -225,7 +245,7 @@ static int open_file(const uint8_t payload[FGA_PAYLOAD_BYTES], const fga_identit
     close(found);
     if (status != FGA_OK)
         return status;
-    status = map_file(fd, held, ptr);
+    status = map_file(fd, held, at, ptr);
     close(fd);
     return status;
 }
@@ -241,6 +261,11 @@ static int enable_peer_access(int device, int peer) {
     return FGA_OK;
 }
 
+static int admit(const fga_memory *memory, int device) {
+    (void)memory, (void)device;
+    return FGA_OK;
+}
+
 static int copy_rows(int device, const fga_copy *copy) {
     (void)device;
     for (uint64_t row = 0; row < copy->rows; row++)
@@ -252,6 +277,8 @@ const fga_backend fga_host_backend = {
     .name = "host",
     .available = available,
     .device_count = device_count,
+    .reserve = reserve_addresses,
+    .unreserve = unreserve,
     .alloc = alloc,
     .release = release,
     .seal = seal,
@@ -260,5 +287,6 @@ const fga_backend fga_host_backend = {
     .close = unmap,
     .can_access_peer = can_access_peer,
     .enable_peer_access = enable_peer_access,
+    .admit = admit,
     .copy_rows = copy_rows,
 };

@@ -13,7 +13,7 @@ from pathlib import Path
 
 BACKENDS: tuple[str, ...] = ("host", "cuda", "hip")
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _DIRECTORY = Path(__file__).resolve().parent
 LIBRARY_PATH = _DIRECTORY / "libfinegrained_alloc.so"
 
@@ -60,12 +60,14 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fga_last_error": (ctypes.c_char_p, ()),
     "fga_available": (_INT, (_INT, ctypes.c_char_p, _U64)),
     "fga_device_count": (_INT, (_INT, _INT_OUT)),
-    "fga_alloc": (_INT, (_INT, _INT, _U64, _PTR_OUT, _U64_OUT)),
+    "fga_reserve": (_INT, (_INT, _INT, _U64, _PTR_OUT, _U64_OUT)),
+    "fga_unreserve": (_INT, (_U64,)),
+    "fga_alloc": (_INT, (_INT, _INT, _U64, _PTR, _PTR_OUT, _U64_OUT)),
     "fga_free": (_INT, (_U64,)),
     "fga_seal": (_INT, (_U64,)),
     "fga_handle_size": (_U64, ()),
     "fga_export": (_INT, (_PTR, ctypes.c_char_p, _U64)),
-    "fga_open": (_INT, (ctypes.c_char_p, _U64, _INT, _PTR_OUT, _U64_OUT, _INT_OUT, _U64_OUT)),
+    "fga_open": (_INT, (ctypes.c_char_p, _U64, _INT, _PTR, _PTR_OUT, _U64_OUT, _INT_OUT, _U64_OUT)),
     "fga_close": (_INT, (_U64,)),
     "fga_can_access_peer": (_INT, (_INT, _INT, _INT, _INT_OUT)),
     "fga_enable_peer_access": (_INT, (_INT, _INT, _INT)),

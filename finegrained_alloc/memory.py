@@ -15,6 +15,8 @@ from typing import NoReturn
 
 from .library import BACKENDS, CStats, backend_number, c_number, check, load
 
+PIECE = 2 << 20  # of memory in a Space: its addresses and sizes are multiples of that
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -58,9 +60,9 @@ class Allocation(_OfThisProcess):
         return export_pointer(self.ptr)
 
     def seal(self) -> None:
-        """Lets no new peer in, once all have opened host memory, and gives back the descriptor that it holds for them.
+        """Lets no new peer in, once all have opened the memory, and gives back the descriptor that it holds for them.
 
-        Nothing on GPUs. Raises ``ValueError`` when the memory was freed.
+        Nothing where it has none: GPU memory that isn't in a ``Space``. Raises ``ValueError`` when it was freed.
         """
         check(load().fga_seal(self.number))
 
@@ -103,12 +105,63 @@ class Mapping(_OfThisProcess):
         self.close()
 
 
-def alloc(nbytes: int, backend: str, device: int = 0) -> Allocation:
+@dataclass(frozen=True)
+class Space(_OfThisProcess):
+    """Address space of this process with no memory behind it, made by ``reserve``. A context manager that frees.
+
+    ``alloc`` and ``open_handle`` put memory at addresses in it, which is how memory grows without moving.
+    """
+
+    ptr: int
+    nbytes: int
+    backend: str
+    device: int
+    number: int
+
+    def free(self) -> None:
+        """Gives the addresses back; where memory still lies on some, with the last of it.
+
+        Raises ``ValueError`` when they were given back before.
+        """
+        check(load().fga_unreserve(self.number))
+
+    def __enter__(self) -> Space:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+
+def reserve(nbytes: int, backend: str, device: int = 0) -> Space:
+    """Reserves ``nbytes`` bytes of addresses, a multiple of ``PIECE``, for memory of ``device`` or that it reaches.
+
+    Takes no memory. Raises ``ValueError`` / ``TypeError`` for bad arguments, ``Unavailable`` where memory can't be put
+    at given addresses ("hip", and a device or driver without virtual memory management), ``MemoryError`` when the
+    process may not have so many addresses, ``RuntimeError`` with the runtime's text, ``NotBuilt``.
+    """
+    number = backend_number(backend)
+    nbytes = c_number("nbytes", nbytes, 64)
+    device = c_number("device", device, 32)
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}, expected at least {PIECE}")
+    ptr, name = ctypes.c_void_p(), ctypes.c_uint64()
+    check(load().fga_reserve(number, device, nbytes, ctypes.byref(ptr), ctypes.byref(name)))
+    assert ptr.value is not None
+    return Space(ptr.value, nbytes, backend, device, name.value)
+
+
+def alloc(nbytes: int, backend: str, device: int = 0, at: int | None = None) -> Allocation:
     """Allocates ``nbytes`` bytes: page-aligned and zeroed on "host", 2 MiB-aligned and not zeroed on "cuda" and "hip".
 
+    ``at``: an address in a ``Space`` of that device, a multiple of ``PIECE`` from its start as ``nbytes`` is one, and
+    nothing there yet; None: anywhere.
+
     Raises ``ValueError`` / ``TypeError`` for bad arguments, ``MemoryError`` (with backend, bytes and the system's text)
-    when there is not enough, ``RuntimeError`` with the system's text (on "host" each allocation holds a file descriptor
-    until it is sealed or freed), ``Unavailable`` when this machine has no such backend, ``NotBuilt``.
+    when there is not enough, ``RuntimeError`` with the system's text (on "host" and in a ``Space`` each allocation
+    holds a file descriptor until it is sealed or freed), ``Unavailable`` when this machine has no such backend,
+    ``NotBuilt``.
     """
     number = backend_number(backend)
     nbytes = c_number("nbytes", nbytes, 64)
@@ -116,9 +169,13 @@ def alloc(nbytes: int, backend: str, device: int = 0) -> Allocation:
         raise ValueError(f"nbytes is {nbytes}, expected at least 1")
     device = c_number("device", device, 32)
     ptr, name = ctypes.c_void_p(), ctypes.c_uint64()
-    check(load().fga_alloc(number, device, nbytes, ctypes.byref(ptr), ctypes.byref(name)))
+    check(load().fga_alloc(number, device, nbytes, _address(at), ctypes.byref(ptr), ctypes.byref(name)))
     assert ptr.value is not None
     return Allocation(ptr.value, nbytes, backend, device, name.value)
+
+
+def _address(at: int | None) -> int | None:
+    return None if at is None else c_number("at", at, 64)
 
 
 def handle_bytes() -> int:
@@ -137,10 +194,11 @@ def export_pointer(ptr: int) -> bytes:
     return handle.raw
 
 
-def open_handle(handle: bytes, device: int = 0) -> Mapping:
+def open_handle(handle: bytes, device: int = 0, at: int | None = None) -> Mapping:
     """Maps the memory that a peer exported, for use on ``device`` of this process (ignored for host memory: 0).
 
-    A handle made by this very process maps nothing: the pointer is the owner's, with peer access between the devices.
+    ``at``: as in ``alloc``, and needed for GPU memory that lies in a ``Space`` of its owner. A handle made by this very
+    process maps nothing: the pointer is the owner's, whatever ``at`` is, with peer access between the devices.
     Raises ``ValueError`` for a handle that is truncated, damaged or not one of ours, ``StaleHandle`` when its owner has
     ended or given the memory back, ``MemoryError`` without room to map it, ``RuntimeError`` with the runtime's text
     when mapping fails, or when the owner of host memory is in another pid namespace, ``NotBuilt``.
@@ -150,7 +208,7 @@ def open_handle(handle: bytes, device: int = 0) -> Mapping:
     device = c_number("device", device, 32)
     ptr, nbytes, number, name = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int(), ctypes.c_uint64()
     results = [ctypes.byref(result) for result in (ptr, nbytes, number, name)]
-    check(load().fga_open(handle, len(handle), device, *results))
+    check(load().fga_open(handle, len(handle), device, _address(at), *results))
     assert ptr.value is not None
     return Mapping(ptr.value, nbytes.value, BACKENDS[number.value], device, name.value)
 

@@ -67,16 +67,24 @@ static int open_own(fga_mapping *opened) {
     opened->held = opened->own->held;
     if (opened->device == opened->own->device)
         return FGA_OK;
-    return fga_find_backend(opened->backend)->enable_peer_access(opened->device, opened->own->device);
+    const fga_backend *backend = fga_find_backend(opened->backend);
+    return opened->own->space != NULL ? backend->admit(opened->own, opened->device)
+                                      : backend->enable_peer_access(opened->device, opened->own->device);
 }
 
-static int open_foreign(fga_mapping *opened, const fga_handle *handle, const fga_identity *owner) {
+static int open_foreign(fga_mapping *opened, const fga_handle *handle, const fga_identity *owner, void *at) {
     const fga_backend *backend = fga_find_backend(opened->backend);
     opened->held = handle->held;
     if (fga_is_dead(owner))
         return fga_fail(FGA_STALE, "%s: the handle's owner, process %u, is not running any more", backend->name,
                         owner->pid);
-    return backend->open(handle->payload, owner, handle->held, opened->device, &opened->ptr);
+    if (at != NULL) {
+        opened->ptr = at;
+        opened->space = fga_take_place(opened->backend, opened->device, at, handle->held);
+        if (opened->space == NULL)
+            return FGA_INVALID;
+    }
+    return backend->open(handle->payload, owner, handle->held, opened->device, at != NULL, &opened->ptr);
 }
 
 static int drop_own(fga_memory *own) {
@@ -96,7 +104,8 @@ static void record(fga_mapping *opened) {
     pthread_mutex_unlock(&fga_lock);
 }
 
-int fga_open(const void *bytes, uint64_t count, int device, void **ptr, uint64_t *nbytes, int *backend, uint64_t *id) {
+int fga_open(const void *bytes, uint64_t count, int device, void *at, void **ptr, uint64_t *nbytes, int *backend,
+             uint64_t *id) {
     fga_handle handle;
     fga_identity owner;
     const fga_backend *found;
@@ -112,10 +121,11 @@ int fga_open(const void *bytes, uint64_t count, int device, void **ptr, uint64_t
     opened->device = device;
     status = find_own(&handle, &owner, &opened->own);
     if (status == FGA_OK)
-        status = opened->own != NULL ? open_own(opened) : open_foreign(opened, &handle, &owner);
+        status = opened->own != NULL ? open_own(opened) : open_foreign(opened, &handle, &owner, at);
     if (status != FGA_OK) {
         if (opened->own != NULL)
             drop_own(opened->own);
+        fga_leave_place(opened->space);
         free(opened);
         return status;
     }
@@ -141,8 +151,10 @@ int fga_close(uint64_t id) {
     if (closed == NULL)
         return fga_fail(FGA_INVALID, "number %llu is not an open mapping of this process", (unsigned long long)id);
     int status = closed->own != NULL ? drop_own(closed->own)
-                                     : fga_find_backend(closed->backend)->close(closed->ptr, closed->held, closed->device);
+                                     : fga_find_backend(closed->backend)
+                                           ->close(closed->ptr, closed->held, closed->device, closed->space != NULL);
+    int left = fga_leave_place(closed->space);
     free(closed);
-    return status;
+    return status == FGA_OK ? left : status;
 }
 

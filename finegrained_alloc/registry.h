@@ -10,6 +10,7 @@ typedef struct fga_mapping {
     struct fga_mapping *next;
     uint64_t id;
     void *ptr;
+    fga_space *space; /* NULL: it lies where the backend put it */
     uint64_t held;
     int backend;
     int device;
@@ -19,8 +20,9 @@ typedef struct fga_mapping {
 typedef struct {
     fga_memory *memories;
     fga_mapping *mappings;
+    fga_space *spaces;
     fga_stats stats;
-    uint64_t next_id; /* of allocations and mappings alike */
+    uint64_t next_id; /* of allocations, mappings and spaces alike */
     fga_identity self; /* pid 0 until first needed */
 } fga_registry_state;
 
@@ -37,6 +39,12 @@ bool fga_drop_reference(fga_memory *memory);
 
 /* Frees memory and record after the last reference. The lock is not held. */
 int fga_release(fga_memory *memory);
+
+/* The space that has all of [at, at + nbytes), with a reference taken: nothing lies there. NULL with the error set. */
+fga_space *fga_take_place(int backend, int device, void *at, uint64_t nbytes);
+
+/* Gives the reference back; NULL is allowed. The lock is not held. */
+int fga_leave_place(fga_space *space);
 
 /* The backend, once it is known to be there and to have the device. */
 int fga_check_device(int backend, int device, const fga_backend **found);

@@ -19,7 +19,7 @@ void *fga_torch_malloc(ssize_t size, int device, void *stream) {
     void *ptr = NULL;
     uint64_t id;
     (void)stream; /* the memory is usable from every stream at once */
-    if (size <= 0 || fga_alloc(atomic_load(&torch_backend), device, (uint64_t)size, &ptr, &id) != FGA_OK)
+    if (size <= 0 || fga_alloc(atomic_load(&torch_backend), device, (uint64_t)size, NULL, &ptr, &id) != FGA_OK)
         return NULL;
     return ptr;
 }

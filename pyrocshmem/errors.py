@@ -36,20 +36,28 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class HeapOutOfMemory(ShmemError):
-    """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece. enough: bytes of a heap that
-    would have had room; None: not known."""
+    """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece. reason: why the heap can't
+    grow, where it was to. enough: bytes of a heap of a fixed size that would have had room; None: not known."""
 
     def __init__(
-        self, requested: int, free: int, largest: int, rank: int | None = None, enough: int | None = None
+        self,
+        requested: int,
+        free: int,
+        largest: int,
+        rank: int | None = None,
+        reason: str = "",
+        enough: int | None = None,
     ) -> None:
         self.requested, self.free, self.largest, self.rank = requested, free, largest, rank
-        self.enough = enough
+        self.reason, self.enough = reason, enough
         where = "" if rank is None else f" on rank {rank}"
+        why = f" ({reason})" if reason else ""
+        size = "more" if enough is None else enough
+        form = "" if reason else f", or form the heap with {size} bytes (PYROCSHMEM_HEAP_BYTES)"
         super().__init__(
             f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
-            f"{largest} the largest free block; no rank allocated anything. "
-            "Let go of tensors, on all ranks (del, or heap.free), or form the heap with "
-            f"{'more' if enough is None else enough} bytes (PYROCSHMEM_HEAP_BYTES)"
+            f"{largest} the largest free block{why}; no rank allocated anything. "
+            f"Let go of tensors, on all ranks (del, or heap.free){form}"
         )
 
 

@@ -2,7 +2,8 @@
  *
  * Each call is appended to the file $STANDIN_LOG as "name argument...". $STANDIN_FAIL="name=code,..." makes calls fail,
  * $STANDIN_DEVICES sets the number of devices (2), $STANDIN_OFFSET moves allocations into their block, as a runtime that
- * packs small ones would. Handles hold the address, so opening works within a process; in another it allocates anew.
+ * packs small ones would. Handles hold the address, so opening works within a process; in another it allocates anew. Memory of
+ * the functions for virtual memory is a memfd, whose descriptor is its handle: that one is shared between processes.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -11,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "cuda_abi.h"
@@ -346,4 +348,84 @@ CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, CUstream stream) {
     copy_block((char *)(uintptr_t)copy->dstDevice, copy->dstPitch, (const char *)(uintptr_t)copy->srcDevice, copy->srcPitch,
                copy->WidthInBytes, copy->Height);
     return 0;
+}
+
+/* -- CUDA's virtual memory ------------------------------------------------------------------------------------------------ */
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice handle) {
+    BEGIN("cuDeviceGetAttribute", "cuDeviceGetAttribute %u of %d", attribute, handle)
+    *value = (unsigned)setting("STANDIN_LACKS", 0) != attribute;
+    return 0;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *nbytes, const CUmemAllocationProp *properties,
+                                       CUmemAllocationGranularity_flags option) {
+    BEGIN("cuMemGetAllocationGranularity", "cuMemGetAllocationGranularity device=%d option=%u", properties->location.id, option)
+    *nbytes = (size_t)setting("STANDIN_GRANULARITY", (long)ALIGNMENT);
+    return 0;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *ptr, size_t nbytes, size_t alignment, CUdeviceptr at, unsigned long long flags) {
+    BEGIN("cuMemAddressReserve", "cuMemAddressReserve nbytes=%zu alignment=%zu at=%llu flags=%llu", nbytes, alignment, at, flags)
+    char *found = mmap(NULL, nbytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED)
+        return 2;
+    size_t skipped = (alignment - (uintptr_t)found % alignment) % alignment;
+    munmap(found, skipped);
+    munmap(found + skipped + nbytes, alignment - skipped);
+    *ptr = (CUdeviceptr)(uintptr_t)(found + skipped);
+    return 0;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr ptr, size_t nbytes) {
+    BEGIN("cuMemAddressFree", "cuMemAddressFree ptr=0x%llx nbytes=%zu", ptr, nbytes)
+    return munmap((void *)(uintptr_t)ptr, nbytes) == 0 ? 0 : NOT_FOUND;
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmemAllocationProp *properties,
+                     unsigned long long flags) {
+    BEGIN("cuMemCreate", "cuMemCreate device=%d nbytes=%zu type=%u handles=%u flags=%llu", properties->location.id, nbytes,
+          properties->type, properties->requestedHandleTypes, flags)
+    int fd = memfd_create("standin", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)nbytes) != 0)
+        return 2;
+    *handle = (CUmemGenericAllocationHandle)fd;
+    return 0;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    BEGIN("cuMemRelease", "cuMemRelease")
+    return close((int)handle) == 0 ? 0 : NOT_FOUND;
+}
+
+CUresult cuMemMap(CUdeviceptr ptr, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    BEGIN("cuMemMap", "cuMemMap device=%d ptr=0x%llx nbytes=%zu offset=%zu flags=%llu", top(), ptr, nbytes, offset, flags)
+    void *mapped = mmap((void *)(uintptr_t)ptr, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle, 0);
+    return mapped == MAP_FAILED ? NOT_FOUND : 0;
+}
+
+CUresult cuMemUnmap(CUdeviceptr ptr, size_t nbytes) {
+    BEGIN("cuMemUnmap", "cuMemUnmap device=%d ptr=0x%llx nbytes=%zu", top(), ptr, nbytes)
+    void *mapped = mmap((void *)(uintptr_t)ptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return mapped == MAP_FAILED ? NOT_FOUND : 0;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr ptr, size_t nbytes, const CUmemAccessDesc *access, size_t count) {
+    BEGIN("cuMemSetAccess", "cuMemSetAccess ptr=0x%llx nbytes=%zu device=%d flags=%u count=%zu", ptr, nbytes,
+          access->location.id, access->flags, count)
+    return mprotect((void *)(uintptr_t)ptr, nbytes, PROT_READ | PROT_WRITE) == 0 ? 0 : NOT_FOUND;
+}
+
+CUresult cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags) {
+    BEGIN("cuMemExportToShareableHandle", "cuMemExportToShareableHandle type=%u flags=%llu", type, flags)
+    *(int *)shared = dup((int)handle);
+    return *(int *)shared < 0 ? NOT_FOUND : 0;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type) {
+    BEGIN("cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle type=%u", type)
+    int fd = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, 0);
+    *handle = (CUmemGenericAllocationHandle)fd;
+    return fd < 0 ? NOT_FOUND : 0;
 }
