@@ -48,7 +48,7 @@ def clip_grad_norm_(
     for place, some in grads.items():
         norm = get_total_norm(some, norm_type)
         if place is _DTENSOR:
-            norm = norm.full_tensor()  # type: ignore[attr-defined]
+            norm = norm.full_tensor()
         norm = norm.to(device, torch.float32)
         if place is not _DTENSOR and place is not _WHOLE:
             norm = collectives.all_gather(norm.reshape(1), group=place)

@@ -254,7 +254,8 @@ class RMSNorm(OnGroup, nn.RMSNorm):
         super().__init__(hidden, eps, device=device, dtype=dtype)
         self.group, self.sequence_parallel = group, sequence_parallel
         if isinstance(group, DeviceMesh):
-            self.weight = nn.Parameter(distributed(self.weight.detach(), group, None, self.normalized_shape))
+            weight = self.get_parameter("weight").detach()
+            self.weight = nn.Parameter(distributed(weight, group, None, self.normalized_shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., hidden] -> [.., hidden]."""

@@ -48,7 +48,7 @@ class WithPack(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), memo))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         made.pack()
         return made
 
@@ -63,8 +63,11 @@ def _pack(parameters: Sequence[Any]) -> None:
         return
     parts = [_holder(p).detach() for p in parameters]
     facts = {(part.dtype, part.device, part.shape[1:]) for part in parts}
+    if _pack_of(parameters, parts) is not None:
+        return
+    vars(_holder(parameters[0])).pop("pack", None)
     shared = any(part.device.type == "cpu" and part.is_shared() for part in parts)
-    if len(facts) > 1 or parts[0].is_meta or shared or _pack_of(parameters, parts) is not None:
+    if len(facts) > 1 or parts[0].is_meta or shared:
         return
     pack = torch.cat(parts)
     place = 0

@@ -50,7 +50,7 @@ class _Styled(ParallelLinear):
             if layout == wanted:
                 return x
             x = DTensor.from_local(x, self.group, [layout], run_check=False)
-        # Otherwise its part would have the right features, and other tokens. What lies on a larger mesh is the caller's.
+        # Otherwise its part would have the right features, and other tokens. On a larger mesh that is the caller's.
         if x.device_mesh.ndim == 1 and x.placements != (wanted,):
             x = x.redistribute(placements=[wanted])
         return x
@@ -70,11 +70,6 @@ class _Styled(ParallelLinear):
             whole = whole.redistribute(placements=[wanted])
         return whole.to_local() if self.use_local_output else whole
 
-    def _step(self, size: int) -> int:
-        """Of all ranks' blocks of `size` tokens but the last, which has no more. Blocks that are filled up to it are
-        those of the ops, too, and what was added comes last."""
-        return -(-size // self.world_size)
-
 
 class ColwiseLinear(_Styled, ColumnParallelLinear):
     """What `ColwiseParallel` makes of an `nn.Linear`."""
@@ -83,7 +78,8 @@ class ColwiseLinear(_Styled, ColumnParallelLinear):
         """[.., in] -> [.., out], in the layouts of the style. num_rows: as of `ColumnParallelLinear`."""
         dim = _token_dim(self.input_layouts, x)
         x = self._given(x, Replicate() if dim is None else Shard(dim))
-        size, sums = None, True
+        size: Any = None  # of all ranks' tokens, where it is known
+        sums = True
         if isinstance(x, DTensor):
             own = x.device_mesh.ndim == 1
             if dim is None:
@@ -94,9 +90,10 @@ class ColwiseLinear(_Styled, ColumnParallelLinear):
                 cuts = sum(_of(placement, x) == Shard(dim) for placement in x.placements)
                 size = x.shape[dim] if cuts == 1 and num_rows is None else None
                 x = x.to_local()
-        uneven = dim is not None and size is not None and size % self.world_size != 0
+        # Blocks of DTensor's that are filled up to the longest are those of the ops; what was added comes last.
+        uneven = size is not None and size % self.world_size != 0
         if uneven:
-            x = _filled(x, dim, self._step(size))
+            x = _filled(x, dim, -(-size // self.world_size))
         y = self.product(x, local(self.weight), local(self.bias), num_rows, dim, sums)
         if uneven:
             y = y.narrow(dim, 0, size)
@@ -116,7 +113,7 @@ class RowwiseLinear(_Styled, RowParallelLinear):
         size = shape[dim]
         uneven = size % self.world_size != 0
         if uneven:
-            x = _filled(x, dim, self._step(size) * self.world_size)
+            x = _filled(x, dim, -(-size // self.world_size) * self.world_size)
         y = self.product(x, dim)
         if uneven:
             first, last = chunk_range(size, self.rank, self.world_size)
@@ -127,7 +124,7 @@ class RowwiseLinear(_Styled, RowParallelLinear):
 class _FusedStyle(ParallelStyle):
     """What both styles share."""
 
-    layer: type[_Styled]
+    layer: type[ColwiseLinear] | type[RowwiseLinear]
     torch_style: type[ParallelStyle]
 
     def __init__(
@@ -180,7 +177,7 @@ class _FusedStyle(ParallelStyle):
             # Not a part of the whole one's memory.
             made = distributed(made.to_local().clone(), device_mesh, dim, tuple(parameter.shape))
             sharded.register_parameter(kind, nn.Parameter(made, parameter.requires_grad))
-        vars(sharded).update(self.layouts, use_local_output=self.use_local_output)
+        sharded.__dict__.update(self.layouts, use_local_output=self.use_local_output)
         # The module itself, which others hold, becomes the parallel one; its hooks stay, and whether it is trained.
         kept = {key: value for key, value in vars(module).items() if "hook" in key or key == "training"}
         vars(module).update(vars(sharded) | kept)
@@ -206,7 +203,7 @@ def _token_dim(layout: Placement, x: torch.Tensor) -> int | None:
     return layout.dim if isinstance(layout, Shard) and layout.dim < x.ndim - 1 else None
 
 
-def _filled(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _filled(x: torch.Tensor, dim: Any, size: int) -> torch.Tensor:
     """`x` with zeros behind it, up to `size` of dimension `dim`."""
     return nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
 

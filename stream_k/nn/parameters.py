@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -80,9 +80,8 @@ class OnGroup:
     ) -> None:
         for name, mine in self.named_parameters(recurse=False):  # type: ignore[attr-defined]
             found = state_dict.get(prefix + name)
-            whole = isinstance(found, torch.Tensor) and not is_dtensor(found)
-            if is_dtensor(mine) and whole and found.shape == mine.shape:
-                state_dict[prefix + name] = like(found, mine)
+            if isinstance(found, torch.Tensor) and is_dtensor(mine) and not is_dtensor(found):
+                state_dict[prefix + name] = like(found, mine) if found.shape == mine.shape else found
         super()._load_from_state_dict(state_dict, prefix, *others, **options)  # type: ignore[misc]
 
 
@@ -137,7 +136,7 @@ class ParallelLinear(OnGroup, nn.Module):
         what computes otherwise than `nn.Linear`; ValueError, naming the layer, for one without a weight, or on several
         devices.
         """
-        made = cls(linear.in_features, linear.out_features, device="meta", **options)  # type: ignore[call-arg]
+        made = cls(linear.in_features, linear.out_features, device="meta", **options)
         return made.adopt(linear)
 
     def full_shape(self, kind: str) -> tuple[int, ...]:
