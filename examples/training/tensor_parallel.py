@@ -86,7 +86,8 @@ class ParallelPart(Part):
         num_sequences = settings.batch // (settings.micro_batches if settings.stages > 1 else 1)
         self.num_rows = num_sequences * settings.length
         for name, layer in self.layers.items():
-            divided = {"group": mesh, "sequence_parallel": self.by_rows}
+            # Ordinary tensors, as the other weights are; of a mesh they would be DTensors.
+            divided = {"group": mesh.get_group(), "sequence_parallel": self.by_rows}
             self.layers[name] = ParallelLayer(
                 layer, f"layers.{name}", num_sequences, self.num_rows, **divided
             )

@@ -11,13 +11,15 @@ holds them whole. Each rank's loss is then its rows' part of the model's loss; o
 all.
 
 `linear`: the two linear layers and RMSNorm; `mlp`, `attention`; `pointwise`: what these compute between products, and
-their gradients, one kernel each; `state`: checkpoints of the unsharded model; `parallel_style`: the linear layers for
+their gradients, one kernel each; `packed`: layers with the same input as one product; `state`: checkpoints of the
+unsharded model; `clip`: of gradients; `parallel_style`: the linear layers for
 `torch.distributed.tensor.parallel.parallelize_module`; `functional`: products with gradients that cross ranks.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from pyrocshmem.stream_k.nn.attention import KVCache, ParallelAttention, rotation
+from pyrocshmem.stream_k.nn.clip import clip_grad_norm_
 from pyrocshmem.stream_k.nn.functional import sum_gradient
 from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from pyrocshmem.stream_k.nn.mlp import ParallelMLP
@@ -40,6 +42,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "RowwiseParallel",
+    "clip_grad_norm_",
     "full_linears",
     "full_state_dict",
     "load_full_state_dict",

@@ -7,7 +7,7 @@ R ranks. Rotary embedding: the two halves of a head turned against one another, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pyrocshmem.checks import as_integer
 from pyrocshmem.stream_k.nn.functional import autocast
-from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from pyrocshmem.stream_k.nn.parameters import ranks_of
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear, joint_product
+from pyrocshmem.stream_k.nn.packed import WithPack
+from pyrocshmem.stream_k.nn.parameters import local, ranks_of
 from pyrocshmem.stream_k.nn.pointwise import rotated_heads
 
 
@@ -33,14 +34,16 @@ class KVCache:
         self.values.index_copy_(2, positions, v.to(self.values.dtype))
 
 
-class ParallelAttention(nn.Module):
+class ParallelAttention(WithPack):
     """Causal self-attention; query, key and value projection as one product.
 
     hidden: features. num_heads: H. num_kv_heads: G; None: H. head_dim: D; None: hidden / H. rope_theta: base of the
-    rotary embedding; None: without. causal: a token sees itself and earlier ones only. In the unsharded model's state
-    dict: q_proj, k_proj, v_proj, o_proj. Raises ValueError, naming the layer, where the ranks can't divide the heads of
-    either kind, or G doesn't divide H. Other arguments: `ColumnParallelLinear`.
+    rotary embedding; None: without. causal: a token sees itself and earlier ones only. Its layers have the names of the
+    unsharded model's: q_proj, k_proj, v_proj, o_proj. Raises ValueError, naming the layer, where the ranks can't divide
+    the heads of either kind, or G doesn't divide H. Other arguments: `ColumnParallelLinear`.
     """
+
+    PACKED: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -82,11 +85,13 @@ class ParallelAttention(nn.Module):
             "device": device, "dtype": dtype,
         }  # fmt: skip
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = ColumnParallelLinear(
-            hidden, sizes, bias, save_gathered=save_gathered, name=f"{name}.qkv_proj", **options
-        )
+        for each, size in zip(self.PACKED, (queries, keys, keys), strict=True):
+            layer = ColumnParallelLinear(
+                hidden, size, bias, save_gathered=save_gathered, name=f"{name}.{each}", **options
+            )
+            self.add_module(each, layer)
         self.o_proj = RowParallelLinear(queries, hidden, bias, name=f"{name}.o_proj", **options)
+        self.pack()
 
     @classmethod
     def from_linears(
@@ -120,14 +125,13 @@ class ParallelAttention(nn.Module):
             device="meta",
             name=name,
         )
-        made.qkv_proj = made.qkv_proj.adopt({"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj})
-        made.o_proj = made.o_proj.adopt({"": o_proj})
+        made.adopt_all(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, o_proj=o_proj)
         return made
 
     def make_cache(self, batch_size: int, length: int) -> KVCache:
         """An empty cache for `length` tokens of each of `batch_size` sequences, in the weights' dtype, or that of
         `torch.autocast`, where that is on."""
-        (like,) = autocast(self.o_proj.weight.new_empty(0))
+        (like,) = autocast(local(self.o_proj.weight).new_empty(0))
         shape = (batch_size, self.num_kv_heads, length, self.head_dim)
         return KVCache(like.new_zeros(shape), like.new_zeros(shape))
 
@@ -164,7 +168,7 @@ class ParallelAttention(nn.Module):
         if x.ndim == 3:
             batch_size = x.shape[0]
             x, residual = x.flatten(0, 1), None if residual is None else residual.flatten(0, 1)
-        qkv = self.qkv_proj(x, num_rows)
+        qkv = joint_product((self.q_proj, self.k_proj, self.v_proj), x, num_rows)
         batch_size = 1 if batch_size is None else batch_size
         length = shape[1] if len(shape) == 3 else qkv.shape[0] // max(batch_size, 1)
         if batch_size * length != qkv.shape[0]:

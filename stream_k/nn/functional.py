@@ -22,6 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from pyrocshmem import stream_k
 from pyrocshmem.calls.operators import is_watched, name_of, ops
+from pyrocshmem.stream_k.nn.parameters import local
 from pyrocshmem.stream_k.ops import gradients
 
 
@@ -86,7 +87,14 @@ def row_product(
         # PyTorch's own default is that of the type it computes in, which is fp32 for products of 16 bits, too.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         return stream_k.gemm_all_reduce_rms_norm(
-            x, weight.t(), residual, norm.weight, eps, group=group, bias=bias, partial_dtype=partial_dtype
+            x,
+            weight.t(),
+            residual,
+            local(norm.weight),
+            eps,
+            group=group,
+            bias=bias,
+            partial_dtype=partial_dtype,
         )
     op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
     y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
-from pyrocshmem.stream_k.nn.functional import is_plain
-from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear, joint_product
+from pyrocshmem.stream_k.nn.packed import WithPack
 from pyrocshmem.stream_k.nn.pointwise import swiglu
 
 
-class ParallelMLP(nn.Module):
+class ParallelMLP(WithPack):
     """y = down_proj(silu(gate_proj(x)) * up_proj(x)), the intermediate features divided over the ranks.
 
-    hidden: features in and out; intermediate: those between. In the unsharded model's state dict: gate_proj, up_proj,
-    down_proj. Raises ValueError, naming the layer, where the ranks can't divide `intermediate`. Other arguments:
-    `ColumnParallelLinear`.
+    hidden: features in and out; intermediate: those between, cut as `torch.chunk` cuts. Other arguments:
+    `ColumnParallelLinear`. Its layers have the names of the unsharded model's: gate_proj, up_proj, down_proj.
     """
+
+    PACKED: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(
         self,
@@ -39,11 +40,13 @@ class ParallelMLP(nn.Module):
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
             "device": device, "dtype": dtype,
         }  # fmt: skip
-        sizes = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = ColumnParallelLinear(
-            hidden, sizes, bias, save_gathered=save_gathered, name=f"{name}.gate_up_proj", **options
-        )
+        for each in self.PACKED:
+            layer = ColumnParallelLinear(
+                hidden, intermediate, bias, save_gathered=save_gathered, name=f"{name}.{each}", **options
+            )
+            self.add_module(each, layer)
         self.down_proj = RowParallelLinear(intermediate, hidden, bias, name=f"{name}.down_proj", **options)
+        self.pack()
 
     @classmethod
     def from_linears(
@@ -63,10 +66,8 @@ class ParallelMLP(nn.Module):
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
             "save_gathered": save_gathered,
         }  # fmt: skip
-        parts = {"gate_proj": gate_proj, "up_proj": up_proj}
         made = cls(down_proj.out_features, down_proj.in_features, device="meta", name=name, **options)
-        made.gate_up_proj = made.gate_up_proj.adopt(parts)
-        made.down_proj = made.down_proj.adopt({"": down_proj})
+        made.adopt_all(gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
         return made
 
     def forward(
@@ -81,6 +82,5 @@ class ParallelMLP(nn.Module):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        spent = is_plain(self.gate_up_proj, (ColumnParallelLinear,))
-        inner = swiglu(self.gate_up_proj(x, num_rows), spent=spent)
+        inner = swiglu(joint_product((self.gate_proj, self.up_proj), x, num_rows), spent=True)
         return self.down_proj(inner, residual=residual, norm=norm)

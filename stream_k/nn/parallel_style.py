@@ -5,135 +5,223 @@
         "down": stream_k.nn.RowwiseParallel(output_layouts=Shard(0)),
     })
 
-They take what torch's styles of the same names take, and mix with the others, such as `SequenceParallel`. An
-`nn.Linear` becomes a `ColumnParallelLinear` or a `RowParallelLinear`, in place; its parameters are ordinary ones. A
-`DTensor` of one dimension of a mesh, in another layout than the style's, is redistributed first; of an ordinary tensor,
-and of one of several dimensions, this rank's part is taken for what has that layout.
+They take what torch's styles of the same names take, and mix with the others, such as `SequenceParallel`: parameters
+are `DTensor`s, and rows and features are cut as DTensor cuts them (`torch.chunk`: 10 over 4 ranks are 3 3 3 1). An
+`nn.Linear` becomes a parallel layer, in place. Layouts that the ops don't have are DTensor's to redistribute; an
+ordinary tensor is this rank's part of what has the layout, and of a `DTensor` of a larger mesh the local part is taken.
+An `nn.Embedding`, which has no product, gets torch's own style.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from pyrocshmem.shards import shard_range
+from pyrocshmem import target
+from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
-from pyrocshmem.stream_k.nn.parameters import ParallelLinear, check_ordinary
+from pyrocshmem.stream_k.nn.parameters import (
+    ParallelLinear,
+    check_ordinary,
+    chunk_range,
+    distributed,
+    local,
+)
+
+
+class _Styled(ParallelLinear):
+    """A parallel layer between tensors of any layouts. Attributes: those of the style."""
+
+    input_layouts: Placement
+    output_layouts: Placement
+    use_local_output: bool
+
+    def _given(self, x: torch.Tensor, wanted: Placement) -> torch.Tensor:
+        """`x` as it was given, as a DTensor of the layout `wanted`; a tensor that has it already, as it is."""
+        if not isinstance(x, DTensor):
+            layout = _of(self.input_layouts, x)
+            if layout == wanted:
+                return x
+            x = DTensor.from_local(x, self.group, [layout], run_check=False)
+        # Otherwise its part would have the right features, and other tokens. On a larger mesh that is the caller's.
+        if x.device_mesh.ndim == 1 and x.placements != (wanted,):
+            x = x.redistribute(placements=[wanted])
+        return x
+
+    def _result(self, y: torch.Tensor, layout: Placement, shape: torch.Size) -> torch.Tensor:
+        """What the layer returns for its own `y`. layout, shape: of the whole."""
+        wanted = _of(self.output_layouts, y)
+        if self.use_local_output and wanted == layout:
+            return y
+        dim = layout.dim if isinstance(layout, Shard) else None
+        if dim is None or shape[dim] % self.world_size == 0:
+            whole = DTensor.from_local(y, self.group, [layout], run_check=False)
+        else:
+            # By itself it takes every rank's part for as large as this one's.
+            whole = distributed(y.contiguous(), self.group, dim, shape)
+        if wanted != layout:
+            whole = whole.redistribute(placements=[wanted])
+        return whole.to_local() if self.use_local_output else whole
+
+
+class ColwiseLinear(_Styled, ColumnParallelLinear):
+    """What `ColwiseParallel` makes of an `nn.Linear`."""
+
+    def forward(self, x: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
+        """[.., in] -> [.., out], in the layouts of the style. num_rows: as of `ColumnParallelLinear`."""
+        dim = _token_dim(self.input_layouts, x)
+        x = self._given(x, Replicate() if dim is None else Shard(dim))
+        size: Any = None  # of all ranks' tokens, where it is known
+        sums = True
+        if isinstance(x, DTensor):
+            own = x.device_mesh.ndim == 1
+            if dim is None:
+                # Its gradient is summed once, where all that read it have given theirs.
+                sums = not own
+                x = x.to_local(grad_placements=[Partial()] if own else None)
+            else:
+                cuts = sum(_of(placement, x) == Shard(dim) for placement in x.placements)
+                size = x.shape[dim] if cuts == 1 and num_rows is None else None
+                x = x.to_local()
+        # Blocks of DTensor's that are filled up to the longest are those of the ops; what was added comes last.
+        uneven = size is not None and size % self.world_size != 0
+        if uneven:
+            x = _filled(x, dim, -(-size // self.world_size))
+        y = self.product(x, local(self.weight), local(self.bias), num_rows, dim, sums)
+        if uneven:
+            y = y.narrow(dim, 0, size)
+        return self._result(y, Shard(y.ndim - 1), torch.Size((*y.shape[:-1], self.out_features)))
+
+
+class RowwiseLinear(_Styled, RowParallelLinear):
+    """What `RowwiseParallel` makes of an `nn.Linear`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """[.., in] -> [.., out], in the layouts of the style."""
+        dim = _token_dim(self.output_layouts, x)
+        x = local(self._given(x, Shard(x.ndim - 1)))
+        shape = torch.Size((*x.shape[:-1], self.out_features))
+        if dim is None:
+            return self._result(self.product(x, None), Replicate(), shape)
+        size = shape[dim]
+        uneven = size % self.world_size != 0
+        if uneven:
+            x = _filled(x, dim, -(-size // self.world_size) * self.world_size)
+        y = self.product(x, dim)
+        if uneven:
+            first, last = chunk_range(size, self.rank, self.world_size)
+            y = y.narrow(dim, 0, last - first)
+        return self._result(y, Shard(dim), shape)
 
 
 class _FusedStyle(ParallelStyle):
-    """What both share. `outer`: the layout of the side that need not be divided by features."""
+    """What both styles share."""
 
-    layer: type[ColumnParallelLinear] | type[RowParallelLinear]
+    layer: type[ColwiseLinear] | type[RowwiseLinear]
+    torch_style: type[ParallelStyle]
 
-    def __init__(self, what: str, outer: Placement, output: Placement, use_local_output: bool) -> None:
+    def __init__(
+        self, given: dict[str, Placement | None], use_local_output: bool, **layouts: Placement
+    ) -> None:
+        """given: the layouts as the caller gave them; layouts: the same, with those that stand for None."""
         super().__init__()
-        if not isinstance(outer, Replicate | Shard) or outer == Shard(-1):
-            raise ValueError(f"{what} is {outer}, allowed are Replicate() and Shard(dimension of the tokens)")
-        self.outer, self.output, self.use_local_output = outer, output, use_local_output
+        for name, layout in layouts.items():
+            partial = isinstance(layout, Partial) and name == "input_layouts"
+            if not (isinstance(layout, Replicate | Shard) or partial):
+                more = ", Partial()" if name == "input_layouts" else ""
+                raise ValueError(f"{name} is {layout}, allowed are Replicate(), Shard(dimension){more}")
+        self.given, self.layouts, self.use_local_output = given, layouts, use_local_output
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.outer}, output {self.output}, local {self.use_local_output})"
+        texts = [f"{name}={layout}" for name, layout in self.layouts.items()]
+        return f"{type(self).__name__}({', '.join(texts)}, use_local_output={self.use_local_output})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_ordinary(type(self).__name__, module)
-        assert isinstance(module, nn.Linear)
-        sequence_dim = self.outer.dim if isinstance(self.outer, Shard) else None
+        name = type(self).__name__
+        if isinstance(module, nn.Embedding):
+            style: Any = self.torch_style(**self.given, use_local_output=self.use_local_output)
+            style.src_data_rank = self.src_data_rank
+            return style._apply(module, device_mesh)
+        if not isinstance(module, nn.Linear):
+            raise TypeError(f"{name} is for nn.Linear and nn.Embedding, got {type(module).__name__}")
+        check_ordinary(name, module)
+        if module.weight.dtype not in DTYPES:
+            raise ValueError(f"{name}: the weight is of {module.weight.dtype}, allowed are {names(DTYPES)}")
+        if device_mesh.device_type != target.device().type:
+            raise ValueError(
+                f"{name}: the mesh is of {device_mesh.device_type}, but kernels run elsewhere: {target.describe()}"
+            )
+        outer = self.layouts["input_layouts" if self.layer is ColwiseLinear else "output_layouts"]
         sharded = self.layer(
             module.in_features,
             module.out_features,
             module.bias is not None,
             group=device_mesh,
-            sequence_parallel=sequence_dim is not None,
-            sequence_dim=sequence_dim or 0,
+            sequence_parallel=isinstance(outer, Shard) and outer.dim != -1,
             device="meta",
             dtype=module.weight.dtype,
         )
-        for shard in sharded.shards():
-            parameter = getattr(module, shard.key)
-            placement = Replicate() if shard.dim is None else Shard(shard.dim)
-            made = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-            local = nn.Parameter(made.to_local().detach().clone(), parameter.requires_grad)
-            sharded.register_parameter(shard.key, local)
+        for kind, parameter in module.named_parameters(recurse=False):
+            dim = sharded.DIVIDED[kind]
+            placement = Replicate() if dim is None else Shard(dim)
+            made = distribute_tensor(
+                parameter.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
+            )
+            # Not a part of the whole one's memory.
+            made = distributed(made.to_local().clone(), device_mesh, dim, tuple(parameter.shape))
+            sharded.register_parameter(kind, nn.Parameter(made, parameter.requires_grad))
+        sharded.__dict__.update(self.layouts, use_local_output=self.use_local_output)
         # The module itself, which others hold, becomes the parallel one; its hooks stay, and whether it is trained.
-        kept = {name: value for name, value in vars(module).items() if "hook" in name or name == "training"}
+        kept = {key: value for key, value in vars(module).items() if "hook" in key or key == "training"}
         vars(module).update(vars(sharded) | kept)
         module.__class__ = type(sharded)
-        module.register_forward_pre_hook(_take_local, with_kwargs=True)
-        if not self.use_local_output:
-            if isinstance(sharded, RowParallelLinear) and sharded.sequence_parallel:
-                module.register_forward_pre_hook(
-                    lambda layer, inputs: _check_split(layer, inputs[0].shape[layer.sequence_dim])
-                )
-            module.register_forward_hook(
-                lambda layer, inputs, y: _as_dtensor(layer, inputs[0], y, device_mesh, self.output)
-            )
         return module
 
 
-def _take_local(
-    layer: ParallelLinear, inputs: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The local tensors; of a DTensor whose tokens the ranks divide unevenly, also how many there are in all."""
-    x, *more = inputs
-    if not isinstance(x, DTensor):
-        return inputs, options
-    placement: Placement = Shard(x.ndim - 1)
-    if isinstance(layer, ColumnParallelLinear):
-        placement = Replicate()
-        if layer.sequence_parallel:
-            size = x.shape[layer.sequence_dim]
-            placement = Shard(layer.sequence_dim % x.ndim)
-            _check_split(layer, size)
-            if size % layer.world_size and not more:
-                options = {"num_rows": math.prod(x.shape[:-1]), **options}
-    # Otherwise its part would have the right features, and other tokens. What lies on a larger mesh is the caller's.
-    if x.device_mesh.ndim == 1 and x.placements != (placement,):
-        x = x.redistribute(placements=[placement])
-    return (x.to_local(), *more), options
-
-
-def _as_dtensor(
-    layer: ParallelLinear, x: torch.Tensor, y: torch.Tensor, mesh: DeviceMesh, placement: Placement
-) -> DTensor:
-    sizes: dict[str, Any] = {}
-    if placement == Shard(layer.sequence_dim) and x.shape[layer.sequence_dim] % layer.world_size:
-        # By itself it takes every rank's block for as large as this one's.
-        shape = torch.Size((*x.shape[:-1], layer.out_features))
-        sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(y, mesh, [placement], run_check=False, **sizes)
-
-
-def _check_split(layer: ParallelLinear, size: int) -> None:
-    """ValueError where DTensor cuts `size` tokens otherwise than `torch.tensor_split`, as the ops do."""
-    world_size = layer.world_size
-    step = -(-size // world_size)
-    first = [min(rank * step, size) for rank in range(world_size)]
-    if first != [shard_range(size, rank, world_size)[0] for rank in range(world_size)]:
+def _of(layout: Placement, x: torch.Tensor) -> Placement:
+    """`layout` with dimensions counted from the front of `x`. ValueError for one that `x` doesn't have."""
+    if not isinstance(layout, Shard):
+        return layout
+    if not -x.ndim <= layout.dim < x.ndim:
         raise ValueError(
-            f"{layer.name}: dimension {layer.sequence_dim} is {size}, which DTensor cuts into blocks of {step}, other "
-            f"ones than those of torch.tensor_split for {world_size} ranks; pad it"
+            f"the layout is {layout}, of a tensor of shape {tuple(x.shape)}: allowed are dimensions {-x.ndim} to "
+            f"{x.ndim - 1}"
         )
+    return Shard(layout.dim % x.ndim)
+
+
+def _token_dim(layout: Placement, x: torch.Tensor) -> int | None:
+    """The dimension of tokens that `layout` divides; None: it divides features, or nothing."""
+    layout = _of(layout, x)
+    return layout.dim if isinstance(layout, Shard) and layout.dim < x.ndim - 1 else None
+
+
+def _filled(x: torch.Tensor, dim: Any, size: int) -> torch.Tensor:
+    """`x` with zeros behind it, up to `size` of dimension `dim`."""
+    return nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
 
 
 class ColwiseParallel(_FusedStyle):
     """Divides a Linear's output features.
 
-    input_layouts: Replicate(), or Shard(d): the tokens' dimension d is divided, and gathered while it is multiplied.
-    Tokens that the ranks don't divide come as a `DTensor`, which knows how many there are; ValueError where it cuts
-    them otherwise than `torch.tensor_split`.
-    output_layouts: Shard(-1) alone. use_local_output: False: outputs are `DTensor`s. Raises ValueError for other
-    layouts, TypeError for other modules.
+    input_layouts: Replicate(), the default; or Shard(d): the tokens' dimension d is divided, and gathered while it is
+    multiplied; any other is redistributed first. Tokens that the ranks don't divide come as a `DTensor`, which knows
+    how many there are. output_layouts: Shard(-1), the default; any other is made of that. use_local_output: False:
+    outputs are `DTensor`s.
+
+    Raises ValueError for a partial output; where it is applied, ValueError for weights of another dtype than the ops',
+    and a mesh of another device than theirs, TypeError for modules but `nn.Linear` and `nn.Embedding`.
     """
 
-    layer = ColumnParallelLinear
+    layer = ColwiseLinear
+    torch_style = torch_styles.ColwiseParallel
 
     def __init__(
         self,
@@ -142,19 +230,25 @@ class ColwiseParallel(_FusedStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        if output_layouts not in (None, Shard(-1)):
-            raise ValueError(f"output_layouts is {output_layouts}, allowed is Shard(-1)")
-        super().__init__("input_layouts", input_layouts or Replicate(), Shard(-1), use_local_output)
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(
+            given,
+            use_local_output,
+            input_layouts=input_layouts or Replicate(),
+            output_layouts=output_layouts or Shard(-1),
+        )
 
 
 class RowwiseParallel(_FusedStyle):
     """Divides a Linear's input features; the sum over ranks is part of the product.
 
-    input_layouts: Shard(-1) alone. output_layouts: Replicate(), or Shard(d): each rank gets a block of the tokens'
-    dimension d. use_local_output: False: outputs are `DTensor`s. Raises as `ColwiseParallel`.
+    input_layouts: Shard(-1), the default; any other is redistributed first. output_layouts: Replicate(), the default;
+    or Shard(d): each rank gets a block of the tokens' dimension d. use_local_output: False: outputs are `DTensor`s.
+    Raises as `ColwiseParallel`.
     """
 
-    layer = RowParallelLinear
+    layer = RowwiseLinear
+    torch_style = torch_styles.RowwiseParallel
 
     def __init__(
         self,
@@ -163,7 +257,10 @@ class RowwiseParallel(_FusedStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        if input_layouts not in (None, Shard(-1)):
-            raise ValueError(f"input_layouts is {input_layouts}, allowed is Shard(-1)")
-        outer = output_layouts or Replicate()
-        super().__init__("output_layouts", outer, outer, use_local_output)
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(
+            given,
+            use_local_output,
+            input_layouts=input_layouts or Shard(-1),
+            output_layouts=output_layouts or Replicate(),
+        )

@@ -1,14 +1,21 @@
-"""What the parallel linear layers share: a rank's part of the unsharded model's parameters, and checks of inputs."""
+"""What the layers share: a rank's part of the unsharded model's parameters, and checks of inputs.
+
+Where the group is a `DeviceMesh`, parameters are `DTensor`s of the unsharded model's shapes, as those of PyTorch's own
+styles are; otherwise they are this rank's shares, as ordinary tensors. Features are cut as `torch.chunk` cuts, which is
+DTensor's way: 10 over 4 ranks are 3 3 3 1.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyrocshmem import target
 from pyrocshmem.checks import as_integer
@@ -20,27 +27,45 @@ from pyrocshmem.heap import Heap
 NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'
 
 
-class Shard(NamedTuple):
-    """A parameter, or a part of one, as the unsharded model knows it.
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor. Its import takes longer than all else here: where nobody has done it, there is none."""
+    return isinstance(x, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
-    key: its name there, below the layer's. local: this rank's share, a view of the parameter. dim: the divided
-    dimension, None where every rank holds all of it.
-    """
 
-    key: str
-    local: torch.Tensor
-    dim: int | None
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor, with its gradient; anything else itself."""
+    return x.to_local() if is_dtensor(x) else x
 
-    def full_shape(self, world_size: int) -> tuple[int, ...]:
-        """Shape in the unsharded model."""
-        return tuple(
-            size * world_size if dim == self.dim else size for dim, size in enumerate(self.local.shape)
-        )
+
+def chunk_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[begin, end) of `size` items that `rank` holds, as `torch.chunk` and DTensor cut them; the last may have none."""
+    step = -(-size // world_size)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def distributed(part: torch.Tensor, mesh: DeviceMesh, dim: int | None, shape: tuple[int, ...]) -> Any:
+    """The DTensor of `shape` whose part of this rank is `part`. dim: the divided dimension; None: all ranks have it."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    strides = torch.empty(shape, device="meta").stride()
+    placement = Replicate() if dim is None else Shard(dim)
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+def like(whole: torch.Tensor, mine: Any) -> Any:
+    """`whole`, which every rank has, on the mesh of the DTensor `mine`, cut as that is; from any device."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.detach().to(mine.device)
+    return distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None)
 
 
 class OnGroup:
     """What modules of a group have: `copy.deepcopy`, say for an average of the weights. A copy has parameters of its
-    own, and the group, which can't be copied, in common."""
+    own, and the group, which can't be copied, in common. What `load_state_dict` finds whole, every rank takes its part
+    of, where the parameter is a DTensor."""
 
     group: Any
 
@@ -50,29 +75,44 @@ class OnGroup:
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **options: Any
+    ) -> None:
+        for name, mine in self.named_parameters(recurse=False):  # type: ignore[attr-defined]
+            found = state_dict.get(prefix + name)
+            if isinstance(found, torch.Tensor) and is_dtensor(mine) and not is_dtensor(found):
+                state_dict[prefix + name] = like(found, mine) if found.shape == mine.shape else found
+        super()._load_from_state_dict(state_dict, prefix, *others, **options)  # type: ignore[misc]
+
 
 class ParallelLinear(OnGroup, nn.Module):
-    """What both kinds of layer share. weight: Parameter; bias: Parameter or None; this rank's shares.
+    """What both kinds of layer share. weight: Parameter; bias: Parameter or None.
 
-    in_features, out_features: of the unsharded layer. group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the
-    default process group. sequence_parallel: activations outside are divided along sequence_dim (a dimension of the
-    tokens) over the ranks; otherwise whole on each. partial_dtype: what partial sums travel in, forward and backward;
-    None: fp32; a 16-bit type halves the traffic, for one rounding a rank. device, dtype: of the parameters, as of
-    `nn.Linear`. name: for error messages; None: the class's.
+    in_features, out_features: of the unsharded layer. group: a 1-D DeviceMesh: parameters are DTensors; a ProcessGroup
+    or a Heap: they are this rank's shares; None: the default process group. sequence_parallel: activations outside are
+    divided along sequence_dim (a dimension of the tokens) over the ranks; otherwise whole on each. partial_dtype: what
+    partial sums travel in, forward and backward; None: fp32; a 16-bit type halves the traffic, for one rounding a rank.
+    device, dtype: of the parameters, as of `nn.Linear`. name: for error messages; None: the class's.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    # By parameter, the dimension that is divided; None: every rank has all of it.
+    DIVIDED: ClassVar[dict[str, int | None]]
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
+        bias: bool,
         *,
         group: Any,
         sequence_parallel: bool,
         sequence_dim: int,
         partial_dtype: torch.dtype | None,
+        device: Any,
+        dtype: torch.dtype | None,
         name: str | None,
     ) -> None:
         super().__init__()
@@ -84,112 +124,102 @@ class ParallelLinear(OnGroup, nn.Module):
         self.partial_dtype = partial_dtype
         ranks = ranks_of(group)
         self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._make_parameters(bias, device, dtype)
+        if not self.weight.is_meta:
+            self.reset_parameters()
 
-    def shards(self) -> Iterator[Shard]:
-        """The layer's parameters as the unsharded model knows them."""
-        raise NotImplementedError
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """The layer that computes what `linear` does, which all ranks hold alike.
 
-    def share_of(self, what: str, size: int) -> int:
-        """A rank's share of `size` features. ValueError where they can't be divided."""
-        if size < self.world_size or size % self.world_size:
-            raise ValueError(
-                f"{self.name}: {what} is {size}, which the {self.world_size} ranks can't divide; allowed are multiples"
-            )
-        return size // self.world_size
-
-    def load_shards(self, full: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's share of the unsharded parameters `full`, by the keys of `shards`; from any device.
-        ValueError, naming the layer, before anything is changed, where one is missing or has no memory here."""
-        self._require([shard.key for shard in self.shards()], full)
-        if self.weight.is_meta:
-            raise ValueError(f"{self.name}: its parameters are {NO_MEMORY}")
-        for shard in self.shards():
-            _copy_share(shard, full[shard.key], self.rank, self.world_size)
-
-    def adopt(self, linears: Mapping[str, nn.Linear]) -> Self:
-        """Take the shares, dtype and device of ordinary layers, by the names of its parts; returns this layer.
-
-        Raises ValueError, naming the layer, for linears of other sizes, without a weight, or that differ among
-        themselves; TypeError for what computes otherwise than `nn.Linear`.
+        dtype, device, bias and requires_grad are taken from it; options: the class's other arguments. TypeError for
+        what computes otherwise than `nn.Linear`; ValueError, naming the layer, for one without a weight, or on several
+        devices.
         """
-        for linear in linears.values():
-            check_ordinary(self.name, linear)
-        full = {
-            f"{part}.{kind}" if part else kind: parameter.detach()
-            for part, linear in linears.items()
-            for kind, parameter in linear.named_parameters()
-        }
-        self._require([f"{part}.weight" if part else "weight" for part in linears], full)
-        facts = set()
-        for linear in linears.values():
-            devices = sorted({str(parameter.device) for parameter in linear.parameters()})
-            trained = [parameter.requires_grad for parameter in linear.parameters()]
-            facts.add(
-                (linear.in_features, linear.bias is not None, linear.weight.dtype, str(trained), *devices)
-            )
-        if len(facts) > 1 or len(next(iter(facts))) > 5:
-            texts = "; ".join(", ".join(map(str, fact)) for fact in sorted(facts, key=str))
-            raise ValueError(
-                f"{self.name}: input features, bias, dtype, requires_grad and device must be the same, they are: "
-                f"{texts}"
-            )
-        first = next(iter(linears.values()))
-        bias = None if first.bias is None else self.local_bias
-        self._make_parameters(tuple(self.weight.shape), bias, "meta", first.weight.dtype)
-        wrong = [
-            f"{shard.key} is {tuple(full[shard.key].shape)}, not {wanted}"
-            for shard in self.shards()
-            if tuple(full[shard.key].shape) != (wanted := shard.full_shape(self.world_size))
-        ]
-        if wrong:
-            raise ValueError(f"{self.name}: {'; '.join(wrong)}")
-        if not first.weight.is_meta:
-            self.to_empty(device=first.weight.device)
-            self.load_shards(full)
-        for kind, parameter in self.named_parameters():
-            parameter.requires_grad_(getattr(first, kind).requires_grad)
+        made = cls(linear.in_features, linear.out_features, device="meta", **options)
+        return made.adopt(linear)
+
+    def full_shape(self, kind: str) -> tuple[int, ...]:
+        """Of a parameter, in the unsharded model."""
+        return (self.out_features, self.in_features) if kind == "weight" else (self.out_features,)
+
+    def load_share(self, kind: str, full: torch.Tensor) -> None:
+        """Take this rank's share of the unsharded parameter `full`; from any device."""
+        mine, dim = getattr(self, kind), self.DIVIDED[kind]
+        with torch.no_grad():
+            if is_dtensor(mine):
+                mine.copy_(like(full, mine))
+                return
+            if dim is not None:
+                first, last = chunk_range(full.shape[dim], self.rank, self.world_size)
+                full = full.narrow(dim, first, last - first)
+            mine.copy_(full)
+
+    def adopt(self, linear: nn.Linear) -> Self:
+        """Take the share, dtype and device of an ordinary layer; returns this layer. Raises as `from_linear`."""
+        check_ordinary(self.name, linear)
+        full = {kind: parameter.detach() for kind, parameter in linear.named_parameters()}
+        if "weight" not in full:
+            raise ValueError(f"{self.name}: weight is missing")
+        devices = sorted({str(parameter.device) for parameter in full.values()})
+        if len(devices) > 1:
+            raise ValueError(f"{self.name}: the device must be one, they are {', '.join(devices)}")
+        for kind, parameter in full.items():
+            if tuple(parameter.shape) != self.full_shape(kind):
+                raise ValueError(
+                    f"{self.name}: {kind} is {tuple(parameter.shape)}, not {self.full_shape(kind)}"
+                )
+        self._make_parameters("bias" in full, full["weight"].device, full["weight"].dtype)
+        for kind, parameter in full.items():
+            if not parameter.is_meta:
+                self.load_share(kind, parameter)
+            getattr(self, kind).requires_grad_(getattr(linear, kind).requires_grad)
         return self
 
     def reset_parameters(self) -> None:
         """Draw all parameters as `nn.Linear` does, whole, and keep this rank's share: from equal seeds a model starts
         the same with any number of ranks."""
         limit = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for shard in self.shards():
-            full = shard.local.new_empty(shard.full_shape(self.world_size)).uniform_(-limit, limit)
-            _copy_share(shard, full, self.rank, self.world_size)
+        for kind, mine in self.named_parameters(recurse=False):
+            full = torch.empty(self.full_shape(kind), device=mine.device, dtype=mine.dtype)
+            self.load_share(kind, full.uniform_(-limit, limit))
 
-    def _make_parameters(self, shape: tuple[int, int], bias: int | None, device: Any, dtype: Any) -> None:
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        made = None if bias is None else nn.Parameter(torch.empty(bias, device=device, dtype=dtype))
-        self.register_parameter("bias", made)
-        if not self.weight.is_meta:
-            self.reset_parameters()
+    def _make_parameters(self, bias: bool, device: Any, dtype: Any) -> None:
+        for kind, dim in self.DIVIDED.items():
+            shape = list(full := self.full_shape(kind))
+            if dim is not None:
+                first, last = chunk_range(shape[dim], self.rank, self.world_size)
+                shape[dim] = last - first
+            made: Any = None
+            if kind == "weight" or bias:
+                made = torch.empty(shape, device=device, dtype=dtype)
+                if isinstance(self.group, DeviceMesh):
+                    made = distributed(made, self.group, dim, full)
+                made = nn.Parameter(made)
+            self.register_parameter(kind, made)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *others: Any, **options: Any
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **options: Any
     ) -> None:
         for key, mine in self.named_parameters(recurse=False):
             found = state_dict.get(prefix + key)
             if isinstance(found, torch.Tensor) and found.shape != mine.shape:
+                share = "" if is_dtensor(mine) else f", this rank's share of {self.world_size}"
                 raise ValueError(
-                    f"{prefix}{key} has shape {tuple(found.shape)}, this rank's share of {self.world_size} is "
-                    f"{tuple(mine.shape)}: load what stream_k.nn.full_state_dict gave on the ranks that saved it, with "
+                    f"{prefix}{key} has shape {tuple(found.shape)}, {tuple(mine.shape)} is needed{share}; load what "
+                    "stream_k.nn.full_state_dict gave on the ranks that saved it, with "
                     "stream_k.nn.load_full_state_dict"
                 )
         super()._load_from_state_dict(state_dict, prefix, *others, **options)
 
-    def _require(self, keys: list[str], full: Mapping[str, torch.Tensor]) -> None:
-        missing = [key for key in keys if key not in full]
-        if missing:
-            raise ValueError(f"{self.name}: {', '.join(missing)} is missing")
-
-    def _check_input(self, x: torch.Tensor, features: int) -> None:
+    def _check_input(self, x: torch.Tensor, weight: torch.Tensor, features: int, dim: int | None) -> None:
+        """x: the input; weight: this rank's; dim: of the tokens that the ranks divide, if they do."""
         if x.ndim < 2 or x.shape[-1] != features:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}, (.., {features}) is needed")
         tokens = x.ndim - 1
-        if self.sequence_parallel and not (-x.ndim <= self.sequence_dim < tokens and self.sequence_dim != -1):
+        if dim is not None and not (-x.ndim <= dim < tokens and dim != -1):
             raise ValueError(
-                f"{self.name}: sequence_dim is {self.sequence_dim}, which is no dimension of tokens of an input of "
+                f"{self.name}: sequence_dim is {dim}, which is no dimension of tokens of an input of "
                 f"shape {tuple(x.shape)}: allowed are 0 to {tokens - 1}, and {-x.ndim} to -2"
             )
         self._check_device("the input", x.device)
@@ -197,9 +227,9 @@ class ParallelLinear(OnGroup, nn.Module):
             self._check_device("its bias", self.bias.device)
         if isinstance(self.group, Heap):
             self._check_device("its group's heap", self.group.device)
-        elif not torch.compiler.is_compiling() and self.weight.device.type != target.device().type:
+        elif not torch.compiler.is_compiling() and weight.device.type != target.device().type:
             raise ValueError(
-                f"{self.name}: its weight is on {self.weight.device}, but kernels run elsewhere: {target.describe()}"
+                f"{self.name}: its weight is on {weight.device}, but kernels run elsewhere: {target.describe()}"
             )
 
     def _check_device(self, what: str, device: torch.device) -> None:
@@ -218,12 +248,12 @@ class ParallelLinear(OnGroup, nn.Module):
             error.args = (f"{self.name}: {error}",)
             raise
 
-    def _check_blocks(self, num_rows: int, sizes: torch.Size) -> None:
-        """Blocks of rows must be blocks of the divided dimension."""
+    def _check_blocks(self, num_rows: int, sizes: torch.Size, dim: int) -> None:
+        """Blocks of rows must be blocks of the divided dimension `dim`."""
         others = math.prod(sizes[1:])
         if others > 1 and num_rows // others % self.world_size:
             raise ValueError(
-                f"{self.name}: dimension {self.sequence_dim} is {num_rows // others} in all, which the "
+                f"{self.name}: dimension {dim} is {num_rows // others} in all, which the "
                 f"{self.world_size} ranks divide unevenly: then the others before the features must be 1, they are "
                 f"{tuple(sizes[1:])}; give a matrix of tokens"
             )
@@ -247,8 +277,3 @@ def check_ordinary(name: str, linear: nn.Module) -> None:
 def ranks_of(group: Any) -> Any:
     """What has the rank and the number of ranks of `group`, which may be a heap."""
     return group if isinstance(group, Heap) else as_group(group)
-
-
-def _copy_share(shard: Shard, full: torch.Tensor, rank: int, world_size: int) -> None:
-    share = full if shard.dim is None else full.chunk(world_size, shard.dim)[rank]
-    shard.local.copy_(share)

@@ -7,39 +7,37 @@
     dcp.save(sharded_state_dict(model), checkpoint_id=folder)       # torch.distributed.checkpoint: no rank holds all
     dcp.load(sharded_state_dict(model), checkpoint_id=folder)       # in place, with any number of ranks
 
-`model.state_dict()` has the shares of this rank: fine for the same number of ranks, one file a rank. To
-`torch.distributed.checkpoint` these are ordinary tensors, of which it keeps one rank's: give it the sharded one.
+Layers on a `DeviceMesh` have `DTensor`s, and `model.state_dict()` is the sharded one. On other groups they have
+ordinary tensors, this rank's shares, of which `torch.distributed.checkpoint` would keep one rank's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from pyrocshmem.stream_k.nn.parameters import NO_MEMORY, ParallelLinear, Shard
+from pyrocshmem.stream_k.nn.parameters import NO_MEMORY, ParallelLinear, distributed, is_dtensor, like
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Keys and shapes of the unsharded model; what is divided as `DTensor`s, views of the parameters.
+    """`model.state_dict()`, with the shapes of the unsharded model: what is divided as `DTensor`s that share memory
+    with the parameters.
 
-    Everything else as `model.state_dict()` has it. Raises ValueError, naming the layer, for a layer whose group is no
-    ProcessGroup and no DeviceMesh, and for parts that have the name of another layer's.
+    Raises ValueError, naming the layer, for a layer whose group is no ProcessGroup and no DeviceMesh.
     """
-    # Only here: its import takes longer than all else of this package.
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor import Shard as ShardPlacement
-
-    state, found = _parts(model)
+    state = dict(model.state_dict())
     meshes: dict[Any, Any] = {}
-    for key, (shard, layer) in found.items():
-        kind = (layer.group, shard.local.device.type)
-        if kind not in meshes:
-            meshes[kind] = _mesh(layer, shard.local.device.type)
-        placement = Replicate() if shard.dim is None else ShardPlacement(shard.dim)
-        state[key] = DTensor.from_local(shard.local, meshes[kind], [placement], run_check=False)
+    for key, (layer, kind) in divided(model).items():
+        part = state[key]
+        if is_dtensor(part):
+            continue
+        place = (layer.group, part.device.type)
+        if place not in meshes:
+            meshes[place] = _mesh(layer, part.device.type)
+        state[key] = distributed(part, meshes[place], layer.DIVIDED[kind], layer.full_shape(kind))
     return state
 
 
@@ -50,20 +48,19 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The unsharded model's `nn.Linear` for each layer that is divided in `model`, by its name there; of a layer alone
+    """The unsharded model's `nn.Linear` for each layer that is divided in `model`, by its name; of a layer alone
     under "". On every rank, on the parameters' device: the group's ranks call it together.
 
-    Layers that were joined come apart; weight [out, in] and bias are copies that require gradients as theirs do. It is
-    what undoes `from_linear`. Raises as `sharded_state_dict`.
+    weight [out, in] and bias are copies that require gradients as theirs do. It is what undoes `from_linear`. Raises
+    as `sharded_state_dict`.
     """
-    state, found = sharded_state_dict(model), _parts(model)[1]
+    state = sharded_state_dict(model)
     linears = {}
-    for name, layer in {key.rpartition(".")[0]: layer for key, (_, layer) in found.items()}.items():
+    for name, layer in _layers(model).items():
         kinds = dict(layer.named_parameters(recurse=False))
         full = {kind: _whole(state[f"{name}.{kind}" if name else kind]) for kind in kinds}
-        sizes = reversed(full["weight"].shape)
-        linear = nn.Linear(*sizes, bias="bias" in full, device="meta").train(layer.training)
-        linear.load_state_dict(full, assign=True)
+        linear = nn.Linear(layer.in_features, layer.out_features, bias="bias" in full, device="meta")
+        linear.train(layer.training).load_state_dict(full, assign=True)
         for kind, parameter in kinds.items():
             getattr(linear, kind).requires_grad_(parameter.requires_grad)
         linears[name] = linear
@@ -76,78 +73,53 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises ValueError, naming the layers, before anything is changed: keys are missing or unknown, shapes differ, or the
     model is on "meta".
     """
-    rest, found = _parts(model)
-    problems = [f"{key} is missing" for key in (*found, *rest) if key not in state]
-    problems += [f"{key} is unknown" for key in state if key not in found and key not in rest]
-    for key, (shard, layer) in found.items():
-        full = shard.full_shape(layer.world_size)
-        if key in state and tuple(state[key].shape) != full:
-            problems.append(
-                f"{key} has shape {tuple(state[key].shape)}, the whole of it is {full}; shares of a rank are put "
-                "together by stream_k.nn.full_state_dict, on the ranks that have them"
-            )
-    problems += [
-        f"{key} has shape {tuple(state[key].shape)}, {tuple(mine.shape)} is needed"
-        for key, mine in rest.items()
-        if key in state and isinstance(mine, torch.Tensor) and state[key].shape != mine.shape
-    ]
-    places = {key: shard.local for key, (shard, _) in found.items()} | rest
-    empty = [key for key, mine in places.items() if isinstance(mine, torch.Tensor) and mine.is_meta]
+    mine, parts = dict(model.state_dict()), divided(model)
+    problems = [f"{key} is missing" for key in mine if key not in state]
+    problems += [f"{key} is unknown" for key in state if key not in mine]
+    for key in mine.keys() & state.keys():
+        if not isinstance(mine[key], torch.Tensor):
+            continue
+        found, wanted = tuple(state[key].shape), tuple(mine[key].shape)
+        if key in parts:
+            layer, kind = parts[key]
+            if found != (full := layer.full_shape(kind)):
+                problems.append(
+                    f"{key} has shape {found}, the whole of it is {full}; shares of a rank are put "
+                    "together by stream_k.nn.full_state_dict, on the ranks that have them"
+                )
+        elif found != wanted:
+            problems.append(f"{key} has shape {found}, {wanted} is needed")
+    empty = [key for key, x in mine.items() if isinstance(x, torch.Tensor) and x.is_meta]
     problems += [f"{', '.join(empty)}: {NO_MEMORY}"] if empty else []
     if problems:
         raise ValueError(f"the state dict doesn't fit the model: {'; '.join(problems)}")
-    for prefix, layer in _layers(model):
-        layer.load_shards({shard.key: state[_key(prefix, layer, shard)] for shard in layer.shards()})
-    model.load_state_dict({key: state[key] for key in rest}, strict=False)
+    for key, (layer, kind) in parts.items():
+        layer.load_share(kind, state[key])
+    rest = {key: state[key] for key in mine if key not in parts}
+    rest |= {key: like(x, mine[key]) for key, x in rest.items() if is_dtensor(mine[key])}
+    model.load_state_dict(rest, strict=False)
+
+
+def divided(model: nn.Module) -> dict[str, tuple[ParallelLinear, str]]:
+    """(layer, "weight" or "bias") of each parameter of a parallel linear layer, by its name in `model`."""
+    return {
+        f"{path}.{kind}" if path else kind: (layer, kind)
+        for path, layer in _layers(model).items()
+        for kind, _ in layer.named_parameters(recurse=False)
+    }
+
+
+def _layers(model: nn.Module) -> dict[str, ParallelLinear]:
+    modules = model.named_modules(remove_duplicate=False)
+    return {path: layer for path, layer in modules if isinstance(layer, ParallelLinear)}
 
 
 def _whole(x: Any) -> Any:
     """A copy of all of `x`."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(x, DTensor):
+    if not is_dtensor(x):
         return x.clone() if isinstance(x, torch.Tensor) else x
     full = x.full_tensor()
     return full.clone() if full.data_ptr() == x.to_local().data_ptr() else full
-
-
-def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Shard, ParallelLinear]]]:
-    """(what parallel layers don't hold, what they hold): by the unsharded model's keys. ValueError, naming the layer,
-    for a key that stands for two tensors, one of which no state dict would have."""
-    state = dict(model.state_dict())
-    found: dict[str, tuple[Shard, ParallelLinear]] = {}
-    for prefix, layer in _layers(model):
-        for kind, _ in layer.named_parameters(recurse=False):
-            del state[f"{prefix}{kind}"]
-        for shard in layer.shards():
-            key = _key(prefix, layer, shard)
-            if found.setdefault(key, (shard, layer))[1] is not layer:
-                _refuse_twice(key, layer)
-    for key in found.keys() & state.keys():
-        _refuse_twice(key, found[key][1])
-    return state, found
-
-
-def _refuse_twice(key: str, layer: ParallelLinear) -> NoReturn:
-    raise ValueError(
-        f"{layer.name}: {key} stands for a part of it and for another layer's; give the parts other names, or put the "
-        "layers into modules of their own"
-    )
-
-
-def _layers(model: nn.Module) -> list[tuple[str, ParallelLinear]]:
-    return [
-        (f"{path}." if path else "", layer)
-        for path, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, ParallelLinear)
-    ]
-
-
-def _key(prefix: str, layer: ParallelLinear, shard: Shard) -> str:
-    """Layers that were joined are the joined one's siblings in the unsharded model."""
-    if shard.key in ("weight", "bias"):
-        return prefix + shard.key
-    return prefix[: prefix.rstrip(".").rfind(".") + 1] + shard.key
 
 
 def _mesh(layer: ParallelLinear, device_type: str) -> Any:
@@ -155,8 +127,6 @@ def _mesh(layer: ParallelLinear, device_type: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     group = dist.group.WORLD if layer.group is None else layer.group
-    if isinstance(group, DeviceMesh):
-        return group
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device_type)
     raise ValueError(

@@ -1,12 +1,13 @@
 """What the caller gets wrong: ValueError, before anything is changed, naming the layer. No peers are needed."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial
 
 from pyrocshmem import Heap
 from pyrocshmem.groups import ThreadGroup
@@ -57,12 +58,6 @@ def divided(layer: type[nn.Module], dim: int, *shape: int) -> None:
     layer(8, 8, sequence_parallel=True, sequence_dim=dim, **OUTPUT)(torch.zeros(shape))
 
 
-def one_frozen() -> None:
-    gate, up = nn.Linear(8, 16), nn.Linear(8, 16)
-    up.weight.requires_grad_(False)
-    parallel.ColumnParallelLinear.from_linear({"gate": gate, "up": up}, **OPTIONS)
-
-
 def three_dimensions() -> None:
     layer = parallel.ParallelAttention(32, 8, sequence_parallel=True, **OPTIONS)
     layer(torch.zeros(2, 3, 32))
@@ -97,22 +92,7 @@ def without_weight() -> None:
     parallel.RowParallelLinear.from_linear(linear, **OPTIONS)
 
 
-def load_nowhere() -> None:
-    parallel.RowParallelLinear(8, 8, device="meta", **OPTIONS).load_shards(nn.Linear(8, 8).state_dict())
-
-
-def load_part() -> None:
-    parallel.ColumnParallelLinear(8, 8, **OPTIONS).load_shards({"bias": torch.zeros(8)})
-
-
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "columns": (lambda: parallel.ColumnParallelLinear(8, 10, **OPTIONS), ("out_features is 10", "4 ranks")),
-    "a part's columns": (
-        lambda: parallel.ColumnParallelLinear(8, {"gate": 8, "up": 6}, **OPTIONS),
-        ("up out_features is 6",),
-    ),
-    "rows": (lambda: parallel.RowParallelLinear(3, 8, **OPTIONS), ("in_features is 3", "4 ranks")),
-    "intermediate": (lambda: parallel.ParallelMLP(8, 18, **OPTIONS), ("gate_up_proj", "18")),
     "no heads": (lambda: attention(num_heads=0), ("num_heads is 0", "4 ranks")),
     "heads": (lambda: attention(num_heads=6, head_dim=4, num_kv_heads=2), ("num_heads is 6", "4 ranks")),
     "key-value heads": (lambda: attention(num_kv_heads=2), ("num_kv_heads is 2", "4 ranks")),
@@ -123,9 +103,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "another device": (other_device, ("meta", "cpu")),
     "features": (lambda: parallel.RowParallelLinear(8, 8, **OPTIONS)(torch.zeros(3, 8)), ("(3, 8)", "2")),
     "a vector": (lambda: parallel.ColumnParallelLinear(8, 8, **OPTIONS)(torch.zeros(8)), ("(8,)", "(.., 8)")),
-    "inputs differ": (lambda: from_linears(up_proj=(12, 16)), ("gate_up_proj", "12")),
-    "one is frozen": (one_frozen, ("requires_grad", "[True, True]", "[False, True]")),
-    "parts differ": (lambda: from_linears(up_proj=(8, 32)), ("gate_up_proj", "(32, 8)")),
+    "inputs differ": (lambda: from_linears(up_proj=(12, 16)), ("up_proj", "(16, 12)", "(16, 8)")),
+    "parts differ": (lambda: from_linears(up_proj=(8, 32)), ("up_proj", "(32, 8)", "(16, 8)")),
     "uneven blocks": (lambda: uneven(1), ("dimension 1 is 9", "matrix of tokens")),
     "residual elsewhere": (
         lambda: output(residual=torch.empty(4, 8, device="meta")),
@@ -149,8 +128,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "not the given heap's": (other_heap, ("heap", "meta", "cpu")),
     "no weight": (without_weight, ("weight is missing",)),
-    "no weight to load": (load_part, ("weight is missing",)),
-    "no memory": (load_nowhere, ('parameters are on "meta"', "to_empty(device=..)")),
     "features divided": (
         lambda: divided(parallel.ColumnParallelLinear, 2, 2, 3, 8),
         ("sequence_dim is 2", "(2, 3, 8)", "0 to 1, and -3 to -2"),
@@ -184,7 +161,6 @@ def test_sizes_that_are_no_integers() -> None:
     for wrong, name in (
         (lambda: parallel.ColumnParallelLinear(whole, 8, **OPTIONS), "in_features"),
         (lambda: parallel.ColumnParallelLinear(8, whole, **OPTIONS), "out_features"),
-        (lambda: parallel.ColumnParallelLinear(8, {"up": whole}, **OPTIONS), "up out_features"),
         (lambda: parallel.RowParallelLinear(8, True, **OPTIONS), "out_features"),
         (lambda: parallel.RowParallelLinear(8, 8, sequence_dim=whole, **OPTIONS), "sequence_dim"),
     ):
@@ -221,7 +197,7 @@ def test_bad_checkpoints_change_nothing(model: nn.Module) -> None:
         model.load_state_dict(before | {"0.down_proj.weight": torch.zeros(8, 8)})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     parallel.load_full_state_dict(model, good)
-    assert torch.equal(model[0].gate_up_proj.weight[4:], good["0.up_proj.weight"][4:8])
+    assert torch.equal(model[0].up_proj.weight, good["0.up_proj.weight"][4:8])
     assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
 
 
@@ -242,28 +218,8 @@ def test_nothing_is_loaded_where_there_is_no_memory(model: nn.Module) -> None:
     assert torch.equal(model[0].down_proj.weight, good["0.down_proj.weight"][:, 4:8])
 
 
-def test_parts_that_have_the_name_of_another_layer() -> None:
-    """In the unsharded model joined layers are siblings of the joined one: one of two would be lost."""
-    parts = {"gate": 8, "up": 8}
-    joined, other = (parallel.ColumnParallelLinear(8, parts, **OPTIONS) for _ in range(2))
-    for model in (
-        nn.ModuleDict({"first": joined, "second": other}),
-        nn.ModuleDict({"first": joined, "gate": nn.Linear(8, 8)}),
-    ):
-        before = [x.clone() for x in model.state_dict().values()]
-        for call in (
-            lambda model=model: parallel.full_state_dict(model),
-            lambda model=model: parallel.load_full_state_dict(model, nn.Linear(8, 8).state_dict()),
-        ):
-            with pytest.raises(
-                ValueError, match=r"layers\.3: gate\.(weight|bias) stands for a part of it and for"
-            ):
-                call()
-        assert all(map(torch.equal, before, model.state_dict().values()))
-
-
 def test_checkpoints_need_a_group_that_torch_knows(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"gate_up_proj: its group is a ThreadGroup"):
+    with pytest.raises(ValueError, match=r"gate_proj: its group is a ThreadGroup"):
         parallel.full_state_dict(model)
 
 
@@ -277,17 +233,29 @@ def test_equal_seeds_give_the_unsharded_model() -> None:
     assert torch.equal(layer.bias, ordinary.bias[2:4])
 
 
+def on_a_mesh(kind: str = "cpu") -> Any:
+    """What a style looks at before it divides anything."""
+    return SimpleNamespace(device_type=kind)
+
+
 def test_layouts_and_modules_that_styles_do_not_take() -> None:
-    for wrong in (
-        lambda: parallel.ColwiseParallel(output_layouts=Replicate()),
-        lambda: parallel.ColwiseParallel(input_layouts=Shard(-1)),
-        lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
-        lambda: parallel.RowwiseParallel(output_layouts=Shard(-1)),
-    ):
-        with pytest.raises(ValueError, match="layouts is"):
+    """Said where the plan is made or applied, not at the first step."""
+    for wrong, text in (
+        (lambda: parallel.ColwiseParallel(output_layouts=Partial()), "output_layouts is P.*, allowed are Rep"),
+        (lambda: parallel.RowwiseParallel(output_layouts=Partial()), "output_layouts is P.*, allowed are Rep"),
+        (lambda: parallel.ColwiseParallel(input_layouts="rows"), "input_layouts is rows, allowed are .*Partial"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
             wrong()
-    with pytest.raises(TypeError, match="Block"):
-        parallel.ColwiseParallel()._apply(models.Block(False), None)
+    style, wide = parallel.ColwiseParallel(), nn.Linear(8, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"for nn.Linear and nn.Embedding, got Block"):
+        style._apply(models.Block(False), on_a_mesh())
+    with pytest.raises(
+        ValueError, match=r"of torch.float64, allowed are torch.float16, torch.bfloat16, torch.float32"
+    ):
+        style._apply(wide, on_a_mesh())
+    with pytest.raises(ValueError, match="the mesh is of cuda, but kernels run elsewhere"):
+        style._apply(nn.Linear(8, 8), on_a_mesh("cuda"))
 
 
 class Adapted(nn.Linear):

@@ -65,8 +65,8 @@ def compiled(rank: int, world_size: int) -> list[bool]:
 @pytest.mark.num_ranks(2)
 def test_compiled_steps() -> None:
     for found in values(run_ranks(compiled, 2, timeout=100)):
-        # In each of two modes, twice: y, x, a norm, two weights, two biases.
-        assert found == [True] * (2 * 2 * 7)
+        # In each of two modes, twice: y, x, a norm, three weights, three biases.
+        assert found == [True] * (2 * 2 * 9)
 
 
 @torch.no_grad()
@@ -195,5 +195,5 @@ def captured(rank: int, world_size: int, case: Case) -> list[bool]:
 def test_steps_in_a_cuda_graph(sequence_parallel: bool) -> None:
     case = Case(sequence_parallel, True, 3, 5, torch.bfloat16)
     for found in values(run_ranks(captured, 2, case, timeout=100)):
-        assert len(found) == 4 * (2 + 10)
+        assert len(found) == 4 * (2 + 16)
         assert all(found)
