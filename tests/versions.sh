@@ -61,9 +61,11 @@ install() { "$venv/bin/python" -m pip install --quiet -c constraints.txt "$@"; }
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv" || fail "could not make $venv"
 mapfile -t missing < <(lacking)
 if [ "${#missing[@]}" -gt 0 ]; then
-  printf 'tests/versions.sh: installing torch %s into %s\n' "$version" "$venv" >&2
-  # Asked for by its whole name: the CUDA build's may be the higher version.
-  ! install --dry-run --no-deps "torch==$version+cpu" >/dev/null 2>&1 || missing+=("torch==$version+cpu")
+  printf 'tests/versions.sh: installing %s into %s\n' "${missing[*]}" "$venv" >&2
+  # Asked for by its whole name: the CUDA build's may be the higher version. A build that is there stays.
+  if [ "${missing[0]}" = "torch==$version" ] && install --dry-run --no-deps "torch==$version+cpu" >/dev/null 2>&1; then
+    missing+=("torch==$version+cpu")
+  fi
   install "${missing[@]}" || fail "pip failed (above)"
 fi
 

@@ -21,11 +21,11 @@ python -c 'import sys; print(sys.prefix)'
 echo "$VIRTUAL_ENV" "$@"
 exit 5
 """
-# Instead of an installation: its arguments, a line, and none that has a +.
+# Instead of an installation: its arguments, a line. Without STANDIN_CPU there are no CPU builds.
 PIP = """
-import sys
+import os, sys
 print("pip", *(text for text in sys.argv[1:] if not text.startswith("-")), file=sys.stderr)
-sys.exit("+" in "".join(sys.argv))
+sys.exit("+" in "".join(sys.argv) and "STANDIN_CPU" not in os.environ)
 """
 
 
@@ -88,18 +88,21 @@ def test_an_environment_that_lacks_nothing_is_used_as_it_is(tree: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("torch", "lacks", "asked"),
+    ("torch", "lacks", "cpu", "asked"),
     [
-        ("2.13.0+cpu", "", [f"torch=={VERSION}"]),
-        (VERSION, "pytest-xdist", [text for text in requirements() if text.startswith("pytest-xdist")]),
+        ("2.13.0+cpu", "", False, [f"torch=={VERSION}"]),
+        ("2.13.0+cpu", "", True, [f"torch=={VERSION}", f"torch=={VERSION}+cpu"]),
+        (f"{VERSION}+cu130", "hypothesis", True, [each for each in requirements() if "hypothesis" in each]),
     ],
 )
-def test_only_what_is_missing_is_installed(tree: Path, torch: str, lacks: str, asked: list[str]) -> None:
-    """Into the environment in the project's folder, where no other is named."""
-    environment(tree, torch, lacks)
-    done = run(tree, VERSION)
+def test_only_what_is_missing_is_installed(
+    tree: Path, torch: str, lacks: str, cpu: bool, asked: list[str]
+) -> None:
+    """Into the environment in the project's folder; of torch the CPU build where there is one."""
+    venv = environment(tree, torch, lacks)
+    done = run(tree, VERSION, **({"STANDIN_CPU": "1"} if cpu else {}))
     installing, pip = done.stderr.splitlines()
-    assert installing.startswith(f"tests/versions.sh: installing torch {VERSION} into {tree}")
+    assert installing == f"tests/versions.sh: installing {asked[0]} into {venv}"
     assert pip.split() == ["pip", "install", "constraints.txt", *asked]
     assert done.returncode == 5
 
