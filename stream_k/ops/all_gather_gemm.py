@@ -7,6 +7,7 @@ rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from pyrocshmem import signal, status, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks
-from pyrocshmem.calls.tensors import POINTER, as_argument, check_held, filled, how_to_write, template
+from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, activation_number, store_output
 from pyrocshmem.collectives.exchange import Exchange
@@ -29,6 +30,7 @@ from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
+from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
     b_gradient,
@@ -39,32 +41,36 @@ from pyrocshmem.stream_k.ops.gradients import (
 from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, register_gemm, run, through_operator
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.several import Several, as_list, define_several, whole_rows
+from pyrocshmem.stream_k.ops.several import call as call_several
 
 _COPIES = 0
 
 
 def all_gather_gemm(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
     *,
     num_rows: int | None = None,
     group: Any = None,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     activation: str = "none",
     allow_tf32: bool = False,
     config: Config | None = None,
     partial_dtype: torch.dtype | None = None,
     save_gathered: bool = True,
     workspace: Workspace | None = None,
-) -> torch.Tensor:
+) -> Any:
     """activation(A @ b + bias), A being all ranks' rows of a, one block below the other: the same bits on every run.
 
-    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. b: [K, N/R]: its
-    columns, as many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its
-    columns.
+    a: [M/R, K]: this rank's rows, any strides, though rows that aren't contiguous cost a copy. Or [D/R, .., K]: ranks'
+    blocks follow one another along the first dimension, and the result is [D, .., N/R]. b: [K, N/R]: its columns, as
+    many as it likes, even none; any strides. Both float16, bfloat16 or float32. bias: [N/R], of its columns.
+    Several Bs: a list of them, each with as many columns as it likes, for one gather: the result is a list, too, and
+    bias and out are None or a list of tensors and Nones (`stream_k.ops.several`).
     num_rows: M. None: R times the rows of `a`. Needed where M is no multiple of R; rank r then holds block r of
-    `torch.tensor_split(A, R)`.
+    `torch.tensor_split(A, R)`. D is always a multiple of R.
     out: [M, N/R], any strides. None: a new tensor.
     activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
     sums of a's gradient travel in; None: fp32. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
@@ -74,24 +80,22 @@ def all_gather_gemm(
     peer's fault shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
+    if is_batched(a):
+        more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32, "config": config}
+        more |= {"partial_dtype": partial_dtype, "save_gathered": save_gathered}
+        more |= {"group": group, "workspace": workspace}
+        first = gathered(a, ranks(name_of(group, workspace))[1], num_rows)
+        return by_rows(lambda a, out: all_gather_gemm(a, b, out=out, **more), a, out, first)
+    if isinstance(b, (list, tuple)):
+        lists = ([*b], as_list("bias", bias, len(b)), as_list("out", out, len(b)))
+        x = Several(a, *lists, activation, allow_tf32, config, partial_dtype, num_rows)
+        return call_several(OP, x, save_gathered, group, workspace)
     request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype, num_rows)
     if dispatched(a, b, bias, whole=out is None and config is None):
         # Only for a gradient of b.
         saves = save_gathered and needs_gradient((b,))
         return through_operator(OP, request._replace(save_gathered=saves), name_of(group, workspace))
-    if isinstance(a, torch.Tensor) and a.ndim == 2 and not _has_whole_rows(a):
-        request = request._replace(a=_with_whole_rows(a))
-    return run(OP, request, group, workspace)
-
-
-def _has_whole_rows(a: torch.Tensor) -> bool:
-    """Copies need whole rows, one behind the other."""
-    return a.stride(1) == 1 and a.stride(0) == a.shape[1]
-
-
-def _with_whole_rows(a: torch.Tensor) -> torch.Tensor:
-    check_held("a", a)
-    return a.contiguous().as_strided(a.shape, (a.shape[1], 1))
+    return run(OP, request._replace(a=whole_rows(a)), group, workspace)
 
 
 def _run(
@@ -99,8 +103,8 @@ def _run(
     partial_dtype: Any, save_gathered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The call by the schema's arguments; nothing in the gathered A's place where it is not wanted."""
-    a = a if _has_whole_rows(a) else _with_whole_rows(a)
-    request = Request(a, b, None, bias, activation, False, allow_tf32, None, None, num_rows, save_gathered)
+    more = (bias, activation, False, allow_tf32, None, None, num_rows, save_gathered)
+    request = Request(whole_rows(a), b, None, *more)
     found = run(OP, request, *find(group))
     return found if save_gathered else (found, a.new_empty(0, a.shape[1]))
 
@@ -347,3 +351,4 @@ OP = register_gemm(
         backward=_backward,
     )
 )
+define_several(OP)

@@ -14,6 +14,7 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
     b_gradient,
@@ -36,7 +37,8 @@ def gemm(
 ) -> torch.Tensor:
     """activation(a @ b + bias), accumulated in fp32, the same bits on every run.
 
-    a: [M, K], b: [K, N], any strides, float16, bfloat16 or float32, one dtype for both. Transposed and sliced
+    a: [M, K] or [.., M, K], whose dimensions the result has then, b: [K, N], any strides, float16, bfloat16 or
+    float32, one dtype for both. Transposed and sliced
     views are read as they lie; on NVIDIA 16-bit operands whose rows or columns don't start at multiples of 16
     bytes are copied first, into memory of PyTorch's allocator (`stream_k.local_gemm.aligned_copies`). An A of few
     rows may be copied, too, unless it is the top of a larger tensor: then up to 255 rows behind its last are read,
@@ -51,6 +53,10 @@ def gemm(
     where a fix-up waited in vain because the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see
     docs/schedule.md.
     """
+    if is_batched(a):
+        more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32}
+        more |= {"config": config, "workspace": workspace}
+        return by_rows(lambda a, out: gemm(a, b, out=out, **more), a, out)
     if workspace is not None:
         check_workspace(workspace)
     if dispatched(a, b, bias, whole=out is None and config is None):

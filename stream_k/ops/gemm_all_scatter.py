@@ -46,8 +46,8 @@ def gemm_all_scatter(
     """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and
     on every run.
 
-    a: [M, K], b: [K, N/R]: this rank's columns, the same shapes on all ranks, any strides; float16, bfloat16
-    or float32. bias: [N/R], of its columns.
+    a: [M, K] or [.., M, K], whose dimensions the results have then, b: [K, N/R]: this rank's columns, the same shapes
+    on all ranks, any strides; float16, bfloat16 or float32. bias: [N/R], of its columns.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
     while a later call writes it. In placements "copy_engine" and "pull" any with contiguous rows needs no copy.

@@ -40,7 +40,8 @@ def gemm_reduce_scatter(
     """This rank's rows of activation(sum over ranks of a @ b + bias), the same bits on every run.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. M and N are the
-    same on all ranks; shares of K may differ, and change as in `gemm_all_reduce`.
+    same on all ranks; shares of K may differ, and change as in `gemm_all_reduce`. Or a: [D, .., K/R]: the result is
+    [D/R, .., N], and D must be a multiple of R.
     out: [M/R, N], any strides: block `rank` of `torch.tensor_split(result, R)`, which has one row more on the first
     M % R ranks. None: a new tensor. bias: [N], added once, to the sum.
     activation, allow_tf32, group, config, partial_dtype, workspace, gradients: as in `gemm_all_reduce`.

@@ -32,6 +32,7 @@ from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
 from pyrocshmem.stream_k.ops.gradients import Gradients, bias_gradient, keep, of_columns, of_replicated
@@ -56,8 +57,9 @@ def gemm_all_reduce_rms_norm(
     every rank, the same bits on all of them.
 
     a: [M, K/R], b: [K/R, N]: this rank's shares, any strides; float16, bfloat16 or float32. residual: [M, N], the same
-    on every rank; None: none. weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or
-    more. bias: [N], added once, to the sum.
+    on every rank; None: none. Or a [.., M, K/R] and residual [.., M, N], whose dimensions the results have then.
+    weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or more. bias: [N], added
+    once, to the sum.
     group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
     "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
 
@@ -67,6 +69,11 @@ def gemm_all_reduce_rms_norm(
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
     """
+    if is_batched(a):
+        more: Any = {"group": group, "bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
+        more |= {"config": config, "workspace": workspace}
+        flat = rows_of("residual", residual, a.shape[:-1])
+        return by_rows(lambda a, _: gemm_all_reduce_rms_norm(a, b, flat, weight, eps, **more), a, None)
     by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
@@ -118,7 +125,8 @@ def gemm_rms_norm_all_scatter(
 ) -> torch.Tensor:
     """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, hidden], on every rank.
 
-    a: [M, K], the same on every rank. b: [K, N]: this rank's columns, any strides; float16, bfloat16 or float32.
+    a: [M, K] or [.., M, K], whose dimensions the result has then, the same on every rank. b: [K, N]: this rank's
+    columns, any strides; float16, bfloat16 or float32.
     bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
     R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
     `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
@@ -127,6 +135,10 @@ def gemm_rms_norm_all_scatter(
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
+    if is_batched(a):
+        more: Any = {"hidden": hidden, "group": group, "bias": bias, "allow_tf32": allow_tf32}
+        more |= {"config": config, "workspace": workspace}
+        return by_rows(lambda a, _: gemm_rms_norm_all_scatter(a, b, weight, eps, **more), a, None)
     by_hand = not dispatched(a, b, bias, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)

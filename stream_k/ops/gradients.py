@@ -19,6 +19,8 @@ over ranks of what each computes. So the loss of a replicated result is computed
 is neither divided by R nor summed over ranks afterwards. Where ranks hold blocks (rows, columns, shares of K), each has
 the gradient of its block. Nothing checks that the ranks' gradients of a replicated result are equal.
 
+Of several Bs of one gather `stream_k.ops.several` says the same.
+
 A is kept for B's gradient, B for A's, where these are wanted. `all_gather_gemm` keeps the gathered A, or gathers it
 once more, as its caller says. On a GPU B's gradient is computed on a stream of its own, beside the op that
 communicates. Gradients of 16-bit tensors are rounded to them; bias gradients are summed in fp32.
@@ -62,23 +64,33 @@ def keep(
 
 
 def b_gradient(ctx: Any, a: torch.Tensor, grad: torch.Tensor, workspace: str = "") -> torch.Tensor:
-    """A' dC, laid out as B: where B is a weight read transposed, autograd takes it for the weight's without a copy."""
-    more = (None, "none", ctx.allow_tf32, workspace)
-    return ops.gemm(grad.t(), a, *more).t() if ctx.b_by_columns else ops.gemm(a.t(), grad, *more)
+    """A' dC, laid out as B."""
+    return product_like(ctx.b_by_columns, ctx.allow_tf32, a, grad, workspace)
+
+
+def product_like(
+    by_columns: bool, allow_tf32: bool, a: torch.Tensor, grad: torch.Tensor, workspace: str = ""
+) -> torch.Tensor:
+    """A' dC, by columns where B is a weight read transposed: autograd takes it for the weight's without a copy."""
+    more = (None, "none", allow_tf32, workspace)
+    return ops.gemm(grad.t(), a, *more).t() if by_columns else ops.gemm(a.t(), grad, *more)
 
 
 def bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-    if ctx.bias_dtype is None:
-        return None
-    return grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return sum_of_rows(grad, ctx.bias_dtype)
+
+
+def sum_of_rows(grad: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """In fp32, rounded to the bias' dtype; None: it needs no gradient."""
+    return None if dtype is None else grad.sum(0, dtype=torch.float32).to(dtype)
 
 
 def overlapped(
     name: str,
     communicating: Callable[[], torch.Tensor],
-    local: Callable[[], torch.Tensor],
+    local: Callable[[], Any],
     grad: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Any]:
     """(communicating(), local()), the second on a stream of its own where there are streams and peers."""
     # What is traced, as a tensor of a derived class too, the compiler puts in order.
     traced = torch.compiler.is_compiling() or type(grad) is not torch.Tensor
@@ -133,8 +145,8 @@ def of_columns(
 
 
 def both_gradients(
-    ctx: Any, for_a: Callable[[], torch.Tensor], for_b: Callable[[], torch.Tensor], grad: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ctx: Any, for_a: Callable[[], torch.Tensor], for_b: Callable[[], Any], grad: torch.Tensor
+) -> tuple[torch.Tensor | None, Any]:
     """A's gradient, which communicates, and B's, as far as they are needed."""
     wants_a, wants_b, _ = ctx.needs
     if wants_a and wants_b:

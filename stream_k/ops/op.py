@@ -45,6 +45,7 @@ from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scattered
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.target import num_sms
 from pyrocshmem.torch_contexts import normal_tensors, on_device
@@ -217,13 +218,22 @@ class Call:
 def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: through its operator where it has a gradient or something watches
     it, straight to its kernels otherwise."""
+    if is_batched(request.a):
+        divided = op.out_cut == "M"
+        first = scattered(request.a, ranks(name_of(group, workspace))[1]) if divided else None
+        return by_rows(
+            lambda a, out: call(op, request._replace(a=a, out=out), group, workspace),
+            request.a,
+            request.out,
+            first,
+        )
     whole = request.out is None and request.config is None and not request.squared_partials
     if dispatched(request.a, request.b, request.bias, whole=whole):
         return through_operator(op, request, name_of(group, workspace))
     return run(op, request, group, workspace)
 
 
-_ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}
+ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu}
 
 
 def through_operator(op: GemmOp, request: Request, group: str) -> torch.Tensor:
@@ -240,7 +250,7 @@ def through_operator(op: GemmOp, request: Request, group: str) -> torch.Tensor:
         request = request._replace(activation="none")
     found = getattr(ops, op.name)(*op.arguments(request, group))
     value = found[0] if isinstance(found, tuple) else found
-    return _ACTIVATIONS[late](value) if late != "none" else value
+    return ACTIVATIONS[late](value) if late != "none" else value
 
 
 def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
