@@ -79,7 +79,15 @@ __all__ = [
 
 # What imports Triton's language and interpreter, which forming a heap needs not: loaded when it is first asked for.
 _LATE = {"Workspace": "calls.workspace", "launch": "calls.kernels"}
-_PACKAGES = ("benchmarks", "collectives", "finegrained_alloc", "reference", "stream_k", "testing")
+_PACKAGES = (
+    "benchmarks",
+    "collectives",
+    "finegrained_alloc",
+    "reference",
+    "stream_k",
+    "testing",
+    "torch_ops",
+)
 _MODULES = ("target", "endings", "errors", "groups", "heap", "launching", "status")
 
 
