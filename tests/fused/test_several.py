@@ -1,5 +1,6 @@
 """Several Bs for one gather, `all_gather_gemm(a, [q, k, v])`: results, gradients, one graph, mistakes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,17 +157,14 @@ def mistakes(model: Model) -> list[str]:
         (grad,) = torch.autograd.grad(product.square().sum(), x, create_graph=True)
         grad.sum().backward()
 
+    op = functools.partial(stream_k.all_gather_gemm, group=heap)
     wrong: dict[str, Callable[[], Any]] = {
-        "bias has 1 entries for 2 matrices": lambda: stream_k.all_gather_gemm(
-            a, [b, c], bias=[None], group=heap
-        ),
-        "out is a Tensor beside 2 matrices": lambda: stream_k.all_gather_gemm(
-            a, [b, c], out=b[None], group=heap
-        ),
-        "inner sizes 16 and 15": lambda: stream_k.all_gather_gemm(a, [b, c[1:]], group=heap),
-        "b is torch.float16": lambda: stream_k.all_gather_gemm(a, [b, c.half()], group=heap),
-        "b is a str": lambda: stream_k.all_gather_gemm(a, ["b"], group=heap),
-        "takes no out": lambda: stream_k.all_gather_gemm(rows, [leaf], out=out, group=heap),
+        "bias has 1 entries for 2 matrices": lambda: op(a, [b, c], bias=[None]),
+        "out is a Tensor beside 2 matrices": lambda: op(rows, [b, c], out=b),
+        "inner sizes 16 and 15": lambda: op(a, [b, c[1:]]),
+        "b is torch.float16": lambda: op(a, [b, c.half()]),
+        "b is a str": lambda: op(a, ["b"]),
+        "takes no out": lambda: op(rows, [leaf], out=out),
     }
     texts = {part: outcome(call) for part, call in wrong.items()}
     with pytest.raises(RuntimeError, match="twice"):

@@ -208,6 +208,9 @@ def calls(rank: int, ranks: int, few: bool) -> int:
     with warnings.catch_warnings(), torch_ops.install(), made() as seen:
         warnings.simplefilter("error", UserWarning)
         (few_calls if few else many_calls)(rank, ranks)
+    sums = [call for call in seen if call.startswith("gemm_reduce_scatter(") and f" {FP16}, " in call]
+    assert sums
+    assert all(f"partial_dtype={FP16}" in call for call in sums), sums[0]
     return len(seen)
 
 
@@ -245,7 +248,11 @@ def installs(rank: int, ranks: int) -> dict[str, Any]:
         assert len(seen) - count in (0, 1)
         return len(seen) == count
 
+    def registered() -> list[str]:
+        return [torch._C._dispatch_dump(f"symm_mem::{operator}") for operator in torch_ops.OPERATORS]
+
     with stand_in(name) as seen:
+        before = registered()
         found["before"] = ours(every)
         first, second = torch_ops.install(), torch_ops.install(dist.group.WORLD)
         found["both"] = ours(every), ours(alone.group_name)
@@ -264,6 +271,7 @@ def installs(rank: int, ranks: int) -> dict[str, Any]:
                 raise KeyError
         except KeyError:
             found["after an exception"] = ours(every)
+        found["nothing is left"] = registered() == before
     heap_for().barrier()
     return found
 
@@ -287,9 +295,9 @@ def compiled(rank: int, ranks: int) -> dict[str, Any]:
         return operators().one_shot_all_reduce(a * 2, "sum", group) + 1
 
     found: dict[str, Any] = {}
-    # On a CPU Inductor wants a GPU for its own form of the last operator.
-    for function, backend in ((block, "inductor"), (moved, "aot_eager"), (summed, "aot_eager")):
-        fast = torch.compile(function, fullgraph=True, backend=backend)
+    for function in (block, moved, summed):
+        # Not Inductor, which has a form of its own of the last one, for GPUs alone.
+        fast = torch.compile(function, fullgraph=True, backend="aot_eager")
         with torch_ops.install(), made() as seen:
             eager = function(a, weights, down)
             expected = len(seen)

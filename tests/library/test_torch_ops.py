@@ -31,6 +31,7 @@ def test_installs_come_and_go() -> None:
             "none": (False, False),
             "with": True,
             "after an exception": False,
+            "nothing is left": True,
         }
 
 
