@@ -185,7 +185,7 @@ def outcome(heap: Heap, x: Any, residual: Any, weight: Any, eps: float = EPS, al
 
 # By name, how each error begins, and what it must say.
 MISTAKES = {
-    "no tensor": ("TypeError", "x is list"),
+    "no tensor": ("TypeError", "x is a list"),
     "dtype": (
         "TypeError",
         "x is torch.int64, a tensor is needed of torch.float16, torch.bfloat16, torch.float32",
