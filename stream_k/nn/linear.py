@@ -122,11 +122,14 @@ class ColumnParallelLinear(ParallelLinear):
 def joint_product(layers: Sequence[nn.Module], x: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
     """The outputs of `layers`, side by side, as one product; they differ in weight, bias and output features alone.
 
-    A layer that was replaced or wrapped, has hooks, or differs from the others is called by itself.
+    Where one was replaced or wrapped, has hooks, or differs from the others, each is called by itself.
     """
     first = layers[0]
     alike = {(layer.weight.dtype, layer.bias is None) for layer in layers if is_plain(layer, _PLAIN)}
-    if len(alike) > 1 or not all(is_plain(layer, _PLAIN) for layer in layers):
+    # What is traced copies weights into one, which few tokens are not worth; divided ones would be gathered again.
+    divided = getattr(first, "sequence_parallel", False)
+    traced = torch.compiler.is_compiling() and not torch.is_grad_enabled() and not divided
+    if traced or len(alike) > 1 or not all(is_plain(layer, _PLAIN) for layer in layers):
         return torch.cat([layer(x, num_rows) for layer in layers], -1)
     assert isinstance(first, ColumnParallelLinear)
     weight = joined([layer.weight for layer in layers])

@@ -81,7 +81,7 @@ def _pack(parameters: Sequence[Any]) -> None:
             parameter._local_tensor = view
         else:
             parameter.data = view
-    # Here it lives as long as the memory of the first, and longer than no other's.
+    # Here it lives as long as the memory of the first: whoever replaces that lets go of it, too.
     _holder(parameters[0]).pack = pack
 
 
@@ -111,15 +111,23 @@ def joined(parameters: Sequence[Any]) -> torch.Tensor:
     pack = None if is_watched(tuple(parts), whole=False) else _pack_of(parameters, parts)
     if pack is None:
         return torch.cat(parts)
-    return _Joined.apply(pack, *parts) if needs_gradient(tuple(parts)) else pack
+    return _Joined.apply(pack, parameters, *parts) if needs_gradient(tuple(parts)) else pack
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pack: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, pack: torch.Tensor, parameters: Sequence[Any], *parts: torch.Tensor
+    ) -> torch.Tensor:
+        # The pack, which products keep, doesn't count what is written into its parts; nor do parts of DTensors.
+        ctx.parameters, ctx.versions = parameters, [parameter._version for parameter in parameters]
         ctx.sizes = [part.shape[0] for part in parts]
         return pack.view_as(pack)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *grads[0].split(ctx.sizes)
+        if [parameter._version for parameter in ctx.parameters] != ctx.versions:
+            raise RuntimeError(
+                "a weight that is needed for gradients was modified by an inplace operation after the forward pass"
+            )
+        return None, None, *grads[0].split(ctx.sizes)

@@ -103,6 +103,24 @@ def test_dynamic_shapes_of_three_dimensions() -> None:
     assert values(run_ranks(dynamic, 2, timeout=100)) == [([True] * 4, 2)] * 2
 
 
+@torch.no_grad()
+def test_traced_inference_copies_no_weights() -> None:
+    """Gate and up are put together after the products, not before."""
+    device = target.device(0)
+    torch._dynamo.reset()
+    mlp = parallel.ParallelMLP(HIDDEN, INTERMEDIATE, device=device)
+    shapes = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        joined = [node for node in graph.graph.nodes if node.target is torch.cat]
+        shapes.extend(tuple(node.meta["example_value"].shape) for node in joined)
+        return graph.forward
+
+    x = torch.randn(3, HIDDEN, device=device)
+    torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend=backend)(x), mlp(x))
+    assert shapes == [(3, 2 * INTERMEDIATE)]
+
+
 def with_norm(rank: int, world_size: int) -> list[str]:
     """A row-parallel layer with residual and norm under torch.compile, decoding and training: what is wrong."""
     device = target.device(rank)

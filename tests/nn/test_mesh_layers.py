@@ -91,6 +91,11 @@ def packs(group: Any, mesh: DeviceMesh | None) -> None:
     other = block_on(group, seed=4)
     other.load_state_dict(torch.load(saved, weights_only=False))
     assert torch.equal(loss_of(other, 0), losses[0])
+    loss = loss_of(assigned, 0)
+    with torch.no_grad():
+        assigned.mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
     if mesh is not None:
         whole = parallel.full_state_dict(model)
         fourth = block_on(group, seed=5)
