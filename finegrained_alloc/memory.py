@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from .library import BACKENDS, CStats, backend_number, c_number, check, load
 
-
 PIECE = 2 << 20  # of memory in a Space: its addresses and sizes are multiples of that
 
 

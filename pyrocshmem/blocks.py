@@ -10,13 +10,15 @@ from pyrocshmem.forming import SharedMemory
 
 @dataclass(eq=False)
 class Block:
-    """An allocation of a heap. offered: whether the peers know that this rank has dropped it."""
+    """An allocation of a heap. offered: whether the peers know that this rank has dropped it. holder: who has it, in
+    words."""
 
     memory: SharedMemory
     offset: int
     nbytes: int
     live: bool = True
     offered: bool = False
+    holder: str = "tensors"
     _owner: "weakref.ref[Owner] | None" = None
 
     def own(self) -> "Owner":
@@ -49,6 +51,12 @@ def block_under(storage: torch.UntypedStorage) -> Block | None:
     """The block that `storage` was made on, None where it wasn't made by a heap on this rank's own memory."""
     owner = getattr(storage, "pyrocshmem_owner", None)
     return owner.block if isinstance(owner, Owner) else None
+
+
+def held_by(tensor: torch.Tensor, holder: str) -> None:
+    """Say who has the block of `tensor`, for `Heap.usage`. Nothing where it is none of a heap."""
+    if (block := block_under(tensor.untyped_storage())) is not None:
+        block.holder = holder
 
 
 # Those whose tensors live on. There are none as a rule, which is what a call that is repeated asks first.

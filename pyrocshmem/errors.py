@@ -36,14 +36,19 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class HeapOutOfMemory(ShmemError):
-    """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece."""
+    """`requested` bytes do not fit: `free` bytes are left, `largest` of them in one piece. reason: why the heap can't
+    grow, where it was to."""
 
-    def __init__(self, requested: int, free: int, largest: int, rank: int | None = None) -> None:
+    def __init__(
+        self, requested: int, free: int, largest: int, rank: int | None = None, reason: str = ""
+    ) -> None:
         self.requested, self.free, self.largest, self.rank = requested, free, largest, rank
+        self.reason = reason
         where = "" if rank is None else f" on rank {rank}"
+        why = f" ({reason})" if reason else ""
         super().__init__(
             f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
-            f"{largest} the largest free block; no rank allocated anything. "
+            f"{largest} the largest free block{why}; no rank allocated anything. "
             "Let go of tensors, on all ranks (del, or heap.free), or form the heap with more bytes "
             "(PYROCSHMEM_HEAP_BYTES)"
         )

@@ -1,6 +1,6 @@
 """The symmetric heap: on every rank of a group the same size and the same offsets, mapped by all its peers.
 
-    heap = Heap(1 << 26)                       # of the default process group; or heap_for(group)
+    heap = Heap()                              # of the default process group; or heap_for(group)
     x = heap.zeros(1024)                       # collective: every rank makes the same call
     heap.peer_view(x, peer).copy_(y)           # the same tensor in a peer's memory
     heap.barrier()
@@ -13,27 +13,33 @@ Layout: `SYSTEM_WORDS` int32 words for signals (word 0: abort, 64 onwards: barri
 of all ranks: they bring their call and the offset they would give it, and unless all agree nothing happens
 anywhere. A rank that fails brings its failure.
 
+A heap that isn't given a size grows: an allocation that doesn't fit brings all ranks more memory, at the same offsets,
+and with any vote goes what has too much free (`pyrocshmem.growth`). Addresses don't move. Memory of a heap goes only
+where no tensor of any rank lies, live or freed.
+
 A tensor need not be freed: once it is gone on all ranks its block is, too. With every vote a rank says which blocks
 no tensor of its own lies on any more, nor a view or a `peer_view`, when its device has finished what it launched; in
 the vote in which the last rank says so, all give the block back. So nobody can reach the memory who could still write
 to it, and offsets stay the same. Keep what a captured graph uses, as with other tensors: a graph holds none.
 
-Memory stays mapped while any tensor on it lives, even after `close`: a late access is never a crash.
+Memory stays mapped while any tensor on it lives, even after `free` and `close`: a late access is never a crash.
 """
 
 import contextlib
 import json
 import struct
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pyrocshmem.allocator import FreeList
-from pyrocshmem.blocks import Block, block_under
+from pyrocshmem import growth
+from pyrocshmem.blocks import Block, Owner, block_under
 from pyrocshmem.calls.labels import label
-from pyrocshmem.errors import CallMismatch, HeapOutOfMemory
+from pyrocshmem.errors import CallMismatch, HeapOutOfMemory, ShmemError
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
@@ -60,28 +66,37 @@ _DEBUG_BYTE = 0xFF  # NaN in every floating-point type that has one
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes that tensors can use (`total`), of them `used`, `free` and `largest` in one piece."""
+    """Bytes of this rank that the heap has for tensors now: `total`, of them `used`, `free`, `largest` in one piece.
+
+    limit: the most that it can have. fixed_because: why it can't have more than now; "" where it grows. held_by: the
+    used bytes of each holder: a workspace's buffer, with the op whose call made it so large, or "tensors".
+    """
 
     total: int
     used: int
     free: int
     largest: int
     num_allocations: int
+    limit: int
+    fixed_because: str
+    held_by: dict[str, int]
 
 
 class Heap(Lifecycle, TensorFactories):
     """A symmetric heap. Forming it, allocating, freeing and `barrier` are collective; the rest is local.
 
     Args:
-        nbytes: bytes for tensors, the same on all ranks; None: `PYROCSHMEM_HEAP_BYTES`, otherwise 64 MiB on
-            a CPU, and on GPUs 8 GiB or an eighth of the smallest one.
+        nbytes: bytes for tensors, the same on all ranks, which are all taken now, and never more. None: the heap takes
+            what it needs, when it does, at most `PYROCSHMEM_HEAP_BYTES`, otherwise the smallest GPU's memory (on a CPU
+            the machine's, 64 GiB at most). Where a device can't do that (AMD; `Usage.fixed_because`) it takes these
+            bytes now, otherwise 8 GiB or an eighth of the smallest GPU.
         group: what `as_group` takes.
         device: of this rank; None: the current GPU, or the CPU. One device serves any number of heaps.
         timeout: seconds that a vote waits for the others.
         debug: fill fresh and freed memory with NaN bytes.
 
     Attributes:
-        rank, world_size, group, device, nbytes, timeout, debug.
+        rank, world_size, group, device, timeout, debug. nbytes: the most that it has for tensors, see `usage`.
         base: address of the own heap. bases: of every rank's heap, in this process.
         heap_bases: int64[1 + max(R, 8)] on `device`: the own base, that of each rank, the own one as padding.
         system: int32[SYSTEM_WORDS] on `device`, the start of the own heap, zeroed when it formed but for its
@@ -104,7 +119,12 @@ class Heap(Lifecycle, TensorFactories):
     ) -> None:
         super().__init__(nbytes, group, device, timeout, debug)
         self.label = label(self)
-        self._free_list = FreeList(self.nbytes, ALIGNMENT)
+        assert self._memory is not None
+        first = None if self._memory.limit is None else self._memory.pieces[0][1]
+        self._free_list = growth.blocks_of(self.nbytes, ALIGNMENT, first)
+        self._owners: weakref.WeakSet[Owner] = (
+            weakref.WeakSet()
+        )  # what tensors live, of blocks that were freed, too
         self._live: dict[int, Block] = {}
         self._dropped_by: dict[int, set[int]] = {}  # the ranks that have said so; alike on all ranks
         self._collected = 0  # blocks that the last vote gave back
@@ -113,16 +133,18 @@ class Heap(Lifecycle, TensorFactories):
         """See `Lifecycle.vote`. Waits for the own device, only where tensors were dropped since the last vote."""
         with self._lock:
             self._require_usable()
-            dropped = self._newly_dropped()
-            replies = super().vote(call, _pack([block.offset for block in dropped], payload))
+            dropped, deserted = self._newly_dropped(), self._deserted()
+            offer = _pack([block.offset for block in dropped]) + _pack(deserted)
+            replies = super().vote(call, offer + payload)
             for block in dropped:
                 block.offered = True
-            offers, payloads = zip(*(_unpack(call, *reply) for reply in enumerate(replies)), strict=True)
-            for rank, offsets in enumerate(offers):
+            offers = [_unpack(call, *reply) for reply in enumerate(replies)]
+            for rank, (offsets, _, _) in enumerate(offers):
                 for offset in offsets:
                     self._dropped_by.setdefault(offset, set()).add(rank)
             self._collect()
-            return list(payloads)
+            self._shrink(set.intersection(*(set(starts) for _, starts, _ in offers)))
+            return [rest for _, _, rest in offers]
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the block of `tensor` back, on all ranks, once all of them have finished what they launched.
@@ -200,10 +222,22 @@ class Heap(Lifecycle, TensorFactories):
         return torch._neg_view(view) if tensor.is_neg() else view
 
     def usage(self) -> Usage:
-        """What is used and what is free. Local, and the same on all ranks."""
+        """What is used, by whom, and what is free. Local, and the same on all ranks."""
         blocks = self._free_list
-        used = blocks.total - blocks.free_bytes
-        return Usage(blocks.total, used, blocks.free_bytes, blocks.largest, blocks.num_allocations)
+        total, free = blocks.held_bytes, blocks.free_bytes
+        held_by: Counter[str] = Counter()
+        for block in self._live.values():
+            held_by[block.holder] += blocks.rounded(block.nbytes)
+        return Usage(
+            total,
+            total - free,
+            free,
+            blocks.largest,
+            blocks.num_allocations,
+            self.nbytes,
+            self.fixed_because,
+            dict(held_by),
+        )
 
     def recover(self) -> None:
         """Make the heap work again after a fault: collective, in the processes in which it broke.
@@ -218,6 +252,7 @@ class Heap(Lifecycle, TensorFactories):
         facts = {
             "blocks": [(block.offset, block.nbytes) for block in self._live.values()],
             "workspace": self.workspace is not None,
+            "pieces": self._pieces(),
         }
         self._recover(json.dumps(facts).encode(), self._keep_common)
 
@@ -230,6 +265,11 @@ class Heap(Lifecycle, TensorFactories):
         for block in list(self._live.values()):
             if (block.offset, block.nbytes) not in common:
                 self._give_back(block)
+        # Alike on all ranks, unless one was interrupted in a vote.
+        kept = set.intersection(*({(start, nbytes) for start, nbytes in each["pieces"]} for each in held))
+        for piece in self._pieces():
+            if piece not in kept:
+                self._remove(piece)
         if not all(each["workspace"] for each in held):
             self.workspace = None
 
@@ -259,26 +299,88 @@ class Heap(Lifecycle, TensorFactories):
                 raise
             call = f"{name}({list(plan.shape)}, {plan.dtype})"
             while True:
+                offset = self._free_list.alloc(nbytes)
                 try:
-                    return self._allocate_plan(call, plan, nbytes)
+                    if offset is not None:
+                        return self._allocate_plan(call, plan, offset, nbytes)
+                    self._make_room(call, nbytes)
                 except HeapOutOfMemory:
                     if self._collected == 0:  # alike on all ranks
                         raise
 
-    def _allocate_plan(self, call: str, plan: Plan, nbytes: int) -> torch.Tensor:
-        offset = self._free_list.alloc(nbytes)
-        if offset is None:
-            facts: dict[str, Any] = {"short": [nbytes, self._free_list.free_bytes, self._free_list.largest]}
-            self._settle(call, self._vote(call, facts))
+    def _make_room(self, call: str, nbytes: int) -> None:
+        """In a vote, which may give back what all ranks have dropped; if that was nothing, by more memory."""
+        pieces = growth.needed(self._free_list, nbytes) if self._grows else []
+        facts = {"short": self._shortage(nbytes), "pieces": pieces}
+        replies = self._vote(call, facts)
+        if not pieces or any(reply != replies[0] for reply in replies):
+            self._settle(call, replies)
             raise AssertionError("the vote let an allocation pass that has no memory")
+        if self._collected == 0:
+            self._grow(call, nbytes, pieces)
+
+    def _shortage(self, nbytes: int) -> tuple[int, int, int]:
+        return nbytes, self._free_list.free_bytes, self._free_list.largest
+
+    def _grow(self, call: str, nbytes: int, pieces: list[growth.Piece]) -> None:
+        """More memory at `pieces` on all ranks, or `HeapOutOfMemory` or another `ShmemError` on all."""
+        assert self._memory is not None
+        what = f"{call}: {sum(size for _, size in pieces)} bytes more"
+        failure = self._memory.add(lambda payload, what: super(Heap, self).vote(what, payload), what, pieces)
+        if failure is None:
+            for piece in pieces:
+                growth.hold(self._free_list, piece)
+            return
+        if failure.unable:
+            raise HeapOutOfMemory(*self._shortage(nbytes), failure.unable[0], failure.text) from failure.cause
+        fault = ShmemError(f"{what}: the heap could not grow: {failure.text}")
+        if failure.unmet:
+            self._fail(fault)
+        raise fault from failure.cause
+
+    @property
+    def _grows(self) -> bool:
+        return self._memory is not None and self._memory.limit is not None
+
+    def _pieces(self) -> list[growth.Piece]:
+        """What may go: not the first one, in which the system area is."""
+        return self._memory.pieces[1:] if self._memory is not None and self._grows else []
+
+    def _deserted(self) -> list[int]:
+        """Pieces on which no tensor of this rank is, live or freed."""
+        if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            return []
+        found = self._pieces()
+        for owner in list(self._owners) if found else ():
+            start, nbytes = SYSTEM_BYTES + owner.block.offset, max(owner.block.nbytes, 1)
+            found = [(a, size) for a, size in found if start >= a + size or start + nbytes <= a]
+        return [start for start, _ in found]
+
+    def _shrink(self, deserted: set[int]) -> None:
+        """Give memory back of which too much is free, alike on all ranks: only of pieces that all have `deserted`. What
+        ran there has ended, as before any block is given back."""
+        if deserted:
+            candidates = [piece for piece in self._pieces() if piece[0] in deserted]
+            for piece in growth.spare(self._free_list, candidates):
+                self._remove(piece)
+
+    def _remove(self, piece: growth.Piece) -> None:
+        assert self._memory is not None
+        growth.let_go(self._free_list, piece)
+        self._memory.remove([piece[0]])
+
+    def _allocate_plan(self, call: str, plan: Plan, offset: int, nbytes: int) -> torch.Tensor:
         assert self._memory is not None
         block = Block(self._memory, offset, nbytes)
         self._live[offset] = block
         try:
-            storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, block.own())
+            owner = block.own()
+            self._owners.add(owner)
+            storage = storage_at(self.base + SYSTEM_BYTES + offset, nbytes, self.device, owner)
+            del owner
             tensor = tensor_on(storage, plan.dtype, plan.shape)
             failure: Exception | None = None
-            facts = {"offset": offset}
+            facts: dict[str, Any] = {"offset": offset}
             try:
                 self._fill(tensor, block, plan)
             except Exception as error:
@@ -372,18 +474,21 @@ class Heap(Lifecycle, TensorFactories):
         raise ValueError(f"the tensor is not on this heap (nor on it before, if it was freed): {self!r}")
 
 
-def _pack(dropped: list[int], payload: bytes) -> bytes:
-    numbers = [len(dropped), *dropped]
-    return struct.pack(f"<{len(numbers)}Q", *numbers) + payload
+def _pack(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{1 + len(numbers)}Q", len(numbers), *numbers)
 
 
-def _unpack(call: str, rank: int, reply: bytes) -> tuple[tuple[int, ...], bytes]:
-    """(offsets of the blocks that `rank` has dropped, what else it brought to the vote on `call`)."""
+def _unpack(call: str, rank: int, reply: bytes) -> tuple[tuple[int, ...], tuple[int, ...], bytes]:
+    """(offsets of the blocks that `rank` has dropped, pieces that it has deserted, what else it brought to `call`)."""
     try:
-        (count,) = struct.unpack_from("<Q", reply)
-        return struct.unpack_from(f"<{count}Q", reply, 8), reply[8 * (1 + count) :]
+        found, at = [], 0
+        for _ in range(2):
+            (count,) = struct.unpack_from("<Q", reply, at)
+            found.append(struct.unpack_from(f"<{count}Q", reply, at + 8))
+            at += 8 * (1 + count)
     except struct.error:
         raise unreadable_payload(call, rank) from None
+    return found[0], found[1], reply[at:]
 
 
 def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:

@@ -17,6 +17,7 @@ A rank that has called `recover` less often than its peers hears at once that th
 import contextlib
 import copy
 import ctypes
+import json
 import os
 import sys
 import threading
@@ -33,9 +34,11 @@ from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, PeerTimeou
 from pyrocshmem.forming import (
     SYSTEM_BYTES,
     SYSTEM_WORDS,
+    DefaultBytes,
     SharedMemory,
     default_bytes,
     form,
+    form_growing,
     own_device,
     refuse_capture,
     storage_at,
@@ -43,6 +46,7 @@ from pyrocshmem.forming import (
     tensor_on,
 )
 from pyrocshmem.groups import Group, as_group
+from pyrocshmem.signed_records import parsed
 from pyrocshmem.stores import store_may_be_gone
 from pyrocshmem.timeouts import init_seconds
 from pyrocshmem.torch_contexts import normal_tensors
@@ -194,12 +198,12 @@ class Lifecycle:
             refuse_capture(self.device, "__init__")
             if not timeout > 0:
                 raise ValueError(f"timeout is {timeout}, allowed are seconds greater than 0")
-            self.nbytes = self._agree_on_size(nbytes)
+            size = self._agree_on_size(nbytes)
         except (TypeError, ValueError, RuntimeError) as error:
             self._home.leave(f"{type(error).__name__}: {error}")  # the peers needn't wait for this rank
             raise
-        call, nbytes = f"Heap({self.nbytes} bytes)", SYSTEM_BYTES + self.nbytes
-        memory = form(self._channel, call, nbytes, self.device, target.backend(), init_seconds())
+        memory, self.fixed_because = self._form(size)
+        self.nbytes = size.fixed if memory.limit is None else size.limit
         self._memory: SharedMemory | None = memory
         self.workspace: Any = None  # of `stream_k.workspace_for`, which lives as long as the heap
         self._callers: list[weakref.ref[Caller]] = []
@@ -417,16 +421,32 @@ class Lifecycle:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self.close()
 
-    def _agree_on_size(self, nbytes: int | None) -> int:
+    def _agree_on_size(self, nbytes: int | None) -> DefaultBytes:
+        """`limit` 0 is that of a heap that shall not grow."""
         if nbytes is not None:
             if isinstance(nbytes, bool) or not isinstance(nbytes, int):
                 raise TypeError(f"nbytes is a {type(nbytes).__name__}, allowed are int and None")
             if nbytes < 1:
                 raise ValueError(f"nbytes is {nbytes}, allowed are 1 or more")
-            return -(-nbytes // ALIGNMENT) * ALIGNMENT
+            return DefaultBytes(0, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         mine = default_bytes(self.device)
-        replies = self._channel.exchange(str(mine).encode(), "Heap of the default size")
-        return max(ALIGNMENT, min(int(reply) for reply in replies) // ALIGNMENT * ALIGNMENT)
+        call = "Heap of the default size"
+        replies = parsed(call, self._channel.exchange(json.dumps(mine._asdict()).encode(), call))
+        smallest = (min(int(reply[name]) for reply in replies) for name in mine._fields)
+        return DefaultBytes(*(max(ALIGNMENT, size // ALIGNMENT * ALIGNMENT) for size in smallest))
+
+    def _form(self, size: DefaultBytes) -> tuple[SharedMemory, str]:
+        """(the memory, why it can't grow), alike on all ranks."""
+        where = self.device, target.backend(), init_seconds()
+        because = "it was given a size"
+        if size.limit:
+            call, limit = f"Heap(up to {size.limit} bytes)", SYSTEM_BYTES + size.limit
+            found = form_growing(self._channel, call, limit, *where)
+            if isinstance(found, SharedMemory):
+                return found, ""
+            because = found
+        call = f"Heap({size.fixed} bytes)"
+        return form(self._channel, call, SYSTEM_BYTES + size.fixed, *where), because
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import signal, status, timeouts
+from pyrocshmem.blocks import held_by
 from pyrocshmem.calls.labels import label
 from pyrocshmem.calls.streams import Streams
 from pyrocshmem.errors import CallMismatch, ShmemError, WorkspaceBusy
@@ -38,6 +41,9 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
+# Plans hold buffers in circles of references, and a heap that grows gives no memory back that anything holds: a buffer
+# of so many bytes is worth looking for circles.
+_WORTH_COLLECTING = 16 << 20
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 
@@ -92,6 +98,7 @@ class Workspace(Streams):
         self.plans: dict[Any, Any] = {}
         self.agreed: dict[Any, int] = {}
         self._calls: dict[str, int] = {}  # those that ranks have compared, counted alike on all of them
+        self._op = "no call yet"  # of the last one of these
         self._buffers: dict[str, torch.Tensor] = {}
         self._room = Room()
         self._retired: list[Any] = []
@@ -116,9 +123,11 @@ class Workspace(Streams):
             heap.attach(self)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.heap is not None:
-            return self.heap.zeros(count, dtype=dtype)
-        return torch.zeros(count, dtype=dtype, device=self.device)
+        if self.heap is None:
+            return torch.zeros(count, dtype=dtype, device=self.device)
+        made = self.heap.zeros(count, dtype=dtype)
+        held_by(made, f"{self.label}: control words")
+        return made
 
     def _agree(self, what: str) -> None:
         """Every rank's writes to its own part are done before anyone goes on."""
@@ -185,6 +194,7 @@ class Workspace(Streams):
         assert self.heap is not None
         replies = self.heap.vote(call, payload)
         self._calls.setdefault(call, len(self._calls))
+        self._op = "".join(re.findall(r"^\w+", call))
         return replies
 
     @normal_tensors()
@@ -226,9 +236,14 @@ class Workspace(Streams):
                 f"the workspace has {self.nbytes} bytes, this call needs {needed} of them; "
                 "use a larger one or smaller blocks"
             )
+        old = 0 if found is None else found.nbytes
+        found = None
         self._release(key)
+        if old >= _WORTH_COLLECTING:
+            gc.collect()
         if self.heap is not None and not local:
             made = self.heap.empty(count, dtype=dtype)
+            held_by(made, f"{self.label}, {self._op}: {name}")
         else:
             with normal_tensors():
                 made = torch.empty(count, dtype=dtype, device=self.device)
@@ -346,12 +361,16 @@ class Workspace(Streams):
         return CallMismatch(each, found.number)
 
     def free(self) -> None:
-        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs."""
+        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. What a
+        heap that grows then has too much, it gives back, too."""
         self._drop_plans()  # some name buffers of `own` alone
         if self.own is not None:
             self.own.free()
         for key in list(self._buffers):
             self._release(key)
+        if self.heap is not None:
+            gc.collect()  # see _WORTH_COLLECTING
+            self.heap.vote("free of a workspace")
 
     def nbytes_in_use(self) -> int:
         """Bytes of all buffers, local and symmetric."""

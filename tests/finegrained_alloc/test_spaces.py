@@ -1,4 +1,4 @@
-"""Memory at given addresses in reserved space: it grows without moving, between processes and threads, and goes in pieces.
+"""Memory at given addresses in reserved space: it grows without moving, between processes and threads.
 
 On the host for real; what the CUDA backend calls, against a stand-in whose memory is shared between processes, too.
 """

@@ -237,8 +237,8 @@ class FillsAfterTheVote(Heap):
     def _fill(self, tensor, block, plan):
         pass
 
-    def _allocate_plan(self, call, plan, nbytes):
-        tensor = super()._allocate_plan(call, plan, nbytes)
+    def _allocate_plan(self, call, plan, *place):
+        tensor = super()._allocate_plan(call, plan, *place)
         if self.rank == 1:
             until(lambda: bool(tensor.all()))
         plan.fill(tensor)
