@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pyrocshmem import device as shmem
 from pyrocshmem import finegrained_alloc, launching, signal, status, target
-from pyrocshmem.forming import CPU_HEAP_BYTES
+from pyrocshmem.forming import CPU_HEAP_BYTES, default_bytes
 from pyrocshmem.heap import Heap
 from pyrocshmem.machine import container_limits, first_line, links
 from pyrocshmem.trace import now_us
@@ -46,7 +46,10 @@ if sys.argv[1] != "host":
     import torch
 sys.path.append(sys.argv[3])  # last: modules there have names of the standard library's
 import finegrained_alloc
-with finegrained_alloc.open_handle(bytes.fromhex(sys.stdin.read()), int(sys.argv[2])) as mapping:
+device, at = int(sys.argv[2]), None
+if sys.argv[4] == "at":
+    at = finegrained_alloc.reserve(finegrained_alloc.PIECE, sys.argv[1], device).ptr
+with finegrained_alloc.open_handle(bytes.fromhex(sys.stdin.read()), device, at) as mapping:
     print(mapping.nbytes)
 """
 _OPENER_S = 60
@@ -112,28 +115,66 @@ def check_peers() -> Iterator[Finding]:
     )
 
 
-def check_ipc() -> Iterator[Finding]:
-    """Whether another process can map memory of this one through a handle: on one GPU, too."""
-    backend = target.backend()
+def _opened_elsewhere(memory: finegrained_alloc.Allocation, where: str) -> str:
+    """Why another process can't map `memory`, "" where it can. where: "at" an address of its choice, or "anywhere"."""
     # As ranks do: from a GPU of its own, where there is one.
     device = 1 if target.num_devices() > 1 else 0
-    with finegrained_alloc.alloc(_BLOCK, backend) as memory:
-        done = subprocess.run(
-            [sys.executable, "-c", _OPENER, backend, str(device), str(Path(__file__).parent)],
-            input=memory.export().hex(),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            text=True,
-            timeout=_OPENER_S,
-            check=False,
-        )
-    mapped = done.returncode == 0 and done.stdout.split() == [str(_BLOCK)]
-    last = (done.stderr.strip().splitlines() or [f"its exit status is {done.returncode}"])[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", _OPENER, memory.backend, str(device), str(Path(__file__).parent), where],
+        input=memory.export().hex(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=_OPENER_S,
+        check=False,
+    )
+    if done.returncode == 0 and done.stdout.split() == [str(memory.nbytes)]:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"its exit status is {done.returncode}"])[-1]
+
+
+def check_ipc() -> Iterator[Finding]:
+    """Whether another process can map memory of this one through a handle: on one GPU, too."""
+    with finegrained_alloc.alloc(_BLOCK, target.backend()) as memory:
+        problem = _opened_elsewhere(memory, "anywhere")
     yield Finding(
         "IPC",
-        OK if mapped else FAULT,
-        f"another process {'maps memory of this one' if mapped else 'can not map memory of this one: ' + last}",
-        "" if mapped else _NO_IPC,
+        FAULT if problem else OK,
+        f"another process {'can not map memory of this one: ' + problem if problem else 'maps memory of this one'}",
+        _NO_IPC if problem else "",
+    )
+
+
+def why_fixed() -> str:
+    """Why heaps that aren't given a size can't grow here, "" where they can: as far as that shows without a peer."""
+    try:
+        with (
+            finegrained_alloc.reserve(finegrained_alloc.PIECE, target.backend()) as space,
+            finegrained_alloc.alloc(space.nbytes, space.backend, at=space.ptr) as memory,
+        ):
+            memory.export()
+    except (RuntimeError, MemoryError) as error:
+        return str(error)
+    return ""
+
+
+def check_growth() -> Iterator[Finding]:
+    """Whether heaps that aren't given a size take memory as they need it."""
+    problem = why_fixed()
+    if not problem:
+        with (
+            finegrained_alloc.reserve(finegrained_alloc.PIECE, target.backend()) as space,
+            finegrained_alloc.alloc(space.nbytes, space.backend, at=space.ptr) as memory,
+        ):
+            problem = _opened_elsewhere(memory, "at")
+    size = default_bytes(target.device())
+    yield Finding(
+        "heap size",
+        NOTE if problem else OK,
+        f"{gib(size.fixed)} when it forms, since it can't grow: {problem}"
+        if problem
+        else f"grows with what is on it, up to {gib(size.limit)}",
+        "give heaps a size (nbytes, or PYROCSHMEM_HEAP_BYTES) if that is too much" if problem else "",
     )
 
 
@@ -155,8 +196,7 @@ def check_shared_memory() -> Iterator[Finding]:
         "/dev/shm",
         FAULT if short else OK,
         f"{gib(usage.total)}, {gib(usage.free)} free",
-        f"two ranks of the default size need {gib(needed)}: start the container with a larger --shm-size, or set "
-        "PYROCSHMEM_HEAP_BYTES"
+        f"the heaps of two ranks may soon need {gib(needed)}: start the container with a larger --shm-size"
         if short
         else "",
     )
@@ -307,6 +347,7 @@ def examine(num_ranks: int, seconds: float) -> Iterator[Finding]:
         "target": check_target,
         "peers": check_peers,
         "IPC": check_ipc,
+        "heap size": check_growth,
         "/dev/shm": check_shared_memory,
         "limits": check_limits,
         "clock": check_clock,

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pyrocshmem import entry, finegrained_alloc, target
-from pyrocshmem.doctor import gib
+from pyrocshmem.doctor import gib, why_fixed
+from pyrocshmem.forming import default_bytes
 from pyrocshmem.machine import links
 
 # A ROCm build of torch brings its Triton under a name of its own.
@@ -57,7 +58,7 @@ def peers_table() -> Table | None:
 
 
 def heap_table() -> Table:
-    """Each memory backend: chosen or not, and why."""
+    """Each memory backend: chosen or not, and why; and what a heap takes that isn't given a size."""
     table = Table("backend", "here", "", title="heap")
     for backend in finegrained_alloc.BACKENDS:
         try:
@@ -66,6 +67,14 @@ def heap_table() -> Table:
             usable, reason = False, str(error)
         chosen = "used" if usable and backend == target.backend() else "usable" if usable else "no"
         table.add_row(backend, chosen, reason)
+        if chosen == "used":
+            size, problem = default_bytes(target.device()), why_fixed()
+            grows = (
+                f"{gib(size.fixed)} at once: {problem}"
+                if problem
+                else f"what it needs, up to {gib(size.limit)}"
+            )
+            table.add_row("", "takes", grows)
     return table
 
 

@@ -361,8 +361,8 @@ class Workspace(Streams):
         return CallMismatch(each, found.number)
 
     def free(self) -> None:
-        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. What a
-        heap that grows then has too much, it gives back, too."""
+        """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. What
+        a heap that grows then has too much, it gives back, too."""
         self._drop_plans()  # some name buffers of `own` alone
         if self.own is not None:
             self.own.free()

@@ -239,13 +239,18 @@ def test_memory_to_compare_calls_is_called_so(monkeypatch):
 
 
 def _default_heap(rank, world_size):
-    error, _ = raised_by(Heap)
+    def refuse(nbytes, backend, device=0):
+        raise finegrained_alloc.Unavailable("planted: heaps don't grow here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finegrained_alloc, "reserve", refuse)
+        error, _ = raised_by(Heap)
     return type(error), str(error)
 
 
 @pytest.mark.cpu
 def test_a_default_size_that_does_not_fit(monkeypatch):
-    """What was asked for, what is free, and what to do."""
+    """Where a heap can't grow: what was asked for, what is free, and what to do."""
     nbytes = shutil.disk_usage("/dev/shm").total + MIB
     monkeypatch.setenv("PYROCSHMEM_HEAP_BYTES", str(nbytes))
     for kind, text in values(run_ranks(_default_heap, 2)):

@@ -263,11 +263,12 @@ def test_handles_travel_through_the_store_as_text_and_do_not_stay_there(
 
     monkeypatch.setattr(MemoryBoard, "set", watched)
     assert spawn_threads(_heap_of_two, 2, seen) == [[], []]
-    offers = [value for _, value in seen if b'"handle"' in value]
+    offers = [value for _, value in seen if b'"handles"' in value]
     assert len(offers) == 2
     for offer in offers:
         facts = json.loads(offer[offer.index(b"{") :])
-        assert len(bytes.fromhex(facts["handle"])) == finegrained_alloc.handle_bytes()
+        (handle,) = facts["handles"]
+        assert len(bytes.fromhex(handle)) == finegrained_alloc.handle_bytes()
 
 
 def _announces(group: ThreadGroup, nbytes: int, numbers: threading.local) -> tuple[str, int]:

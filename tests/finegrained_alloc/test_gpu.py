@@ -241,3 +241,126 @@ def test_pool_on_another_device() -> None:
         other = torch.ones(5 << 20, device="cuda:0")
         assert fga.live().allocations == before + 1
     assert tensor.sum().item() == other.sum().item() == 5 << 20
+
+
+# ---- memory at given addresses
+
+
+def space_of(nbytes: int, device: int = 0) -> fga.Space:
+    """Skips where the driver or the container refuses it; see `test_spaces.py` for what is called."""
+    try:
+        with fga.reserve(PAGE, BACKEND) as space, fga.alloc(PAGE, BACKEND, at=space.ptr) as memory:
+            memory.export()
+        return fga.reserve(nbytes, BACKEND, device)
+    except (fga.Unavailable, RuntimeError) as error:
+        pytest.skip(str(error))
+
+
+def test_pieces_in_reserved_space_are_one_memory() -> None:
+    """Written and read by one kernel across both; each keeps its own when the other goes and comes."""
+    before, _ = torch.cuda.mem_get_info()
+    with space_of(1 << 40) as space:
+        assert before - torch.cuda.mem_get_info()[0] < 16 << 20, "addresses take memory"
+        first = fga.alloc(2 * PAGE, BACKEND, at=space.ptr)
+        second = fga.alloc(40 * PAGE, BACKEND, at=space.ptr + 2 * PAGE)
+        assert before - torch.cuda.mem_get_info()[0] >= 42 * PAGE
+        data = random.randbytes(42 * PAGE)
+        write(space.ptr, data)
+        assert read(space.ptr, 42 * PAGE) == data
+        with pytest.raises(ValueError, match="other memory lies there"):
+            fga.alloc(PAGE, BACKEND, at=space.ptr + 2 * PAGE)
+        second.free()
+        assert before - torch.cuda.mem_get_info()[0] < 42 * PAGE
+        assert read(space.ptr, 2 * PAGE) == data[: 2 * PAGE]
+        again = fga.alloc(PAGE, BACKEND, at=space.ptr + 2 * PAGE)
+        write(space.ptr, data[: 3 * PAGE])
+        assert read(space.ptr, 3 * PAGE) == data[: 3 * PAGE]
+        again.free()
+        first.free()
+
+
+PEER_IN_SPACE = (
+    CHILD
+    + """
+device = int(sys.argv[1])
+space = fga.reserve(1 << 40, BACKEND, device)
+views = []
+for handle in sys.argv[2:]:
+    views.append(fga.open_handle(bytes.fromhex(handle), device, space.ptr + sum(view.nbytes for view in views)))
+nbytes = sum(view.nbytes for view in views)
+seen = read(space.ptr, nbytes, device)
+write(space.ptr, seen[::-1], device)
+say(anywhere=error_of(fga.open_handle, bytes.fromhex(sys.argv[2]), device), nbytes=nbytes)
+for view in views: view.close()
+space.free()
+"""
+)
+
+
+def exchange_in_spaces(device: int) -> None:
+    with space_of(1 << 40) as space:
+        pieces = [fga.alloc(n * PAGE, BACKEND, 0, space.ptr + o * PAGE) for n, o in ((1, 0), (3, 1))]
+        data = random.randbytes(4 * PAGE)
+        write(space.ptr, data)
+        handles = [piece.export().hex() for piece in pieces]
+        (facts,) = support.run_child(PEER_IN_SPACE, str(device), *handles)
+        assert facts["nbytes"] == 4 * PAGE
+        assert "in reserved address space" in facts["anywhere"][1]
+        assert read(space.ptr, 4 * PAGE) == data[::-1]
+        for piece in pieces:
+            piece.seal()
+            with pytest.raises(ValueError, match="sealed"):
+                piece.export()
+            piece.free()
+
+
+def test_another_process_maps_pieces_behind_one_another() -> None:
+    exchange_in_spaces(0)
+
+
+@pytest.mark.num_gpus(2)
+def test_another_process_on_another_gpu_maps_pieces() -> None:
+    exchange_in_spaces(1)
+
+
+@pytest.mark.num_gpus(2)
+def test_threads_on_two_gpus_share_a_piece() -> None:
+    data = random.randbytes(PAGE)
+    with (
+        space_of(1 << 40) as space,
+        fga.alloc(PAGE, BACKEND, 0, space.ptr) as memory,
+        fga.open_handle(memory.export(), 1) as view,
+    ):
+        assert view.ptr == memory.ptr
+        write(view.ptr, data, device=1)
+        assert read(memory.ptr, PAGE, device=0) == data
+
+
+def test_memory_in_a_space_outlives_its_killed_owner() -> None:
+    """A mapping holds it: what the owner's end leaves a peer is no fault."""
+    owner = (
+        CHILD
+        + """
+space = fga.reserve(1 << 30, BACKEND)
+memory = fga.alloc(fga.PIECE, BACKEND, at=space.ptr)
+write(memory.ptr, b"hello")
+say(handle=memory.export().hex())
+sys.stdin.readline()
+"""
+    )
+    with space_of(1 << 30) as space, support.child(owner) as process:
+        handle = bytes.fromhex(support.hear(process)["handle"])
+        with fga.open_handle(handle, at=space.ptr) as view:
+            process.send_signal(signal.SIGKILL)
+            process.wait(support.TIMEOUT_S)
+            assert read(view.ptr, 5) == b"hello"
+        with pytest.raises(fga.StaleHandle, match="is not running"):
+            fga.open_handle(handle, at=space.ptr)
+
+
+def test_out_of_memory_in_a_space() -> None:
+    with space_of(1 << 42) as space:
+        with pytest.raises(MemoryError, match=f"cuda: cuMemCreate of {1 << 41} bytes on device 0"):
+            fga.alloc(1 << 41, BACKEND, at=space.ptr)
+        with fga.alloc(PAGE, BACKEND, at=space.ptr) as memory:
+            write(memory.ptr, b"works")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pyrocshmem import RankResult, doctor, finegrained_alloc, launching, machine, target
+from pyrocshmem import RankResult, doctor, finegrained_alloc, info, launching, machine, target
 from pyrocshmem.__main__ import app
 from pyrocshmem.doctor import FAULT, NOTE, OK, Finding
 
@@ -31,6 +31,7 @@ def test_all_checks_and_a_self_test() -> None:
         "C library",
         "peers",
         "IPC",
+        "heap size",
         "/dev/shm",
         "container",
         "open files",
@@ -73,6 +74,35 @@ def test_a_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     found = only(doctor.check_target(), "C library")
     assert (found.verdict, found.found) == (FAULT, "it is not built")
     assert "finegrained_alloc/build.sh" in found.advice
+
+
+@pytest.mark.cpu
+def test_whether_heaps_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = only(doctor.check_growth(), "heap size")
+    assert found.verdict == OK
+    assert found.found.startswith("grows with what is on it, up to ")
+    assert [cell for cell in info.heap_table().columns[2].cells if "what it needs, up to " in str(cell)]
+
+    with monkeypatch.context() as patch:  # no other process can map it so
+        patch.setattr(doctor, "_OPENER", "raise SystemExit('no descriptor')")
+        found = only(doctor.check_growth(), "heap size")
+    assert (found.verdict, found.found) == (
+        NOTE,
+        "0.1 GiB when it forms, since it can't grow: no descriptor",
+    )
+    assert "PYROCSHMEM_HEAP_BYTES" in found.advice
+
+    def refuse(*arguments: object) -> None:
+        raise finegrained_alloc.Unavailable("no virtual memory here")
+
+    monkeypatch.setattr(finegrained_alloc, "reserve", refuse)
+    found = only(doctor.check_growth(), "heap size")
+    assert (found.verdict, found.found) == (
+        NOTE,
+        "0.1 GiB when it forms, since it can't grow: no virtual memory here",
+    )
+    table = info.heap_table()
+    assert "0.1 GiB at once: no virtual memory here" in [str(cell) for cell in table.columns[2].cells]
 
 
 @pytest.mark.cpu
