@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 FAULTS = "tests/faults/"
 ALLOC, FORMING = f"{FAULTS}test_alloc_faults.py", f"{FAULTS}test_forming_faults.py"
-HEAP, OP, SIGNAL = (f"{FAULTS}test_{name}_faults.py" for name in ("heap", "op", "signal"))
+HEAP, OP, SIGNAL, GROWTH = (f"{FAULTS}test_{name}_faults.py" for name in ("heap", "op", "signal", "growth"))
 _OTHERS = ("faults_in_turn", "guards", "many_calls", "late_ranks", "recovery", "call_order")
 IN_TURN, GUARDS, MANY, LATE, RECOVERY, ORDER = (f"{FAULTS}test_{name}.py" for name in _OTHERS)
 PROTOCOL, BLOCKS, RESULTS = (
@@ -55,6 +55,7 @@ CASES = (
         tests_in(IN_TURN, "case_1_a_peer_is_killed_in_the_middle_of_an_op")
         + tests_in(HEAP, "case_1_a_killed_peer_is_named_in_time_and_leaves_nothing")
         + tests_in(KILLS, "killed_at_random_instants_while_heaps_form")
+        + tests_in(GROWTH, "case_1_a_rank_killed_while_the_heap_grows")
         + tests_in(
             SIGNAL,
             "the_wait_ends_in_time_and_names_what_it_waited_for",
@@ -157,7 +158,12 @@ CASES = (
         "heap exhausted on one rank",
         "HeapOutOfMemory (requested, free, largest) on all; no rank keeps a piece",
         tests_in(HEAP, "case_14_exhausted_on_one_rank", "case_14_exhausted_by_fragments")
-        + tests_in(OP, "places_that_are_too_small"),
+        + tests_in(OP, "places_that_are_too_small")
+        + tests_in(
+            GROWTH,
+            "case_14_one_rank_has_no_memory_to_grow",
+            "case_14_a_full_dev_shm_is_an_error_and_never_a_sigbus",
+        ),
     ),
     Fault(
         15,
@@ -182,6 +188,7 @@ CASES = (
             "case_17_bad_handles_are_errors_that_name_the_cause",
             "case_17_only_the_user_may_open_a_heap_and_only_while_it_forms",
         )
+        + tests_in(GROWTH, "case_17_one_rank_can_not_map_what_a_peer_has_grown_by")
         + tests_in(
             ALLOC,
             "handle_of_a_part_of_an_allocation",
@@ -346,6 +353,11 @@ CASES = (
             FORMING,
             "case_33_a_forged_offer_is_an_error_on_all_ranks",
             "case_33_an_offer_of_another_job_is_an_error_on_all_ranks",
+        )
+        + tests_in(
+            GROWTH,
+            "case_33_a_forged_offer_of_more_memory",
+            "case_33_pieces_of_one_offer_are_not_mapped_in_each_other_s_place",
         ),
     ),
 )

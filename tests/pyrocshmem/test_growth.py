@@ -5,6 +5,7 @@ The same on CPUs and on GPUs whose driver can do it. What it does in faults: tes
 
 import functools
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -326,6 +327,30 @@ def test_memory_stays_as_long_as_any_rank_can_reach_it(grows):
     for (first, second, last), _ in ends:
         assert first == second >= 80 * MIB
         assert last <= growth.SPARE_BYTES
+
+
+class GivesBackWhatIsHeld(Heap):
+    """The guard taken out: it doesn't look whether tensors of this rank are on what it gives back."""
+
+    def _deserted(self):
+        return [start for start, _ in self._pieces()]
+
+
+def _reads_what_is_gone(rank, world_size):
+    with GivesBackWhatIsHeld() as heap:
+        x = heap.full((80 * MIB,), 7, dtype=torch.int8)
+        heap.free(x)
+        heap.barrier()
+        if rank == 0:
+            return x.sum().item()
+        return heap.usage().total
+
+
+@pytest.mark.cpu
+def test_without_the_guard_reading_a_freed_tensor_ends_the_process():
+    ends = run_ranks(_reads_what_is_gone, 2)
+    assert ends[0].exitcode == -signal.SIGSEGV
+    assert ends[1].value <= growth.SPARE_BYTES
 
 
 def _workspaces(rank, world_size):
