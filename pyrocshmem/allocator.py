@@ -109,12 +109,16 @@ class FreeList:
         return [*found, (at, stop)] if at < stop else found
 
     def hold(self, start: int, end: int) -> None:
-        """There is memory for [start, end), which there was not."""
-        bisect.insort(self._held, (start, min(end, self.total)))
+        """There is memory for [start, end), all of which there was none for, or this very call was made before."""
+        piece = start, min(end, self.total)
+        if piece not in self._held:
+            bisect.insort(self._held, piece)
 
     def let_go(self, start: int, end: int) -> None:
-        """There is no memory any more for what `hold` was called with."""
-        self._held.remove((start, min(end, self.total)))
+        """There is no memory any more for what `hold` was called with; nothing where it wasn't."""
+        piece = start, min(end, self.total)
+        if piece in self._held:
+            self._held.remove(piece)
 
     def is_free(self, start: int, end: int) -> bool:
         """Whether no block has a byte of [start, end), as far as that goes."""

@@ -46,11 +46,11 @@ class HeapOutOfMemory(ShmemError):
         self.reason = reason
         where = "" if rank is None else f" on rank {rank}"
         why = f" ({reason})" if reason else ""
+        form = "" if reason else ", or form the heap with more bytes (PYROCSHMEM_HEAP_BYTES)"
         super().__init__(
             f"the symmetric heap is out of memory{where}: {requested} bytes requested, {free} free, "
             f"{largest} the largest free block{why}; no rank allocated anything. "
-            "Let go of tensors, on all ranks (del, or heap.free), or form the heap with more bytes "
-            "(PYROCSHMEM_HEAP_BYTES)"
+            f"Let go of tensors, on all ranks (del, or heap.free){form}"
         )
 
 

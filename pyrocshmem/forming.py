@@ -248,7 +248,7 @@ class SharedMemory:
             offer = self._allocate(pieces, nonce)
         except (MemoryError, RuntimeError, ValueError, OSError) as error:
             cause = error
-            advice = f"; {_SMALLER}" if isinstance(error, MemoryError) else ""
+            advice = f"; {_SMALLER}" if isinstance(error, MemoryError) and not self.bases else ""
             offer = _Offer(problem=f"{type(error).__name__}: {error}{advice}")
         offers: list[_Offer] = []
         problem = ""

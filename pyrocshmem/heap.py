@@ -268,7 +268,9 @@ class Heap(Lifecycle, TensorFactories):
         # Alike on all ranks, unless one was interrupted in a vote.
         kept = set.intersection(*({(start, nbytes) for start, nbytes in each["pieces"]} for each in held))
         for piece in self._pieces():
-            if piece not in kept:
+            if piece in kept:
+                growth.hold(self._free_list, piece)
+            else:
                 self._remove(piece)
         if not all(each["workspace"] for each in held):
             self.workspace = None

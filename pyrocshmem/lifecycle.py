@@ -229,7 +229,10 @@ class Lifecycle:
         live_heaps.add(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "broken" if self.broken else f"{self.nbytes} bytes"
+        if self._closed or self.broken:
+            state = "closed" if self._closed else "broken"
+        else:
+            state = f"{'' if self.fixed_because else 'up to '}{self.nbytes} bytes"
         return f"Heap(rank {self.rank} of {self.world_size}, {self.device}, {state})"
 
     def __reduce__(self) -> NoReturn:
