@@ -290,16 +290,25 @@ class SharedMemory:
 
     def _allocate(self, pieces: Sequence[tuple[int, int]], nonce: tuple[int, ...]) -> _Offer:
         """Allocate own memory, and zero a system area in each piece but for the words that say whose it is."""
-        index = self.device.index or 0
         handles = []
         for start, nbytes in pieces:
-            own = finegrained_alloc.alloc(nbytes, self.backend, index, **self._place(self.rank, start))
+            own = self._alloc(nbytes, start)
             self._parts.pieces[start] = _Piece(own, [])
             owner = [self.rank, *self._digest(start), *nonce]
             self._write(own.ptr, 0, [0] * (SYSTEM_WORDS - _OWNER_WORDS) + owner)
             handles.append(own.export().hex())
         synchronize(self.device)
         return _Offer(tuple(handles), nonce, status.own_process())
+
+    def _alloc(self, nbytes: int, start: int) -> finegrained_alloc.Allocation:
+        alloc, place = finegrained_alloc.alloc, self._place(self.rank, start)
+        try:
+            return alloc(nbytes, self.backend, self.device.index or 0, **place)
+        except MemoryError:
+            if self.device.type == "cpu":
+                raise
+        torch.cuda.empty_cache()  # PyTorch keeps from the driver what no tensor of its own needs
+        return alloc(nbytes, self.backend, self.device.index or 0, **place)
 
     def _map(
         self, peer: int, offer: _Offer, pieces: Sequence[tuple[int, int]], nonce: tuple[int, ...]

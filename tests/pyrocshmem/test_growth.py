@@ -413,6 +413,18 @@ def test_its_limit(monkeypatch, grows):
             heap_for(heap, 16 * MIB + 1)
 
 
+@pytest.mark.gpu_a_rank("fills a GPU")
+@pytest.mark.gpu
+def test_memory_that_pytorch_only_keeps_is_no_reason_to_have_none(grows):
+    with Heap() as heap:
+        free, _ = torch.cuda.mem_get_info()
+        kept = torch.empty(free - (1 << 30), dtype=torch.uint8, device=heap.device)
+        del kept
+        assert torch.cuda.mem_get_info()[0] < 2 << 30
+        x = heap.ones(1 << 30)
+        assert float(x[-1]) == 1
+
+
 def test_a_size_that_is_given_is_taken_at_once_and_stays():
     with Heap(8 * MIB) as heap:
         usage = heap.usage()
