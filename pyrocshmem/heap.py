@@ -499,7 +499,8 @@ def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
 
     Args:
         group: what `as_group` takes, or a `Heap`, which is returned.
-        nbytes: at least so many; None: the default size, or whatever the heap has.
+        nbytes: at least so many: a new heap takes them at once, one that is there must be allowed as many (`limit` of
+            its `usage`). None: a heap that grows, or whatever is there.
 
     Raises:
         ValueError: the group's heap is there already and smaller than `nbytes`.
