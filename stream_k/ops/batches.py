@@ -10,7 +10,8 @@ import torch
 
 
 def is_batched(a: Any) -> bool:
-    return isinstance(a, torch.Tensor) and a.ndim > 2
+    """Whether `a` is such a tensor, dense: others are refused where matrices are."""
+    return isinstance(a, torch.Tensor) and a.layout is torch.strided and not a.is_nested and a.ndim > 2
 
 
 def by_rows(call: Callable[[torch.Tensor, Any], Any], a: torch.Tensor, out: Any, first: Any = None) -> Any:
