@@ -5,7 +5,9 @@
 `ours`: `stream_k.nn`; `ours_16bit`: partial sums travel in the 16-bit dtype, as `torch_tp`'s do; `ours_compiled`: under
 `torch.compile`. `torch_tp`: the ordinary layer under PyTorch's tensor parallelism: `ColwiseParallel`,
 `RowwiseParallel`, and, but for decoding, `SequenceParallel`; `torch_tp_async`: under `torch.compile` with its
-asynchronous tensor parallelism, where that forms a fused op at all.
+asynchronous tensor parallelism, where that forms a fused op at all. `symm_mem`: linears that call
+`torch.ops.symm_mem`, as torchtitan's do, served by PyTorch; `ours_symm_mem`: the same, served by
+`pyrocshmem.torch_ops`.
 
 Forward and training: M tokens of one sequence, divided by rows. Decoding: the next token of M sequences, a cache of
 `LayerSize.context` tokens behind each, in a CUDA graph, nothing but heads and features divided. Results are held to
@@ -25,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyrocshmem import torch_ops
 from pyrocshmem.benchmarks.clocks import Clocks
 from pyrocshmem.benchmarks.derive import merged
 from pyrocshmem.benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
 from pyrocshmem.benchmarks.measure import LIMIT_S, Table, part_of
 from pyrocshmem.benchmarks.provider import Run, Unavailable
 from pyrocshmem.benchmarks.shapes import LAYER_SIZES, Case
+from pyrocshmem.benchmarks.symm_mem_layer import SymmMemLayer
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.json_objects import all_gather_json
 from pyrocshmem.reference.timing import Meter, host_seconds
@@ -219,6 +223,47 @@ def _parallelized(problem: Problem) -> nn.Module:
     return parallelize_module(copy.deepcopy(problem.layer), mesh, plan)
 
 
+class _ServedStep(Step):
+    """A step of a layer that calls `torch.ops.symm_mem`. served: whether by ours; switched outside of what is timed."""
+
+    served = False
+
+    def reset(self) -> None:
+        """See the base class."""
+        _serve(self.served)
+        super().reset()
+
+    def call(self) -> None:
+        """See the base class."""
+        _serve(self.served)
+        super().call()
+
+
+_installed: Any = None
+
+
+def _serve(ours: bool) -> None:
+    """Have `torch.ops.symm_mem` served by ours, or by PyTorch."""
+    global _installed
+    if ours and _installed is None:
+        _installed = torch_ops.install()
+    elif not ours and _installed is not None:
+        _installed.uninstall()
+        _installed = None
+
+
+def _symm_mem(problem: Problem, served: bool) -> Step:
+    if problem.decodes:
+        raise Unavailable("its fused ops divide rows, which decoding does not")
+    if not served:
+        _need_gpus(problem)
+    rank, ranks = dist.get_rank(), problem.case.ranks
+    layer = SymmMemLayer(problem.layer, rank, ranks, dist.group.WORLD.group_name)
+    step = _ServedStep(problem.step(layer, ranks, matrix=True), None)
+    step.served = served
+    return step
+
+
 def _need_gpus(problem: Problem) -> None:
     if problem.device.type != "cuda":
         raise Unavailable("needs GPUs")
@@ -230,6 +275,8 @@ _PROVIDERS: dict[str, Callable[[Problem], Step]] = {
     "ours_compiled": partial(_ours, compiled=True),
     "torch_tp": _torch_tp,
     "torch_tp_async": _torch_tp_async,
+    "symm_mem": partial(_symm_mem, served=False),
+    "ours_symm_mem": partial(_symm_mem, served=True),
 }
 
 
