@@ -257,6 +257,7 @@ def _symm_mem(problem: Problem, served: bool) -> Step:
         raise Unavailable("its fused ops divide rows, which decoding does not")
     if not served:
         _need_gpus(problem)
+        importlib.import_module("torch.distributed._symmetric_memory")  # registers the ops
     rank, ranks = dist.get_rank(), problem.case.ranks
     layer = SymmMemLayer(problem.layer, rank, ranks, dist.group.WORLD.group_name)
     step = _ServedStep(problem.step(layer, ranks, matrix=True), None)

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
+from pyrocshmem.calls.tensors import check_dense
+
 
 def is_batched(a: Any) -> bool:
-    """Whether `a` is such a tensor, dense: others are refused where matrices are."""
-    return isinstance(a, torch.Tensor) and a.layout is torch.strided and not a.is_nested and a.ndim > 2
+    """Whether `a` is such a tensor. TypeError for one that is not dense."""
+    if not isinstance(a, torch.Tensor):
+        return False
+    if not torch.compiler.is_compiling():  # a traced call is checked when it runs
+        check_dense(a)
+    return a.ndim > 2
 
 
 def by_rows(call: Callable[[torch.Tensor, Any], Any], a: torch.Tensor, out: Any, first: Any = None) -> Any:
