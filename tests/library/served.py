@@ -272,6 +272,9 @@ def installs(rank: int, ranks: int) -> dict[str, Any]:
         except KeyError:
             found["after an exception"] = ours(every)
         found["nothing is left"] = registered() == before
+    with stand_in("fused_all_gather_matmul") as gathers, torch_ops.install(alone):
+        args = (x, [x.t(), x.t()], 0, every)
+        found["lists"] = operators().fused_all_gather_matmul(*args, return_A=False), gathers == [every]
     heap_for().barrier()
     return found
 

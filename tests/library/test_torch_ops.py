@@ -32,6 +32,7 @@ def test_installs_come_and_go() -> None:
             "with": True,
             "after an exception": False,
             "nothing is left": True,
+            "lists": ((None, []), True),
         }
 
 
