@@ -11,7 +11,9 @@ stored side by side:
                           every rank
 
 Sums are fp32, over ranks in an order that depends on R alone, rounded once: the same bits on every rank. On its way
-to the result a sum can get a bias, an activation, a residual and the norm of its row.
+to the result a sum can get a bias, an activation, a residual and the norm of its row. Other reductions take a sum's
+place (`collectives.reductions`). Integers, and all else that must arrive bit by bit, come as int32 or uint8, and have
+marks beside their messages (`collectives.any_bits`): regions like A and B, behind them.
 
 A part consists of rows of `width` elements, a row of units: 16 bytes of the result each. Flat tensors are one row. A
 program does the same STEP units of every part, on all ranks, so it waits only for programs with its own number. Blocks

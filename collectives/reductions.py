@@ -45,8 +45,6 @@ def integers(values, valid, REDUCTION: tl.constexpr):
     for e in tl.static_range(len(values)):
         if REDUCTION == "sum":
             total = tl.sum(tl.where(valid, values[e], 0), axis=1)
-            # The interpreter sums int32 as int64, and does nothing for a conversion to what it has already.
-            total = total.to(tl.int64).to(values[e].dtype)
         else:
             total = _extreme(values[e], valid, REDUCTION)
         found = found + (total,)  # type: ignore[assignment]
