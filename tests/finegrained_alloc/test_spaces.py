@@ -4,6 +4,7 @@ On the host for real; what the CUDA backend calls, against a stand-in whose memo
 """
 
 import ctypes
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    gc.collect()  # heaps that earlier tests dropped
     before, mapped = fga.live(), _reserved_here()
     yield
     after = fga.live()

@@ -37,10 +37,12 @@ def calls():
             a, b, weight[:4], 1e-6
         ),
         collectives.all_reduce: lambda: collectives.all_reduce(rows),
+        collectives.all_reduce_: lambda: collectives.all_reduce_(rows),
         collectives.all_gather: lambda: collectives.all_gather(rows),
         collectives.all_scatter: lambda: collectives.all_scatter(rows),
         collectives.reduce_scatter: lambda: collectives.reduce_scatter(rows),
         collectives.broadcast: lambda: collectives.broadcast(rows),
+        collectives.broadcast_: lambda: collectives.broadcast_(rows),
         collectives.barrier: collectives.barrier,
         collectives.rms_norm: lambda: collectives.rms_norm(rows, weight, 1e-6),
         collectives.all_reduce_rms_norm: lambda: collectives.all_reduce_rms_norm(rows, **norm),
