@@ -16,6 +16,8 @@ from pyrocshmem.benchmarks.tables import document, number, table, versions
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _VARIANTS = ("ours", "ours_16bit")
+# And PyTorch's own operators, served by ours.
+_SHOWN = (*_VARIANTS, "ours_symm_mem")
 # Of an op that was measured with several sets of shapes README shows the first one here.
 _README_SHAPES = ("llama3", "decode")
 
@@ -47,7 +49,8 @@ ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it,
 symmetric windows. Where a norm's result is on all ranks, unfused gathers the columns, which PyTorch then normalizes.
 `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
 and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
-`torch_tp_async`: compiled, with its asynchronous one; peak: what a step holds beyond weights and inputs, ours with the
+`torch_tp_async`: compiled, with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as
+torchtitan's do, `ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with the
 workspace that it needs.
 """
 
@@ -94,7 +97,10 @@ def readme_table(files: Sequence[File]) -> str:
         for column, peer in ((2, first), (4, best)):
             cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
     header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "over the best peer", "16-bit sums"]
-    environments = [file.environment for file in files if file.environment["gpus"]]
+    found = (file.environment for file in files if file.environment["gpus"])
+    environments = [
+        env for env in found if (env["num_ranks"], env["gpus"][0].split(",")[0]) == (machine[0], machine[1])
+    ]
     dates = sorted(env["started"][:10] for env in environments)
     facts = [f"{machine[0]} x {markdown(machine[1].removeprefix('NVIDIA '))}"] if rows else []
     facts += [f"{dates[0]} to {dates[-1]}"] if dates else []
@@ -109,7 +115,7 @@ def readme_table(files: Sequence[File]) -> str:
 def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[str, list[float]]]]:
     """(cases, variant of ours, its speeds over each peer) of all that was measured on GPUs."""
     for group in stats.groups(files):
-        for name in _VARIANTS if group.device != "cpu" else ():
+        for name in _SHOWN if group.device != "cpu" else ():
             over = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
             if over := {peer: found for peer, found in over.items() if found}:
                 yield group, name, over
