@@ -73,6 +73,20 @@ def test_a_command_answers_a_bad_choice_in_one_line(command, asked, text):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["torch_ops", "collectives", "Heap", "launch"])
+def test_whatever_a_command_asks_for_first_comes_behind_the_target(name):
+    """What imports Triton would settle by itself whether kernels are interpreted."""
+    code = f"""
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "pyrocshmem"], ["-m"]
+import pyrocshmem
+assert "torch" not in sys.modules
+print(pyrocshmem.{name} is not None, pyrocshmem.target.interpreted())
+"""
+    done = run("-c", code, PYROCSHMEM_BACKEND="cpu", TRITON_INTERPRET="")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
+
+
 def test_an_import_raises_for_a_bad_choice():
     code = "try:\n    from pyrocshmem import stream_k\nexcept ValueError as error:\n    print(error)"
     done = run("-c", code, PYROCSHMEM_BACKEND="rocm")
