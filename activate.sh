@@ -165,7 +165,8 @@ make_venv() {
     [ -z "$missing" ] || "$venv/bin/python" -m pip install "${quiet[@]}" -c constraints.txt $missing >&2 || pip_failed
   else
     say "installing the project into .venv (minutes, once)"
-    "$venv/bin/python" -m pip install "${quiet[@]}" -c constraints.txt -e '.[test,plot]' >&2 || pip_failed
+    # Newer torch is supported, too, but has no CPU build on every index, and then comes with gigabytes of CUDA.
+    "$venv/bin/python" -m pip install "${quiet[@]}" -c constraints.txt -e '.[test,plot]' 'torch<2.14' >&2 || pip_failed
   fi
   stamp >"$venv/stamp.new" && mv "$venv/stamp.new" "$venv/stamp"
 }

@@ -50,8 +50,8 @@ symmetric windows. Where a norm's result is on all ranks, unfused gathers the co
 `torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
 and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
 `torch_tp_async`: compiled, with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as
-torchtitan's do, `ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with the
-workspace that it needs.
+torchtitan's do, `ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with
+the workspace that it needs.
 """
 
 _PICTURES = """Strong lines are ours (blue) and the best peer (red), which is the fastest one in most cases of the

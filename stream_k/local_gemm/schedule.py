@@ -260,8 +260,7 @@ def make_schedule(
     never more than what has work, so it is 0 for an empty output. M, N, K may be 0.
     split: "auto" follows the module's rules; "none" keeps every tile whole; "split_k" cuts the tiles of the last,
     part-full wave into equal parts, "stream_k" those and the wave before into equal shares of cohorts, whatever it
-    costs. The
-    last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
+    costs. The last two keep tiles whole, too, where there is nothing to cut (exact waves, at most `min_split_iters`
     iterations a tile, fewer than two programs a tile to cut it for, a cut that makes no program's work shorter).
     "separate": as "auto" where there is no full wave, of parts that a second kernel adds; else all tiles stay whole.
     group_m: as for `tile_coords`: programs of one column of such a group work in step where split is "stream_k".
@@ -286,21 +285,21 @@ def make_schedule(
     if split == "none" or remainder == 0 or iters <= min_split_iters or (split == "separate" and full_waves):
         return whole
     if split == "stream_k":
-        cut = _in_step(whole, num_programs, min(tiles_m, group_m), min_split_iters)
-    else:
-        most = min(num_programs // remainder, iters // min_split_iters)
-        once, each = (SEPARATE_ONCE, SEPARATE_ITERS) if split == "separate" else (0, FIX_UP_ITERS)
-        parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
-        if parts == 1:
-            return whole
-        programs = num_programs if full_waves else parts * remainder
-        cut = Schedule(tiles_m, tiles_n, iters, programs, remainder, parts * remainder, remainder)
+        return _in_step(whole, num_programs, min(tiles_m, group_m), min_split_iters)
+    most = min(num_programs // remainder, iters // min_split_iters)
+    once, each = (SEPARATE_ONCE, SEPARATE_ITERS) if split == "separate" else (0, FIX_UP_ITERS)
+    parts = _best_parts(iters, full_waves, most, 2 if split == "split_k" else 1, once, each)
+    if parts == 1:
+        return whole
+    programs = num_programs if full_waves else parts * remainder
+    cut = Schedule(tiles_m, tiles_n, iters, programs, remainder, parts * remainder, remainder)
     return cut if cut.max_iters < whole.max_iters else whole
 
 
 def _in_step(whole: Schedule, num_programs: int, height: int, min_split_iters: int) -> Schedule:
     """`whole`, but that cohorts share the tiles of the last, part-full wave and those of the wave before. A cohort has
-    the rows of a column of tiles, `height`, or a part of them: as many as take the least time."""
+    the rows of a column of tiles, `height`, or a part of them: of those that shorten the schedule, as many as
+    take the least time; `whole` where there are none."""
     tiles, iters = whole.num_tiles, whole.iters_per_tile
     full_waves, remainder = divmod(tiles, num_programs)
     # One full wave joins the remainder so that shares are between one and two tiles, never slivers.
@@ -321,7 +320,7 @@ def _in_step(whole: Schedule, num_programs: int, height: int, min_split_iters: i
     cohorts = (
         cohort for cohort in range(height, 0, -1) if height % cohort == 0 and cohort <= max(sharers, 1)
     )
-    return min(map(of, cohorts), key=time)
+    return min((cut for cut in map(of, cohorts) if cut.max_iters < whole.max_iters), key=time, default=whole)
 
 
 def _best_parts(iters: int, full_waves: int, most: int, fewest: int, once: int, each: int) -> int:
