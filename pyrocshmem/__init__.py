@@ -94,7 +94,6 @@ _MODULES = ("target", "endings", "errors", "groups", "heap", "launching", "statu
 
 def __getattr__(name: str) -> Any:
     found: Any
-    import_module("pyrocshmem.target")  # before anything that imports Triton
     if name in _PACKAGES or (name in _MODULES and name in __all__):
         found = import_module(f"pyrocshmem.{name}")
     elif name in __all__:

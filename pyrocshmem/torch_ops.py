@@ -33,11 +33,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
+from pyrocshmem import target  # isort: skip  # before Triton
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from pyrocshmem import signal, target
+from pyrocshmem import signal
 from pyrocshmem.calls.tensors import shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives import all_reduce, all_scatter
