@@ -98,9 +98,7 @@ def readme_table(files: Sequence[File]) -> str:
             cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
     header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "over the best peer", "16-bit sums"]
     found = (file.environment for file in files if file.environment["gpus"])
-    environments = [
-        env for env in found if (env["num_ranks"], env["gpus"][0].split(",")[0]) == (machine[0], machine[1])
-    ]
+    environments = [env for env in found if (env["num_ranks"], env["gpus"][0].split(",")[0]) == machine]
     dates = sorted(env["started"][:10] for env in environments)
     facts = [f"{machine[0]} x {markdown(machine[1].removeprefix('NVIDIA '))}"] if rows else []
     facts += [f"{dates[0]} to {dates[-1]}"] if dates else []

@@ -16,7 +16,6 @@ result then holds garbage. All raise TypeError and ValueError before any launch;
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def all_reduce(
     check_place(heap, x)
     if algorithm == "auto":
         algorithm = cheaper_algorithm(x.numel() * x.element_size(), heap.world_size)
-    return _made(
+    return _exchanged(
         heap, workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out, async_op, reduction=reduction
     )
 
@@ -132,7 +131,7 @@ def all_gather(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     shape = (*x.shape[:dim], x.shape[dim] * heap.world_size, *x.shape[dim + 1 :])
-    return _made(heap, workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out, async_op, dim=dim)
+    return _exchanged(heap, workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out, async_op, dim=dim)
 
 
 def reduce_scatter(
@@ -163,7 +162,9 @@ def reduce_scatter(
     first, last = shard_range(x.shape[dim], heap.rank, heap.world_size)
     shape = (*x.shape[:dim], last - first, *x.shape[dim + 1 :])
     op = status.Op.REDUCE_SCATTER
-    return _made(heap, workspace, op, "reduce_scatter", x, shape, out, async_op, reduction=reduction, dim=dim)
+    return _exchanged(
+        heap, workspace, op, "reduce_scatter", x, shape, out, async_op, reduction=reduction, dim=dim
+    )
 
 
 def all_scatter(
@@ -189,7 +190,7 @@ def all_scatter(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     shape = (x.shape[0], heap.world_size * x.shape[1])
-    return _made(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out, async_op, dim=1)
+    return _exchanged(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out, async_op, dim=1)
 
 
 def broadcast(
@@ -216,7 +217,7 @@ def broadcast(
     check_place(heap, x)
     if not 0 <= root < heap.world_size:
         raise ValueError(f"root is {root}, the group has ranks 0 to {heap.world_size - 1}")
-    return _made(heap, workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, async_op, root=root)
+    return _exchanged(heap, workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, async_op, root=root)
 
 
 def broadcast_(
@@ -328,7 +329,7 @@ def _check_operator(
         check_differentiable(name, reduction)
 
 
-def _made(
+def _exchanged(
     heap: Heap,
     workspace: Workspace,
     op: int,
@@ -346,43 +347,38 @@ def _made(
     if out is not None:
         _check_out(kind, x, shape, out, heap, dim)
         tell_autograd(out)
-    call = heap, workspace, op, kind, x, shape, out, root, reduction, dim
-    return work.started(workspace, partial(_exchanged, *call), x, out) if async_op else _exchanged(*call)
+
+    def call() -> torch.Tensor:
+        given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
+        if heap.world_size == 1:
+            return given.copy_(x)
+        if x.numel() == 0:
+            how = f"{reduction or 'moved'} along {dim}, root {root}"
+            agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}: {how}")
+            return given
+        written = given if given.is_contiguous() else new_like(given)
+        way, sent, received = _as_sent(kind, x.resolve_neg().contiguous(), written, heap.world_size, dim)
+        # The sum of bools is "or".
+        reduced = "max" if x.dtype == torch.bool and reduction == "sum" else reduction
+        exchange(workspace, op, way, sent, received, root, reduced, dim, x.shape)
+        return given if written is given else given.copy_(written)
+
+    return work.started(workspace, call, x, out) if async_op else call()
 
 
-def _exchanged(
-    heap: Heap,
-    workspace: Workspace,
-    op: int,
-    kind: str,
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    out: torch.Tensor | None,
-    root: int,
-    reduction: str,
-    dim: int,
-) -> torch.Tensor:
-    given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
-    if heap.world_size == 1:
-        return given.copy_(x)
-    if x.numel() == 0:
-        how = f"{reduction or 'moved'} along {dim}, root {root}"
-        agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}: {how}")
-        return given
-    written = given if given.is_contiguous() else new_like(given)
-    sent, received = x.resolve_neg().contiguous(), written
+def _as_sent(
+    kind: str, x: torch.Tensor, out: torch.Tensor, world_size: int, dim: int
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """(kind, x, out) of the exchange of contiguous tensors that are joined or divided along `dim`."""
     if dim and kind == "all_gather":
         # As matrices, whose rows are joined side by side.
         rows = math.prod(x.shape[:dim])
-        kind, sent, received = "all_scatter", sent.view(rows, -1), received.view(rows, -1)
-    elif dim and kind == "reduce_scatter":
+        return "all_scatter", x.view(rows, -1), out.view(rows, -1)
+    if dim and kind == "reduce_scatter":
         # What a rank sums lies together.
-        blocks = sent.tensor_split(heap.world_size, dim)
-        sent = torch.cat([block.reshape(-1) for block in blocks]).view(x.shape[dim], -1)
-    if x.dtype == torch.bool and reduction == "sum":
-        reduction = "max"
-    exchange(workspace, op, kind, sent, received, root, reduction, dim, x.shape)
-    return given if written is given else given.copy_(written)
+        blocks = [block.reshape(-1) for block in x.tensor_split(world_size, dim)]
+        return kind, torch.cat(blocks).view(x.shape[dim], -1), out
+    return kind, x, out
 
 
 def _check_out(

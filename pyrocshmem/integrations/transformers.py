@@ -29,12 +29,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pyrocshmem import stream_k, target
+from pyrocshmem import stream_k
 from pyrocshmem.checks import as_integer
-from pyrocshmem.elements import DTYPES, WIRE_DTYPES, names
+from pyrocshmem.elements import WIRE_DTYPES, names
 from pyrocshmem.options import MAX_RANKS
 from pyrocshmem.stream_k.nn.functional import autocast, column_product, from_rows, row_product, to_rows
-from pyrocshmem.stream_k.nn.parameters import OnGroup, check_ordinary
+from pyrocshmem.stream_k.nn.parameters import OnGroup, check_ordinary, check_styled
 
 # The first and the last that are known to apply styles in the way that `_Style` expects.
 VERSIONS = (5, 17), (5, 24)
@@ -113,12 +113,7 @@ class _Style:
         assert isinstance(module, nn.Linear)
         if mesh.size() > MAX_RANKS:
             raise ValueError(f"{where}: the mesh has {mesh.size()} ranks, allowed are 1 to {MAX_RANKS}")
-        if mesh.device_type != target.device().type:
-            raise ValueError(
-                f"{where}: the mesh is of {mesh.device_type}, but kernels run elsewhere: {target.describe()}"
-            )
-        if module.weight.dtype not in DTYPES:
-            raise ValueError(f"{where}: the weight is {module.weight.dtype}, allowed are {names()}")
+        check_styled(where, module, mesh)
         if problem := _undivided(module, self.kind, mesh.size()):
             raise ValueError(f"{where}: {problem}")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pyrocshmem.stream_k.local_gemm.schedule import ALONE, IN_STEP, OUT_OF_STEP, Schedule, make_schedule
+from pyrocshmem.stream_k.local_gemm.schedule import OUT_OF_STEP, Schedule, make_schedule
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _time(tile: Tile, schedule: Schedule, M: int, N: int, K: int, num_sms: int) 
     elif schedule.has_shared_tiles:
         partials = -(-schedule.num_cohorts // schedule.num_columns) - 1
         if schedule.kind == "stream_k":
-            iterations += whole * iters // _BEHIND_COHORTS + (hi - lo) * min(IN_STEP / schedule.cohort, ALONE)
+            iterations += whole * iters // _BEHIND_COHORTS + (hi - lo) * schedule.slower_in_step
             partials = max(partials, 1)
             busy += _CONTRIBUTION * tile.area
         else:

@@ -169,6 +169,11 @@ class Schedule:
         return "split_k" if self.num_columns == 1 else "stream_k"
 
     @property
+    def slower_in_step(self) -> float:
+        """How much longer an iteration of a split tile takes than one of a whole tile, as a fraction of it."""
+        return min(IN_STEP / self.cohort, ALONE)
+
+    @property
     def max_iters(self) -> int:
         """Iterations of the busiest program: the length of the schedule."""
         if self.num_programs == 0:
@@ -314,7 +319,7 @@ def _in_step(whole: Schedule, num_programs: int, height: int, min_split_iters: i
         return Schedule(*sizes, columns * cohort, cohorts * cohort, cohort)
 
     def time(schedule: Schedule) -> float:
-        return schedule.max_iters * (1 + min(IN_STEP / schedule.cohort, ALONE))
+        return schedule.max_iters * (1 + schedule.slower_in_step)
 
     # Of equal ones the largest cohort.
     cohorts = (

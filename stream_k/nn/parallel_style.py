@@ -24,12 +24,11 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from pyrocshmem import target
-from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pyrocshmem.stream_k.nn.parameters import (
     ParallelLinear,
     check_ordinary,
+    check_styled,
     chunk_range,
     distributed,
     local,
@@ -152,12 +151,7 @@ class _FusedStyle(ParallelStyle):
         if not isinstance(module, nn.Linear):
             raise TypeError(f"{name} is for nn.Linear and nn.Embedding, got {type(module).__name__}")
         check_ordinary(name, module)
-        if module.weight.dtype not in DTYPES:
-            raise ValueError(f"{name}: the weight is of {module.weight.dtype}, allowed are {names(DTYPES)}")
-        if device_mesh.device_type != target.device().type:
-            raise ValueError(
-                f"{name}: the mesh is of {device_mesh.device_type}, but kernels run elsewhere: {target.describe()}"
-            )
+        check_styled(name, module, device_mesh)
         outer = self.layouts["input_layouts" if self.layer is ColwiseLinear else "output_layouts"]
         sharded = self.layer(
             module.in_features,

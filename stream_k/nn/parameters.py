@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyrocshmem import target
 from pyrocshmem.checks import as_integer
+from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.errors import CallMismatch
 from pyrocshmem.groups import as_group
 from pyrocshmem.heap import Heap
@@ -272,6 +273,16 @@ def check_ordinary(name: str, linear: nn.Module) -> None:
         raise TypeError(f"{name} is for nn.Linear, got {type(linear).__name__}")
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         raise TypeError(f"{name} is for nn.Linear, got {type(linear).__name__} with a forward of its own")
+
+
+def check_styled(name: str, linear: nn.Linear, mesh: DeviceMesh) -> None:
+    """ValueError for a layer, or a mesh, that no parallel style on the ops can take."""
+    if linear.weight.dtype not in DTYPES:
+        raise ValueError(f"{name}: the weight is of {linear.weight.dtype}, allowed are {names()}")
+    if mesh.device_type != target.device().type:
+        raise ValueError(
+            f"{name}: the mesh is of {mesh.device_type}, but kernels run elsewhere: {target.describe()}"
+        )
 
 
 def ranks_of(group: Any) -> Any:

@@ -13,11 +13,11 @@ from pyrocshmem.calls.tensors import check_dense
 
 def is_batched(a: Any) -> bool:
     """Whether `a` is such a tensor. TypeError for one that is not dense."""
-    if not isinstance(a, torch.Tensor):
+    if not isinstance(a, torch.Tensor) or a.ndim <= 2:  # matrices are checked where operands are
         return False
     if not torch.compiler.is_compiling():  # a traced call is checked when it runs
         check_dense(a)
-    return a.ndim > 2
+    return True
 
 
 def by_rows(call: Callable[[torch.Tensor, Any], Any], a: torch.Tensor, out: Any, first: Any = None) -> Any:

@@ -6,6 +6,7 @@ Children run a few lines of Python that import finegrained_alloc alone: without 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pyrocshmem import finegrained_alloc as fga
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -33,6 +36,21 @@ def error_of(call, *arguments):
         return [type(error).__name__, str(error)]
     return None
 """
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """AssertionError where this process has not as much of the allocator's memory, and of its peers', after as
+    before."""
+
+    def held() -> tuple[int, int, int]:
+        stats = fga.live()
+        return stats.allocations, stats.bytes, stats.mappings
+
+    gc.collect()  # heaps that earlier tests dropped
+    before = held()
+    yield
+    assert held() == before
 
 
 def build_library() -> None:

@@ -37,14 +37,8 @@ def handle() -> Iterator[bytes]:
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    before = fga.live()
-    yield
-    after = fga.live()
-    assert (after.allocations, after.bytes, after.mappings) == (
-        before.allocations,
-        before.bytes,
-        before.mappings,
-    )
+    with support.nothing_kept():
+        yield
 
 
 def test_checksum_is_the_documented_one(handle: bytes) -> None:

@@ -27,14 +27,8 @@ def view(ptr: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = fga.live()
-    yield
-    after = fga.live()
-    assert (after.allocations, after.bytes, after.mappings) == (
-        before.allocations,
-        before.bytes,
-        before.mappings,
-    )
+    with support.nothing_kept():
+        yield
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3_000_001])

@@ -4,7 +4,6 @@ On the host for real; what the CUDA backend calls, against a stand-in whose memo
 """
 
 import ctypes
-import gc
 import os
 import random
 from collections.abc import Iterator
@@ -27,16 +26,10 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    gc.collect()  # heaps that earlier tests dropped
-    before, mapped = fga.live(), _reserved_here()
-    yield
-    after = fga.live()
-    assert (after.allocations, after.bytes, after.mappings) == (
-        before.allocations,
-        before.bytes,
-        before.mappings,
-    )
-    assert _reserved_here() == mapped
+    with support.nothing_kept():
+        mapped = _reserved_here()
+        yield
+        assert _reserved_here() == mapped
 
 
 def _reserved_here(nbytes: int = 1 << 36) -> int:
