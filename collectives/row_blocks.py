@@ -153,15 +153,9 @@ def sum_rows(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
     rank = tl.load(context.control + signal.RANK)
-    # Before the wait, where it costs no time, and the fewest registers: behind the partials it would take all of them.
     residual = extra.finish.residual
     if residual is not None:
         residual += tl.cast(block_start(rank, M, WORLD), tl.int64) * N
-    own = ()
-    for part in tl.static_range(len(parts)):
-        col = tile_n * BLOCK_N + part * PART_N
-        value = scaled(parts[part], extra.finish)
-        own = own + (add_residual(value, residual, row, row_end, col, N, BLOCK_M, PART_N),)  # type: ignore[assignment]
     came = _came(
         tile, epoch, extra.flags, extra.step_tiles, context, problem, OPTIONS.op, WORLD, BLOCK_M, BLOCK_N
     )  # fmt: skip
@@ -169,15 +163,17 @@ def sum_rows(
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
+        own = scaled(parts[part], extra.finish)
+        own = add_residual(own, residual, row, row_end, col, N, BLOCK_M, PART_N)
         blocks = ()
         for peer in tl.static_range(PEERS):
             block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
             blocks = blocks + (block,)  # type: ignore[assignment]
         total = tl.zeros((BLOCK_M, PART_N), tl.float32)
         for peer in tl.static_range(PEERS):
-            total = tl.where(peer == rank, total + own[part], total)
+            total = tl.where(peer == rank, total + own, total)
             total += blocks[peer].to(tl.float32)
-        total = tl.where(rank == PEERS, total + own[part], total)
+        total = tl.where(rank == PEERS, total + own, total)
         total = finished(total, extra.finish, col, N, PART_N, OPTIONS.activation)
         store_block(
             c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N

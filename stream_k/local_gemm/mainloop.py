@@ -57,16 +57,15 @@ def _halves(x, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr):
-    """`acc` [BLOCK_M, BLOCK_N] as a tuple of SUBTILES (1, 2 or 4) blocks of columns, left to right."""
+    """`acc` [BLOCK_M, BLOCK_N] as a tuple of SUBTILES (1, 2, 4 or 8) blocks of columns, left to right."""
     if SUBTILES == 1:
         parts = (acc,)
     elif SUBTILES == 2:
         parts = _halves(acc, BLOCK_M, BLOCK_N)
     else:
         left, right = _halves(acc, BLOCK_M, BLOCK_N)
-        a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
-        c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
-        parts = (a, b, c, d)  # type: ignore[assignment]
+        first = split_columns(left, BLOCK_M, BLOCK_N // 2, SUBTILES // 2)
+        parts = first + split_columns(right, BLOCK_M, BLOCK_N // 2, SUBTILES // 2)
     return parts
 
 

@@ -202,6 +202,7 @@ def make_product(
     comm_programs: int = 0,
     *,
     stores_fp32: bool = False,
+    sums_fp32: bool = False,
     longest_k: int = 0,
     num_rows: int | None = None,
     row_blocks: int = 0,
@@ -212,7 +213,7 @@ def make_product(
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
     comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores
-    fp32 tiles.
+    fp32 tiles. sums_fp32: it adds fp32 tiles of three or more peers.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
     into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
@@ -224,7 +225,10 @@ def make_product(
     schedule = schedule_of(config, rows, N, max(K, longest_k), a.device, comm_programs)
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
-    subtiles = 4 if fp32_parts and config.block_n >= 256 else config.subtiles
+    subtiles = config.subtiles
+    if config.block_n >= 256 and (fp32_parts or sums_fp32):
+        # Peers' parts take registers, too: with quarters of three peers they run out (docs/log.md).
+        subtiles = 8 if sums_fp32 else 4
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
     tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"

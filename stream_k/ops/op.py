@@ -195,7 +195,12 @@ class Call:
     longest_k: int
 
     def product(
-        self, stores_fp32: bool, row_blocks: int = 0, keeps_a: bool = False, num_blocks: int | None = None
+        self,
+        stores_fp32: bool,
+        row_blocks: int = 0,
+        keeps_a: bool = False,
+        num_blocks: int | None = None,
+        sums_fp32: bool = False,
     ) -> Product:
         """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
@@ -206,6 +211,7 @@ class Call:
             self.request.allow_tf32,
             comm,
             stores_fp32=stores_fp32,
+            sums_fp32=sums_fp32,
             longest_k=self.longest_k,
             num_rows=self.num_rows,
             row_blocks=row_blocks,
