@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from pyrocshmem import target
-from pyrocshmem.calls.tensors import POINTER
+from pyrocshmem.calls.tensors import BLOCKS, POINTER
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
 
@@ -24,6 +24,7 @@ _RELU = tl.constexpr(1)
 _GELU = tl.constexpr(2)
 _SILU = tl.constexpr(3)
 _POINTER = tl.constexpr(POINTER)
+_BLOCKS = tl.constexpr(BLOCKS)
 _INTERPRETED = tl.constexpr(target.interpreted())
 
 
@@ -58,8 +59,8 @@ def activation_number(name: str) -> int:
 
 
 class Options(NamedTuple):
-    """Constants of an epilogue that stores. c_how: how `c` is written, ROW (a descriptor) or POINTER. activation: its
-    number."""
+    """Constants of an epilogue that stores. c_how: how `c` is written, ROW or BLOCKS (descriptors) or POINTER.
+    activation: its number."""
 
     c_how: int
     activation: int = 0
@@ -159,6 +160,9 @@ def store_block(
         j = col + tl.arange(0, C)
         offsets = i.to(tl.int64)[:, None] * stride_m + j.to(tl.int64)[None, :] * stride_n
         tl.store(c + offsets, rounded(value, c.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+    elif C_HOW == _BLOCKS:
+        height = c.shape[1]
+        c.store([row // height, row % height, col], rounded(value, c.dtype).reshape((1, R, C)))
     else:
         c.store([row, col], rounded(value, c.dtype))
 

@@ -63,8 +63,8 @@ _INTEGERS = {
 
 
 class _Piece(NamedTuple):
-    """Elements of each part of x, from number `first` on, which go to `out_first` on; the other sizes as the kernel
-    takes them."""
+    """Elements of each part, from number `first` on, which go to `out_first` on; the other sizes as the kernel takes
+    them."""
 
     first: int
     out_first: int
@@ -79,7 +79,8 @@ class _Piece(NamedTuple):
 
 
 class Exchange:
-    """The launches of an exchange of tensors of one kind, one a piece. tiles: x is sent by the tiles of a product, in
+    """The launches of an exchange of tensors of one kind, one a piece. rows: that an all-gather joins, as
+    `torch.tensor_split` cuts them; None: as many of every rank as x has. tiles: x is sent by the tiles of a product, in
     whole units (`sent_by_tiles`); of x itself only shape and dtype count. piece_bytes: what a piece takes of a slot, at
     most; None: PIECE_BYTES. activation: of sums, its number. reduction: of `reductions.REDUCTIONS`. integer: the dtype
     of what is reduced bit by bit, which x and out then have as int32 or uint8."""
@@ -93,6 +94,7 @@ class Exchange:
         out: torch.Tensor,
         root: int = 0,
         after: AfterSum = _NOTHING,
+        rows: int | None = None,
         tiles: bool = False,
         piece_bytes: int | None = None,
         activation: int = 0,
@@ -102,7 +104,7 @@ class Exchange:
         heap = workspace.heap
         assert heap is not None
         world = heap.world_size
-        pieces = _pieces(kind, x, out.dtype, world, after.by_rows, piece_bytes or PIECE_BYTES)
+        pieces = _pieces(kind, x, out.dtype, world, after.by_rows, piece_bytes or PIECE_BYTES, rows)
         largest = max(slot_bytes(kind, piece, x.dtype, out.dtype, world) for piece in pieces)
         notes = 0
         if after.weight is not None:
@@ -229,16 +231,22 @@ def slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dt
 
 
 def _pieces(
-    kind: str, x: torch.Tensor, out_dtype: torch.dtype, world_size: int, by_rows: bool, piece_bytes: int
+    kind: str,
+    x: torch.Tensor,
+    out_dtype: torch.dtype,
+    world_size: int,
+    by_rows: bool,
+    piece_bytes: int,
+    rows: int | None = None,
 ) -> list[_Piece]:
     """How an exchange of `x` is cut. by_rows: parts are whole rows, and so are pieces. piece_bytes: what a piece takes
-    of a slot, at most; of a two-shot as much again for its sums."""
+    of a slot, at most; of a two-shot as much again for its sums. rows: that an all-gather joins."""
     n = x.numel()
     columns = x.shape[-1] if x.ndim else 1
     if not x.dtype.is_floating_point:
         piece_bytes //= 2
     unit = QUAD_BYTES // out_dtype.itemsize
-    x_part, longer, extra = 0, 0, 0
+    x_part, longer, extra, out_part = 0, 0, 0, None
     if kind == "reduce_scatter":
         # Rows as `torch.tensor_split` cuts them.
         row, longer = n // x.shape[0], x.shape[0] % world_size
@@ -248,8 +256,14 @@ def _pieces(
         # In whole units, so that parts stay aligned.
         part = -(-n // (columns * world_size)) * columns if by_rows else -(-n // (world_size * unit)) * unit
         x_part = part
+    elif rows is not None:
+        longer = rows % world_size
+        part, out_part = -(-rows // world_size) * columns, rows // world_size * columns
+        extra = columns if longer else 0
     else:
         part = n
+    if out_part is None:
+        out_part = columns if kind == "all_scatter" else part
     # Pieces are whole rows, even if a part has but one, or runs of units.
     whole_rows = by_rows or kind == "all_scatter"
     width = columns if whole_rows else part
@@ -272,7 +286,7 @@ def _pieces(
                 longer,
                 extra,
                 part - first,
-                columns if kind == "all_scatter" else part,
+                out_part,
                 columns * world_size if kind == "all_scatter" else width,
             )
         )
@@ -314,6 +328,7 @@ def _launch(
         "SUMS": sums,
         "GATHERS": gathers,
         "BROADCASTS": broadcasts,
+        "UNEVEN": piece.extra > 0 and not sums,
         "TILES": tiles,
         "PARTS": parts,
         "ALIGNED": all(place % QUAD_BYTES == 0 for place in places),

@@ -202,7 +202,7 @@ def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.const
 def exchange_kernel(
     x, out, after, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,
-    SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, TILES: tl.constexpr,
+    SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, UNEVEN: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr, REDUCTION: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -213,7 +213,8 @@ def exchange_kernel(
     others `extra` fewer. A part begins `x_part` elements behind the one before (0: all of x is everyone's), `extra`
     more behind the `longer` ones. Parts of out are `out_part` elements apart, its rows `out_width`.
     after: an `AfterSum`. n: elements of x.
-    SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. TILES: the tiles of a GEMM send x.
+    SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. UNEVEN: of a gather, whose parts, each
+    all of its rank's x, are of two lengths as above, and lie so in out. TILES: the tiles of a GEMM send x.
     RANKS: WORLD, or the next power of two. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
     ALIGNED: see `words.load_unit`. REDUCTION: of `reductions.REDUCTIONS`, for what SUMS. INTEGER: the dtype of integers
     that are reduced. x and out then are int32 or uint8, as they are for whatever moves bit by bit.
@@ -248,7 +249,10 @@ def exchange_kernel(
     if BROADCASTS:
         sent = there & (units_of < tl.where(rank == root, part_units, 1))
         heard = there & (units_of < tl.where(ranks == root, part_units, 1))
-    start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
+    if UNEVEN:
+        start, end = _part(ranks, row_end[:, None], n, 0, 0, 0, limit)
+    else:
+        start, end = _part(ranks, row_end[:, None], n, x_part, longer, extra, limit)
     own, mine = _part(rank, row_end, n, x_part, longer, extra, limit)
     # Elements of this rank's part: nobody sends what is beyond them.
     _, in_own = _part(rank, n, n, x_part, longer, extra, limit)
@@ -358,6 +362,9 @@ def exchange_kernel(
         there &= ranks == root
         ranks = tl.zeros_like(ranks)
     place = tl.cast(ranks, tl.int64) * out_part + (row * out_width + column)[:, None]
+    if UNEVEN:
+        place += tl.minimum(ranks, longer) * extra
+        end = tl.minimum(row_end[:, None], limit - tl.where(ranks < longer, 0, extra))
     if PARTS:
         if after.total is not None:
             units.store_unit(after.total, place, elements, end, words, there, UNIT, ALIGNED)

@@ -289,6 +289,8 @@ def _calls() -> Iterator[tuple[str, Facts]]:
                 both = name == "gemm_all_reduce" and placement not in BY_ROWS
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
+                    if name == "all_gather_gemm":  # unequal blocks of rows take other kernels
+                        yield name, {**_FACTS, **_PRODUCT, "M": 97, "config": {"placement": placement}}
         elif name == "gemm_all_reduce_rms_norm":
             for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
                 config = {"placement": placement, "algorithm": algorithm}

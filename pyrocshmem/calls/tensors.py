@@ -5,6 +5,7 @@ How a matrix is read or written:
   ROW, COLUMN   by a tensor descriptor (TMA) of contiguous rows, or of contiguous columns
   POINTER       by pointers, any strides
   MASKED        by pointers, where all columns are inside: only rows are masked
+  BLOCKS        written by a tensor descriptor (TMA) of equally many rows a rank, each rank's up to its last one
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ROW = 0
 COLUMN = 1
 POINTER = 2
 MASKED = 3
+BLOCKS = 4
 
 # TMA addresses whole 16-byte units: the base and every stride but the contiguous one must be multiples of
 # that.
@@ -167,20 +169,28 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     return x
 
 
+def blocks_template(x: torch.Tensor, ranks: int, rows: int, cols: int) -> Any:
+    """The `template` of a matrix that is written as BLOCKS, in blocks [rows, cols]."""
+    shape, strides = [ranks, x.shape[0] // ranks, x.shape[1]], list(x.stride())
+    return _without_base(TensorDescriptor(x, shape, [shape[1] * strides[0], *strides], [1, rows, cols]))
+
+
 def strides_by_pointer(x: torch.Tensor, how: int) -> tuple[int, int]:
     """Strides of `x` for a kernel that goes there in the way `how`. For a descriptor, which has its own, none: Triton
     would compile the kernel anew for others."""
-    return (0, 0) if how in (ROW, COLUMN) else (x.stride(0), x.stride(1))
+    return (0, 0) if how in (ROW, COLUMN, BLOCKS) else (x.stride(0), x.stride(1))
 
 
 def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the
     same kind."""
     argument = as_argument(x, how, rows, cols)
-    if argument is x:
-        return None
-    argument.base = None
-    return argument
+    return None if argument is x else _without_base(argument)
+
+
+def _without_base(descriptor: Any) -> Any:
+    descriptor.base = None
+    return descriptor
 
 
 def filled(made: Any, x: torch.Tensor) -> Any:

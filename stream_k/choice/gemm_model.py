@@ -114,7 +114,7 @@ def balanced_programs(tiles: int, num_sms: int) -> int:
 
 # Of rows that copy engines bring: microseconds until the first ones move and between two copies, kilobytes in one.
 _COPIES_START, _COPY_GAP, _LINK = 15.0, 4.0, 375.0
-# What the end of a largest tile takes longer whose rows are not all its rank's, so that it is stored by pointers.
+# What the end of a largest tile takes longer that is stored by pointers, where ranks have unequal rows.
 _POINTERS = 15.0
 # Waves of the largest tile beyond which waits for rows hardly count.
 MANY_WAVES = 64
@@ -168,7 +168,7 @@ def _gathering_time(tile: Tile, M: int, N: int, K: int, ranks: int, rows: int, p
     )
     copy = min(rows, most) * K * 2e-3 / _LINK + _COPY_GAP
     each = -(-K // tile.block_k) * tile.iteration_us + _END * tile.area
-    if tile is TILES[0] and M % (ranks * tile.block_m) != 0:
+    if tile is TILES[0] and M % ranks != 0:
         each += _POINTERS
     last = 0.0
     for program in {

@@ -143,6 +143,9 @@ def few_tiles(facts: Facts) -> Verdict:
 
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
 _SENT_ROWS = 128
+# Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, and of rows that end
+# inside a tile (2 x H100, GEMMs of public models, docs/log.md).
+_COLUMN_TILES, _CUT_TILES = 7, 10
 # Inner size beyond which the GEMM of an all-reduce is long enough to overlap with copies of fp32 sums.
 _PAIR_K = 2048
 
@@ -169,23 +172,48 @@ def _both(first: Verdict, then: Callable[[Facts], Verdict], facts: Facts) -> Ver
     return Verdict(True, f"{first.why}, and {second.why}") if second.suits else second
 
 
-def few_tiles_for_blas(facts: Facts) -> Verdict:
-    """The BLAS and an exchange, where there is little to overlap with."""
-    return _both(_many_rows_for_blas(facts), few_tiles, facts)
+def low_for_blas(facts: Facts) -> Verdict:
+    """The BLAS and an exchange of columns, where there is little to overlap with."""
+    return _both(_many_rows_for_blas(facts), _low_columns, facts)
+
+
+def _low_columns(facts: Facts) -> Verdict:
+    little, most = few_tiles(facts), _COLUMN_TILES * facts.block_m - 1
+    if little.suits:
+        return little
+    if most >= facts.M:
+        return Verdict(True, f"M = {facts.M} is at most {most} rows, too few to copy in steps")
+    return _low_cut(facts, facts.M)
+
+
+def _low_cut(facts: Facts, rows: int) -> Verdict:
+    """Whether `rows`, of what is copied, are few and don't end with a tile."""
+    least = _CUT_TILES * facts.block_m
+    if rows % facts.block_m == 0:
+        return Verdict(False, f"{rows} rows are whole tiles")
+    if rows < least:
+        return Verdict(True, f"{rows} rows end inside a tile, and are fewer than {least}")
+    return Verdict(False, f"{rows} rows are at least {least}")
+
+
+def _block_rows(facts: Facts) -> int:
+    return -(-facts.M // facts.world_size)
 
 
 def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
-    """The same, unless the partial sums of whole tiles leave as fast as they are made."""
-    return _both(few_tiles_for_blas(facts), _cuts_tiles, facts)
+    """The same of sums, unless those of whole tiles leave as fast as they are made."""
+    return _both(_many_rows_for_blas(facts), _leaves_late, facts)
 
 
-def _cuts_tiles(facts: Facts) -> Verdict:
-    multiple = 2 * _SENT_ROWS
-    if facts.M % multiple == 0:
+def _leaves_late(facts: Facts) -> Verdict:
+    multiple, few = 2 * _SENT_ROWS, few_tiles(facts)
+    if few.suits and facts.M % multiple == 0:
         return Verdict(
             False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
         )
-    return Verdict(True, f"it is no multiple of {multiple}")
+    if facts.tiles <= 1.5 * facts.num_sms:
+        return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
+    return _low_cut(facts, _block_rows(facts))
 
 
 def short_sum_for_blas(facts: Facts) -> Verdict:
@@ -198,6 +226,9 @@ def _short_sum(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
+    low = _low_cut(facts, _block_rows(facts))
+    if low.suits:
+        return low
     waves = f"{facts.tiles} tiles are %s two waves on {facts.num_sms} SMs"
     if facts.tiles > 2 * facts.num_sms:
         return Verdict(False, f"{waves % 'more than'}: the GEMM is long enough to overlap with")
@@ -214,10 +245,7 @@ _GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1024
 
 
 def few_gathered_bytes(facts: Facts) -> Verdict:
-    """A is gathered soon, and every rank holds equally many rows. Ranks may differ in columns but must agree, so for an
-    all-gather this alone decides."""
-    if facts.M % facts.world_size != 0:
-        return Verdict(False, f"M = {facts.M} rows are not equally many on each of {facts.world_size} ranks")
+    """A is gathered soon. Ranks may differ in columns but must agree, so for an all-gather this alone decides."""
     most = _GATHERED_BYTES * (2 if facts.M <= _FEW_GATHERED else 1)
     size = facts.M * facts.K * facts.dtype.itemsize
     gathered = f"all ranks' A is {size} bytes"
@@ -227,8 +255,19 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
 
 
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
-    """The same, with a GEMM of the BLAS; here, too, columns must not matter."""
-    return _both(_many_rows_for_blas(facts), few_gathered_bytes, facts)
+    """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where the rows of a rank are few and
+    end inside a tile, or, being unequally many, would be stored by pointers."""
+    return _both(_many_rows_for_blas(facts), _little_gathered, facts)
+
+
+def _little_gathered(facts: Facts) -> Verdict:
+    few = few_gathered_bytes(facts)
+    if few.suits:
+        return few
+    if facts.M % facts.world_size != 0:
+        return Verdict(True, f"M = {facts.M} rows are not equally many on each of {facts.world_size} ranks")
+    low = _low_cut(facts, _block_rows(facts))
+    return low if low.suits else Verdict(False, f"{few.why}, and {low.why}")
 
 
 # Tile rows of a block of sums below which consumers beside the GEMM are as fast.

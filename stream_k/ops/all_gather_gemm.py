@@ -16,7 +16,16 @@ import torch
 from pyrocshmem import signal, status, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks
-from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
+from pyrocshmem.calls.tensors import (
+    BLOCKS,
+    POINTER,
+    ROW,
+    as_argument,
+    blocks_template,
+    filled,
+    how_to_write,
+    template,
+)
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, activation_number, store_output
 from pyrocshmem.collectives.exchange import Exchange
@@ -180,9 +189,14 @@ class _CopyPlan(FusedPlan):
         self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
-        # Where blocks end inside a tile, its last rows belong to the next block: only pointers leave them alone.
-        self.c_how = how_to_write(call.out) if M % (world * config.block_m) == 0 else POINTER
+        self.c_how = how_to_write(call.out)
         self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
+        if M % (world * config.block_m) != 0 and self.c_how == ROW:
+            # Blocks end inside a tile, whose last rows belong to the next block and are left alone.
+            self.c_how, self.c_template = POINTER, None
+            if M % world == 0:
+                self.c_how = BLOCKS
+                self.c_template = blocks_template(call.out, world, config.block_m, product.part_n)
         self.strides = (call.out.stride(0), call.out.stride(1))
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
@@ -241,11 +255,6 @@ class _MessagePlan(FusedPlan):
         config, request, workspace = call.config, call.request, call.workspace
         self.workspace, self.result = workspace, None
         M, N = call.num_rows, call.b.shape[1]
-        if M % call.heap.world_size != 0:
-            raise ValueError(
-                f"Config.placement is {config.placement!r}, for as many rows on each rank; a has {M} on "
-                f"{call.heap.world_size}"
-            )
         # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
         rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
         held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
@@ -261,7 +270,8 @@ class _MessagePlan(FusedPlan):
                 self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
             )
             self.product = self.gemm.product
-        self.exchange = Exchange(workspace, status.Op.ALL_GATHER_GEMM, "all_gather", call.a, self.gathered)
+        op = status.Op.ALL_GATHER_GEMM
+        self.exchange = Exchange(workspace, op, "all_gather", call.a, self.gathered, rows=M)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Both parts are compiled when they are planned."""

@@ -149,7 +149,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
-    Placement("unfused", rules.few_tiles_for_blas),
+    Placement("unfused", rules.low_for_blas),
     Placement("messages", rules.few_tiles, variants=variants.half_tiles),
     Placement(
         "pull", rules.busy_links, rules.pulled_columns, variants=variants.of_several_waves(variants.pulled)

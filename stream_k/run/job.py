@@ -20,7 +20,7 @@ from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.reference.operands import Operands
 from pyrocshmem.reference.problems import Problem, find_problem
 from pyrocshmem.reference.timing import Meter, Run
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
+from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.choice.table import choose
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
@@ -103,10 +103,6 @@ def _check_options(job: Job, problem: Problem) -> None:
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     """The configuration that a configured op runs with. ValueError where these ranks can't run the job with it."""
     problem = job.problem
-    if job.placement in BY_MESSAGE and problem.a_cut == "M" and job.shape[0] % num_ranks != 0:
-        raise ValueError(
-            f"placement is {job.placement!r}, for as many rows on each rank: M is {job.shape[0]} on {num_ranks} ranks"
-        )
     local = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement
     kind = (problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype)

@@ -12,9 +12,11 @@ SMALL = (16, 4096, 4096)
 FEW = (128, 8192, 2048)
 # The rows of each of 4 or 8 ranks are whole tiles.
 EVEN = (8192, 3584, 4096)
+# Ranks have unequal numbers of rows.
+UNEVEN = (3970, 4096, 4096)
 # All four stages of A and B on sm_90, and the tile on its way out.
 FULL_PIPELINE_BYTES = 229_408
-# The same of five stages of 128 x 128 x 64: gathered rows that are not in whole tiles.
+# The same of five stages of 128 x 128 x 64: gathered rows, unequally many on each rank.
 GATHERED_PIPELINE_BYTES = 196_648
 # Those stages alone: (128 + 256) x 64 elements of 2 bytes.
 FOUR_STAGES_BYTES = 4 * 49_152
@@ -80,20 +82,19 @@ _FLOAT16 = [
 
 # Ops on row blocks, which copy engines move.
 _SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
+_COPIED = (("placement", "copy_engine"),)
 
 
 def _by_copy_engine(op: str, dtype: str, partial: str | None = None, hot: bool = True) -> Case:
     changes = (("partial_dtype", partial),) if partial else ()
-    if op == "gemm_all_reduce":
-        changes = (("placement", "copy_engine"), *changes)
-    return Case(op, dtype, changes=changes, hot=hot)
+    return Case(op, dtype, changes=(*_COPIED, *changes), hot=hot)
 
 
 BLOCKS = [
     *(_by_copy_engine(op, "bfloat16", partial) for op in _SUMS for partial in (None, "bfloat16")),
     *(_by_copy_engine(op, "float16", "float16") for op in _SUMS),
     *(_by_copy_engine(op, "float32", hot=False) for op in _SUMS),
-    Case("gemm_reduce_scatter", "float16", hot=True),
+    Case("gemm_reduce_scatter", "float16", changes=_COPIED, hot=True),
     Case("gemm_reduce_scatter", shape=EVEN, world_size=8),
     Case("gemm_reduce_scatter", shape=SMALL),
     *(
@@ -108,17 +109,17 @@ BLOCKS = [
         changes=(("placement", "copy_engine"),),
         arguments=(("activation", "silu"), ("bias", True)),
     ),
-    Case("gemm_reduce_scatter", arguments=(("activation", "silu"), ("bias", True))),
-    # Rows in whole tiles are stored by TMA, others by pointers.
+    Case("gemm_reduce_scatter", changes=_COPIED, arguments=(("activation", "silu"), ("bias", True))),
+    # Rows in whole tiles, and equally many on each rank, are stored by TMA, others by pointers.
     *(
-        Case("all_gather_gemm", dtype, shape, hot=True)
+        Case("all_gather_gemm", dtype, shape, changes=_COPIED, hot=True)
         for dtype in ("bfloat16", "float16")
-        for shape in (EVEN, LARGE)
+        for shape in (EVEN, LARGE, UNEVEN)
     ),
     Case("all_gather_gemm", "float32"),
     Case("all_gather_gemm", shape=EVEN, world_size=8),
     Case("all_gather_gemm", shape=SMALL),
-    Case("all_gather_gemm", arguments=(("activation", "gelu"), ("bias", True))),
+    Case("all_gather_gemm", changes=_COPIED, arguments=(("activation", "gelu"), ("bias", True))),
 ]
 
 # Consumers on a stream of their own, which is how large products ship on sm_90.
@@ -172,9 +173,15 @@ _ONCE = [
     # Not held to "no spills": on sm_90 it uses all 255 registers and 8 bytes of stack.
     Case("gemm_all_scatter", changes=(("placement", "beside"), ("split", "stream_k"))),
     Case("gemm_all_reduce", changes=(("placement", "beside"), ("partial_dtype", "bfloat16")), hot=True),
-    Case("gemm_all_reduce", world_size=8),
+    Case("gemm_all_reduce", world_size=8, changes=(("placement", "own_stream"),)),
+    # Messages of two lengths.
+    Case("all_gather_gemm", shape=UNEVEN, hot=True),
     Case("gemm_all_scatter", world_size=8, changes=(("placement", "inside"),)),
-    Case("gemm_all_reduce", arguments=(("squared_partials", True), ("activation", "silu"), ("bias", True))),
+    Case(
+        "gemm_all_reduce",
+        changes=(("placement", "own_stream"),),
+        arguments=(("squared_partials", True), ("activation", "silu"), ("bias", True)),
+    ),
     Case("gemm_all_scatter", arguments=(("squared_partials", True), ("activation", "relu"), ("bias", True))),
     # By messages in both ways, with the norm at their end, a row on many programs; the weight of the operands' type or
     # not.

@@ -12,13 +12,14 @@ pytestmark = pytest.mark.timeout(400)
 
 TARGET = "sm_90"
 OWN_STREAM = (("placement", "own_stream"), ("algorithm", "two_shot"))
+COPIED = (("placement", "copy_engine"),)
 GEMM = Case("gemm", changes=(("split", "none"), ("num_programs", 0)), hot=True)
 # Of those that are compiled anyway, without a recorder.
 MARKED = [
     GEMM,
     Case("gemm_all_reduce", changes=OWN_STREAM, hot=True),
-    Case("gemm_reduce_scatter", hot=True),
-    Case("all_gather_gemm", hot=True),
+    Case("gemm_reduce_scatter", changes=COPIED, hot=True),
+    Case("all_gather_gemm", changes=COPIED, hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
 ]
 every_case = pytest.mark.parametrize(

@@ -4,7 +4,6 @@ not divide; refused calls; inputs that are overwritten at once; replays of a CUD
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.config import BY_ROWS
 from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused import bodies
 from tests.fused.cases import (
@@ -48,16 +47,6 @@ every_op = pytest.mark.parametrize("op", OPS)
 every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
-def fitting(cases: list[Case], num_ranks: int) -> list[Case]:
-    """Rows are gathered by messages where each rank has as many: there M is the next such number."""
-    return [
-        replace(case, M=-(-case.M // num_ranks) * num_ranks)
-        if case.op == "all_gather" and dict(case.config)["placement"] in BY_MESSAGE
-        else case
-        for case in cases
-    ]
-
-
 def cases_of(op: str, placement: str) -> list[Case]:
     """For three ranks. Sizes of 0, 1, 2: ranks without rows, without a share of K, without anything."""
     split = (("split", "stream_k"), ("num_programs", 3))
@@ -86,7 +75,7 @@ def cases_of(op: str, placement: str) -> list[Case]:
 @every_way
 @pytest.mark.num_ranks(3)
 def test_three_ranks(way: tuple[str, str]) -> None:
-    assert_right(values(run_ranks(run_cases, 3, fitting(cases_of(*way), 3), timeout=TIMEOUT_S)))
+    assert_right(values(run_ranks(run_cases, 3, cases_of(*way), timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(2)
@@ -103,7 +92,7 @@ def test_two_ranks() -> None:
         for op, placement in WAYS
         if op == "reduce_scatter"
     ]
-    assert_right(values(run_ranks(run_cases, 2, fitting(cases, 2), timeout=TIMEOUT_S)))
+    assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(4)
@@ -112,7 +101,7 @@ def test_four_ranks() -> None:
         Case(op, 97, 64, 128, FP16, out, bias="own").with_config(placement=placement)
         for (op, placement), out in zip(WAYS, itertools.cycle(("symmetric", "new")), strict=False)
     ]
-    assert_right(values(run_ranks(run_cases, 4, fitting(cases, 4), timeout=TIMEOUT_S)))
+    assert_right(values(run_ranks(run_cases, 4, cases, timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(5)
@@ -139,14 +128,13 @@ def test_one_rank() -> None:
 
 
 def other_placements(rank: int, world_size: int, op: str) -> list[str]:
-    """What calls with placements that the op doesn't have, or not for 41 rows, raise; and that a right one follows."""
+    """What calls with placements that the op doesn't have raise; and that a right one follows."""
     case = Case(op, 41, 37, 53, FP16, "ordinary")
     with Heap(HEAP_BYTES) as heap:
         found = [
             outcome(lambda p=placement: run_case(case.with_config(placement=p), heap, 1))  # type: ignore[misc]
             for placement in placement_names()
             if placement not in placement_names(PROBLEMS[op].op)
-            or (op == "all_gather" and placement in BY_MESSAGE)
         ]
         assert_right([[run_case(case, heap, 2)]])
         return found
@@ -156,9 +144,7 @@ def other_placements(rank: int, world_size: int, op: str) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_placements_that_it_does_not_have(op: str) -> None:
     for found in values(run_ranks(other_placements, 2, op, timeout=TIMEOUT_S)):
-        uneven = len(BY_MESSAGE) if op == "all_gather" else 0
-        assert len(found) == len(placement_names()) - len(placement_names(PROBLEMS[op].op)) + uneven > 0
-        assert sum("for as many rows on each rank; a has 41 on 2" in text for text in found) == uneven
+        assert len(found) == len(placement_names()) - len(placement_names(PROBLEMS[op].op)) > 0
         assert all(text.startswith("ValueError: Config.placement is ") for text in found), found
 
 
@@ -167,7 +153,7 @@ def test_20_calls() -> None:
     """Fault 22: the same bits every time; data of the call before, or of another op, would show."""
     ways = [*WAYS, ("all_reduce", "after")]
     cases = [Case(op, 41, 20, 24, FP32).with_config(placement=placement) for op, placement in ways]
-    verdicts = values(run_ranks(repeat, 2, fitting(cases, 2), 20, timeout=TIMEOUT_S))
+    verdicts = values(run_ranks(repeat, 2, cases, 20, timeout=TIMEOUT_S))
     assert_right(verdicts)
     for of_rank in verdicts:
         assert_same_bits(of_rank, len(cases))
@@ -178,7 +164,7 @@ def test_20_calls() -> None:
 @pytest.mark.num_ranks(3)
 def test_operands_are_the_callers_again_when_the_call_returns(way: tuple[str, str], symmetric: bool) -> None:
     op, placement = way
-    (case,) = fitting([Case(op, 40, 33, 48, FP32).with_config(placement=placement)], 3)
+    case = Case(op, 40, 33, 48, FP32).with_config(placement=placement)
     assert values(run_ranks(bodies.overwritten, 3, case, symmetric, timeout=TIMEOUT_S)) == [[]] * 3
 
 
@@ -221,8 +207,7 @@ def eager_calls(heap: Heap, seed: int) -> list[Verdict]:
 @pytest.mark.gpu
 def test_replayed_in_a_graph(way: tuple[str, str], num_ranks: int) -> None:
     op, placement = way
-    made = Case(op, 97, 72, 136, FP16, bias="own").with_config(placement=placement, chunk=1)
-    (case,) = fitting([made], num_ranks)
+    case = Case(op, 97, 72, 136, FP16, bias="own").with_config(placement=placement, chunk=1)
     assert values(run_ranks(captured, num_ranks, case, timeout=TIMEOUT_S)) == [[]] * num_ranks
 
 

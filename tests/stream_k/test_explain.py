@@ -84,18 +84,45 @@ CROSSED = [
     ),
     (
         "gemm_all_reduce",
-        (2046, 8192, 3584, 2, None),
-        (2047, 8192, 3584, 2, None),
-        "1023 rows, fewer than 1024",
+        (1792, 8192, 3584, 2, None),
+        (2048, 8192, 3584, 2, None),
+        "896 rows, fewer than 1024",
         "1024 rows, at least 1024",
     ),
-    ("gemm_reduce_scatter", (256, 4096, 64, 2, None), (257, 4096, 64, 2, None), "a multiple of", "no multiple of"),
+    (
+        "gemm_reduce_scatter",
+        (256, 4096, 64, 2, None),
+        (257, 4096, 64, 2, None),
+        "M = 256 is a multiple of",
+        "at most one and a half waves",
+    ),
+    (
+        "gemm_reduce_scatter",
+        (2558, 8192, 4096, 2, None),
+        (2562, 8192, 4096, 2, None),
+        "1279 rows end inside a tile, and are fewer than 1280",
+        "1281 rows are at least 1280",
+    ),
     (
         "all_gather_gemm",
         (1024, 4096, 4096, 2, None),
         (1024, 4096, 4104, 2, None),
         "8388608 bytes, at most 8388608",
         "8404992 bytes, more than 8388608",
+    ),
+    (
+        "all_gather_gemm",
+        (8193, 4096, 4096, 2, None),
+        (8192, 4096, 4096, 2, None),
+        "not equally many on each of 2",
+        "4096 rows are whole tiles",
+    ),
+    (
+        "gemm_all_scatter",
+        (895, 8192, 4096, 2, None),
+        (896, 8192, 4096, 2, None),
+        "M = 895 is at most 895",
+        "896 rows are whole tiles",
     ),
     (
         "gemm_all_scatter",
@@ -147,9 +174,9 @@ def test_placements_in_their_order(h200: torch.device) -> None:
 
 
 def test_row_blocks_have_tiles_of_their_own(h200: torch.device) -> None:
-    found = stream_k.explain("gemm_reduce_scatter", 4097, 4096, 3584, BF16, 4, h200)
+    found = stream_k.explain("gemm_reduce_scatter", 5121, 4096, 3584, BF16, 4, h200)
     assert found.schedule is not None
-    assert found.schedule.tiles_m == 4 * 9
+    assert found.schedule.tiles_m == 4 * 11
 
 
 def test_an_entry_of_the_table(table: Put) -> None:
