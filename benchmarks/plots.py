@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
 
-from pyrocshmem.benchmarks import escape, layers, stats
+from pyrocshmem.benchmarks import escape, layers, models, stats
 from pyrocshmem.benchmarks.provider import IS_DEFAULT
 from pyrocshmem.benchmarks.providers import ALL_PROVIDERS
 from pyrocshmem.benchmarks.records import File, median
@@ -100,7 +100,9 @@ def figures(files: Iterable[File]) -> dict[str, Figure]:
     """Every picture that the records allow, by name."""
     groups = stats.groups(files)
     corpora = [group for group in groups if group.shapes in CORPORA]
-    whole = _whole_ops([group for group in groups if group.shapes not in CORPORA])
+    # Each of the drawn cases has columns of its own: no line joins them.
+    listed = [group for group in groups if not group.shapes.startswith(f"{models.NAME}-")]
+    whole = _whole_ops([group for group in listed if group.shapes not in CORPORA])
     found: dict[str, Figure | None] = {}
     with mpl.rc_context(_STYLE):
         for op in whole:

@@ -143,9 +143,9 @@ def few_tiles(facts: Facts) -> Verdict:
 
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
 _SENT_ROWS = 128
-# Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, and of rows that end
-# inside a tile (2 x H100, GEMMs of public models, docs/log.md).
-_COLUMN_TILES, _CUT_TILES = 7, 10
+# Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, of a rank's gathered
+# rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md).
+_COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
 # Inner size beyond which the GEMM of an all-reduce is long enough to overlap with copies of fp32 sums.
 _PAIR_K = 2048
 
@@ -178,22 +178,19 @@ def low_for_blas(facts: Facts) -> Verdict:
 
 
 def _low_columns(facts: Facts) -> Verdict:
-    little, most = few_tiles(facts), _COLUMN_TILES * facts.block_m - 1
-    if little.suits:
-        return little
-    if most >= facts.M:
-        return Verdict(True, f"M = {facts.M} is at most {most} rows, too few to copy in steps")
-    return _low_cut(facts, facts.M)
+    little = few_tiles(facts)
+    return little if little.suits else _low(facts, facts.M, _COLUMN_TILES)
 
 
-def _low_cut(facts: Facts, rows: int) -> Verdict:
-    """Whether `rows`, of what is copied, are few and don't end with a tile."""
-    least = _CUT_TILES * facts.block_m
-    if rows % facts.block_m == 0:
-        return Verdict(False, f"{rows} rows are whole tiles")
+def _low(facts: Facts, rows: int, whole: int = 0) -> Verdict:
+    """Whether `rows`, of what is copied, are too few for steps. whole: tile rows that are enough where they are
+    whole."""
+    cut = rows % facts.block_m != 0
+    least = (_CUT_TILES if cut else whole) * facts.block_m
+    what = f"{rows} rows, which end {'inside' if cut else 'with'} a tile,"
     if rows < least:
-        return Verdict(True, f"{rows} rows end inside a tile, and are fewer than {least}")
-    return Verdict(False, f"{rows} rows are at least {least}")
+        return Verdict(True, f"{what} are fewer than {least}")
+    return Verdict(False, f"{what} are enough to copy in steps")
 
 
 def _block_rows(facts: Facts) -> int:
@@ -213,7 +210,7 @@ def _leaves_late(facts: Facts) -> Verdict:
         )
     if facts.tiles <= 1.5 * facts.num_sms:
         return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
-    return _low_cut(facts, _block_rows(facts))
+    return _low(facts, _block_rows(facts))
 
 
 def short_sum_for_blas(facts: Facts) -> Verdict:
@@ -226,7 +223,7 @@ def _short_sum(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
-    low = _low_cut(facts, _block_rows(facts))
+    low = _low(facts, _block_rows(facts))
     if low.suits:
         return low
     waves = f"{facts.tiles} tiles are %s two waves on {facts.num_sms} SMs"
@@ -255,8 +252,8 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
 
 
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
-    """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where the rows of a rank are few and
-    end inside a tile, or, being unequally many, would be stored by pointers."""
+    """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
+    unequally many, which would be stored by pointers."""
     return _both(_many_rows_for_blas(facts), _little_gathered, facts)
 
 
@@ -266,7 +263,7 @@ def _little_gathered(facts: Facts) -> Verdict:
         return few
     if facts.M % facts.world_size != 0:
         return Verdict(True, f"M = {facts.M} rows are not equally many on each of {facts.world_size} ranks")
-    low = _low_cut(facts, _block_rows(facts))
+    low = _low(facts, _block_rows(facts), _GATHERED_TILES)
     return low if low.suits else Verdict(False, f"{few.why}, and {low.why}")
 
 
