@@ -171,8 +171,10 @@ def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
 
 def blocks_template(x: torch.Tensor, ranks: int, rows: int, cols: int) -> Any:
     """The `template` of a matrix that is written as BLOCKS, in blocks [rows, cols]."""
-    shape, strides = [ranks, x.shape[0] // ranks, x.shape[1]], list(x.stride())
-    return _without_base(TensorDescriptor(x, shape, [shape[1] * strides[0], *strides], [1, rows, cols]))
+    M, N = x.shape
+    row, column = x.stride()
+    sizes, steps = [ranks, M // ranks, N], [M // ranks * row, row, column]
+    return _without_base(TensorDescriptor(x, sizes, steps, [1, rows, cols]))
 
 
 def strides_by_pointer(x: torch.Tensor, how: int) -> tuple[int, int]:

@@ -275,11 +275,13 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
         gathered_at = heap.zeros(1, dtype=torch.int32)
         at_1 = heap.peer_view(gathered_at, 1)
         heap.barrier()
+        sizes = ("all_gather_gemm", 7, 0, 3, torch.float32, world_size, heap.device)
+        config = stream_k.choose(*sizes, placement="copy_engine")
         for seed in range(3):
             whole = random(7, 3, torch.float32, seed)
             rows, none = whole.tensor_split(world_size)[rank], whole.new_empty(3, 0)
             more = {"num_rows": 7, "save_gathered": True}
-            request = Request(rows, none, None, None, "none", False, False, None, **more)
+            request = Request(rows, none, None, None, "none", False, False, config, **more)
             _, gathered = all_gather_gemm.run(all_gather_gemm.OP, request, heap, workspace)
             wrong += not torch.equal(gathered, whole)
             if rank == 0:
