@@ -230,6 +230,14 @@ def slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dt
     return quads * QUAD_BYTES * (1 if dtype.is_floating_point else 2)
 
 
+def _split_rows(rows: int, columns: int, world_size: int) -> tuple[int, int, int, int]:
+    """(elements of a longest part, of a shortest one, how many are longer, by how much) of rows as
+    `torch.tensor_split` cuts them."""
+    longer = rows % world_size
+    shortest, extra = rows // world_size * columns, columns if longer else 0
+    return shortest + extra, shortest, longer, extra
+
+
 def _pieces(
     kind: str,
     x: torch.Tensor,
@@ -248,18 +256,13 @@ def _pieces(
     unit = QUAD_BYTES // out_dtype.itemsize
     x_part, longer, extra, out_part = 0, 0, 0, None
     if kind == "reduce_scatter":
-        # Rows as `torch.tensor_split` cuts them.
-        row, longer = n // x.shape[0], x.shape[0] % world_size
-        part = -(-x.shape[0] // world_size) * row
-        x_part, extra = x.shape[0] // world_size * row, row if longer else 0
+        part, x_part, longer, extra = _split_rows(x.shape[0], n // x.shape[0], world_size)
     elif kind == "two_shot":
         # In whole units, so that parts stay aligned.
         part = -(-n // (columns * world_size)) * columns if by_rows else -(-n // (world_size * unit)) * unit
         x_part = part
     elif rows is not None:
-        longer = rows % world_size
-        part, out_part = -(-rows // world_size) * columns, rows // world_size * columns
-        extra = columns if longer else 0
+        part, out_part, longer, extra = _split_rows(rows, columns, world_size)
     else:
         part = n
     if out_part is None:

@@ -161,38 +161,30 @@ def how_to_write(x: torch.Tensor) -> int:
 
 def as_argument(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     """What the kernel gets for matrix `x`, read or written in blocks [rows, cols]: a descriptor, or the
-    tensor itself."""
+    tensor itself. For BLOCKS x is [ranks, rows of a rank, columns]."""
     if how == ROW:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols])
     if how == COLUMN:
         return TensorDescriptor(x, list(x.shape)[::-1], list(x.stride())[::-1], [cols, rows])
+    if how == BLOCKS:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
     return x
-
-
-def blocks_template(x: torch.Tensor, ranks: int, rows: int, cols: int) -> Any:
-    """The `template` of a matrix that is written as BLOCKS, in blocks [rows, cols]."""
-    M, N = x.shape
-    row, column = x.stride()
-    sizes, steps = [ranks, M // ranks, N], [M // ranks * row, row, column]
-    return _without_base(TensorDescriptor(x, sizes, steps, [1, rows, cols]))
 
 
 def strides_by_pointer(x: torch.Tensor, how: int) -> tuple[int, int]:
     """Strides of `x` for a kernel that goes there in the way `how`. For a descriptor, which has its own, none: Triton
     would compile the kernel anew for others."""
-    return (0, 0) if how in (ROW, COLUMN, BLOCKS) else (x.stride(0), x.stride(1))
+    return (0, 0) if how in (ROW, COLUMN) else (x.stride(0), x.stride(1))
 
 
 def template(x: torch.Tensor, how: int, rows: int, cols: int) -> Any:
     """What `as_argument` makes of `x`, without `x` itself, for `filled` to make it again for tensors of the
     same kind."""
     argument = as_argument(x, how, rows, cols)
-    return None if argument is x else _without_base(argument)
-
-
-def _without_base(descriptor: Any) -> Any:
-    descriptor.base = None
-    return descriptor
+    if argument is x:
+        return None
+    argument.base = None
+    return argument
 
 
 def filled(made: Any, x: torch.Tensor) -> Any:

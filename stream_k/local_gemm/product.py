@@ -226,7 +226,7 @@ def make_product(
     # Parts of fp32, of a fix-up too, are made narrow enough to fit beside the stages in shared memory.
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = config.subtiles
-    if config.block_n >= 256 and (fp32_parts or sums_fp32):
+    if fp32_parts and config.block_n >= 256:
         # Peers' parts take registers, too: with quarters of three peers they run out (docs/log.md).
         subtiles = 8 if sums_fp32 else 4
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.

@@ -21,7 +21,6 @@ from pyrocshmem.calls.tensors import (
     POINTER,
     ROW,
     as_argument,
-    blocks_template,
     filled,
     how_to_write,
     template,
@@ -190,13 +189,11 @@ class _CopyPlan(FusedPlan):
         M = product.M
         self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         self.c_how = how_to_write(call.out)
-        self.c_template = template(call.out, self.c_how, config.block_m, product.part_n)
-        if M % (world * config.block_m) != 0 and self.c_how == ROW:
+        if self.c_how == ROW and M % (world * config.block_m) != 0:
             # Blocks end inside a tile, whose last rows belong to the next block and are left alone.
-            self.c_how, self.c_template = POINTER, None
-            if M % world == 0:
-                self.c_how = BLOCKS
-                self.c_template = blocks_template(call.out, world, config.block_m, product.part_n)
+            self.c_how = BLOCKS if M % world == 0 else POINTER
+        out = call.out.unflatten(0, (world, -1)) if self.c_how == BLOCKS else call.out
+        self.c_template = template(out, self.c_how, config.block_m, product.part_n)
         self.strides = (call.out.stride(0), call.out.stride(1))
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
