@@ -9,12 +9,15 @@ its GEMM is the same, and its parts are these: `check_norm`, `results`, `normali
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from pyrocshmem import status, trace
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
@@ -66,22 +69,32 @@ def all_reduce_rms_norm(
     check_place(heap, x)
     if heap.world_size == 1:
         return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
-    call = (
-        f"all_reduce_rms_norm({tuple(x.shape)} {x.dtype}, residual={residual is not None}, "
-        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})"
+    call = CallName.of(
+        f"all_reduce_rms_norm(# x {x.shape[-1]} {x.dtype}, residual={residual is not None}, "
+        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})",
+        math.prod(x.shape[:-1]),
     )
     if x.numel() == 0:
         agree(space, call)
         return x.new_empty(x.shape), x.new_empty(x.shape)
-    plan = space.planned_together(call, lambda: _Plan(x, residual, weight, eps, algorithm, space))
-    plan.called, space.plans[key] = call, plan
+
+    def again(rows: int) -> object:
+        like = (t if t is None else t.new_empty(rows, t.shape[-1]) for t in (x, residual))
+        more: Any = {"group": heap, "algorithm": algorithm, "workspace": space}
+        return all_reduce_rms_norm(next(like), next(like), weight, eps, **more)
+
+    space.make_room(call, again)
+    plan = space.planned_together(call, lambda _: _Plan(x, residual, weight, eps, algorithm, space))
+    plan.called = call
+    if planning.keeps_plans():
+        space.plans[key] = plan
     return plan.run(x, residual, weight, eps)
 
 
 class _Plan:
     """The exchange of tensors of one kind."""
 
-    called: str  # as the ranks compared it
+    called: CallName  # as the ranks compared it
 
     def __init__(
         self,
@@ -106,6 +119,8 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
         out, after = results(x, residual, weight, eps)
+        if planning.here.mode is not None:
+            return out, after.total
         with self.workspace.begin(self.called):
             self.exchange.run(x.resolve_neg().contiguous(), out, after)
         assert after.total is not None

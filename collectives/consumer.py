@@ -5,6 +5,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, trace
 from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.collectives.order import unpacked
 
 
 @triton.jit
@@ -12,9 +13,9 @@ def consumer_kernel(
     extra, context, problem, events, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A consumer on its own, after or beside the GEMM whose call it closes."""
+    """A consumer on its own, after or beside the GEMM whose call it closes. problem: packed."""
     epoch = signal.begin(context, False, WORLD)
-    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, unpacked(problem), events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
     signal.end(context, epoch)
     trace.mark(events, trace.END, -1)
 
@@ -22,9 +23,9 @@ def consumer_kernel(
 @triton.jit
 def gate_kernel(context, problem, events, OP: tl.constexpr, WORLD: tl.constexpr):
     """One small program that ends when all programs of the call's GEMM have begun: what follows it on its stream
-    can't take the multiprocessors that they need."""
+    can't take the multiprocessors that they need. problem: packed."""
     trace.mark(events, trace.WAIT, -1)
-    signal.wait_begun(problem.num_gemm_programs, context, OP, WORLD)
+    signal.wait_begun(unpacked(problem).num_gemm_programs, context, OP, WORLD)
     trace.mark(events, trace.END, -1)
 
 

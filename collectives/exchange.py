@@ -19,9 +19,12 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import status, target, trace
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.exchange_kernel import AfterSum, exchange_kernel
+from pyrocshmem.counts import packed
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.heap import Heap
 from pyrocshmem.message_slots import QUAD_BYTES
@@ -124,7 +127,7 @@ class Exchange:
         """Where elements of x belong: `collectives.message_tiles.Parts`, behind its `finish`."""
         _, piece, _ = self.launches[0]
         units = piece.rows * _row_units(piece, self.out_dtype)
-        return self.slot_quads, units, piece.x_part, piece.longer, piece.extra, piece.limit
+        return self.slot_quads, *map(packed, (units, piece.x_part, piece.longer, piece.extra, piece.limit))
 
     def run(self, x: torch.Tensor, out: torch.Tensor, after: AfterSum = _NOTHING) -> None:
         """Enqueue it for tensors of this kind."""
@@ -166,18 +169,26 @@ def exchange(
         "exchange", op, kind, x.shape, dtype, x.dtype, x.data_ptr() % 16, out.data_ptr() % 16, root, reduction,
         dim, recorded,
     )  # fmt: skip
-    found: tuple[str, Exchange] | None = workspace.plans.get(key)
+    found: tuple[CallName, Exchange] | None = workspace.plans.get(key)
     if found is None:
         how = f"{kind} by messages, {reduction or 'moved'} along {dim}, root {root}, recorded={recorded}"
-        call = f"{status.Op(op).name.lower()} of {tuple(x.shape if shape is None else shape)} {dtype}: {how}"
+        sizes = tuple(x.shape if shape is None else shape)
+        shown = ", ".join(("#", *map(str, sizes[1:]))) if sizes else ""
+        call = CallName.of(
+            f"{status.Op(op).name.lower()} of ({shown}) {dtype}: {how}", sizes[0] if sizes else 0
+        )
         integer = _INTEGERS.get(dtype)
 
-        def make() -> Exchange:
+        def make(_: int) -> Exchange:
             return Exchange(workspace, op, kind, x, out, root, reduction=reduction, integer=integer)
 
         plan = workspace.planned_together(call, make)
-        workspace.plans[key] = found = call, plan
+        found = call, plan
+        if planning.keeps_plans():
+            workspace.plans[key] = found
     call, plan = found
+    if planning.here.mode is not None:
+        return
     with workspace.begin(call):
         plan.run(x, out)
 

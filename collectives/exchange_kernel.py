@@ -198,7 +198,10 @@ def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.const
         signal.report(who, tl.program_id(0), number, number - 1, waited, number, context, OP, WORLD)
 
 
-@triton.jit
+# Sizes, which differ from call to call: what is aligned, ALIGNED says.
+@triton.jit(
+    do_not_specialize=["n", "rows", "width", "x_part", "longer", "extra", "limit", "out_part", "out_width"]
+)
 def exchange_kernel(
     x, out, after, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
     out_part, out_width, root, events,

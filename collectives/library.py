@@ -22,12 +22,13 @@ the fused ops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import find, once, ops, ranks
 from pyrocshmem.collectives import whole_tensors
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm, gradients
@@ -53,6 +54,29 @@ def _run(name: str) -> Any:
             return function(x, group=group, workspace=workspace, **options)
 
     return run
+
+
+def _sized(name: str) -> Callable[[Sizes], Callable[[int], object]]:
+    """Of calls with so many rows of x."""
+    function = getattr(whole_tensors, name)
+
+    def sized(sizes: Sizes) -> Callable[[int], object]:
+        x, space = sizes.empty(sizes.rows, sizes.N), sizes.workspace
+        return lambda rows: function(x[:rows], group=space.heap, workspace=space)
+
+    return sized
+
+
+def _sized_norm(sizes: Sizes) -> Callable[[int], object]:
+    x, weight, space = sizes.empty(sizes.rows, sizes.N), sizes.empty(sizes.N), sizes.workspace
+    more: Any = {"group": space.heap, "workspace": space}
+
+    def call(rows: int) -> object:
+        return [
+            all_reduce_rms_norm(x[:rows], residual, weight, 1e-6, **more) for residual in (None, x[:rows])
+        ]
+
+    return call
 
 
 def _run_norm(
@@ -211,7 +235,8 @@ for _op in (
         reference="broadcast",
     ),
 ):
-    register(replace(_op, run=_run(_op.name), shapes=_shape(_op.name), keep=_keep(_op.name)))
+    _of_name = {"run": _run(_op.name), "shapes": _shape(_op.name), "keep": _keep(_op.name)}
+    register(replace(_op, sized=_sized(_op.name), **_of_name))
 register(
     Op(
         name="barrier",
@@ -233,6 +258,7 @@ register(
         shapes=_norm_shapes,
         keep=_keep_norm,
         backward=_of_norm,
+        sized=_sized_norm,
         command="all_reduce_rms_norm",
         steps="all_reduce, add, rms_norm",
         reference="all_reduce_rms_norm",

@@ -13,13 +13,14 @@ import triton.language as tl
 from pyrocshmem import message, signal
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import finished, scaled
+from pyrocshmem.counts import unpacked
 from pyrocshmem.device import remote
 
 
 class Parts(NamedTuple):
     """`extra`. slot_quads, part_units: quads of a slot, units of a part (`exchange_kernel`). x_part, longer, more,
     limit: tell the part of an element from its number in the product, row by row, as in that kernel (`more` is its
-    `extra`)."""
+    `extra`). Packed but for slot_quads."""
 
     finish: Any
     slot_quads: Any
@@ -50,7 +51,9 @@ def send_tile(
 
     Example, M = N = 16, two ranks that sum 128 elements each, units of 8: row 9, columns 8 to 15, is unit 3 of rank 1.
     """
-    N, longer, more = problem.N, extra.longer, extra.more
+    N = problem.N
+    longer, more = unpacked(extra.longer), unpacked(extra.more)
+    x_part, limit, part_units = unpacked(extra.x_part), unpacked(extra.limit), unpacked(extra.part_units)
     RANKS: tl.constexpr = OPTIONS.ranks
     UNIT: tl.constexpr = OPTIONS.unit
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -59,7 +62,7 @@ def send_tile(
     messages = c.to(tl.pointer_type(tl.int32), bitcast=True)
     rank = tl.load(context.control + signal.RANK)
     call = message.number(messages)
-    quads = tl.cast(extra.part_units, tl.int64) * (rank * QUADS)
+    quads = tl.cast(part_units, tl.int64) * (rank * QUADS)
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
@@ -71,8 +74,8 @@ def send_tile(
         for turn in tl.static_range(RANKS):
             # The neighbour first, so that ranks don't all send to the same one.
             peer = (rank + 1 + turn) % RANKS
-            within = number - tl.cast(peer, tl.int64) * extra.x_part - tl.minimum(peer, longer) * more
-            size = extra.limit - tl.where(peer < longer, 0, more)
+            within = number - tl.cast(peer, tl.int64) * x_part - tl.minimum(peer, longer) * more
+            size = limit - tl.where(peer < longer, 0, more)
             slot = message.slot_of(remote(messages, peer, context.heap_bases), extra.slot_quads, call)
             place = quads + within // UNIT
-            units.send(slot, place, extra.part_units, words, there & (within >= 0) & (within < size))
+            units.send(slot, place, part_units, words, there & (within >= 0) & (within < size))

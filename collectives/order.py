@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from pyrocshmem import counts
+
 
 class Problem(NamedTuple):
     """The sizes of a GEMM and its schedule (`stream_k.local_gemm.schedule`): numbers on the host and in a kernel.
@@ -29,6 +31,21 @@ class Problem(NamedTuple):
     num_split_programs: Any
     cohort: Any
     num_gemm_programs: Any
+
+    def packed(self) -> "Problem":
+        """As a kernel gets it, which is compiled for any number of rows and any schedule (`pyrocshmem.counts`)."""
+        of_rows = (self.num_split_tiles, self.num_split_programs, self.cohort, self.num_gemm_programs)
+        return Problem(counts.packed(self.M), self.N, self.K, self.iterations, *map(counts.packed, of_rows))
+
+
+@triton.jit
+def unpacked(problem):
+    """The `Problem` that came packed."""
+    return Problem(
+        counts.unpacked(problem.M), problem.N, problem.K, problem.iterations, counts.unpacked(problem.num_split_tiles),
+        counts.unpacked(problem.num_split_programs), counts.unpacked(problem.cohort),
+        counts.unpacked(problem.num_gemm_programs),
+    )  # fmt: skip
 
 
 @triton.jit

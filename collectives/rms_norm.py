@@ -12,12 +12,13 @@ operators of torch.library and their derivatives.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import define, dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.tensors import (
     as_rows,
@@ -204,6 +205,11 @@ def _check_apart(out: torch.Tensor, tensors: dict[str, torch.Tensor | None], rep
             raise ValueError(f"out shares memory with {name}; give another out, or, sharded, {name} itself")
 
 
+def _sized(sizes: Sizes) -> Callable[[int], object]:
+    x, weight, space = sizes.empty(sizes.rows, sizes.N), sizes.empty(sizes.N), sizes.workspace
+    return lambda rows: rms_norm(x[:rows], weight, 1e-6, group=space.heap, workspace=space)
+
+
 register(
     Op(
         name="rms_norm",
@@ -216,6 +222,7 @@ register(
         shapes=_shapes,
         keep=_remember,
         backward=_differentiate,
+        sized=_sized,
         command="rms_norm",
         steps="square, all_reduce of the sums, scale",
         reference="rms_norm",

@@ -52,7 +52,7 @@ def _squares(
     return tl.sum(total, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
     x, residual, updated, weight, squares, out, scales, messages, slot_quads, flags, context,
     M, N, H, column, tiles_n, x_stride, residual_stride, out_stride, eps, events,
@@ -148,7 +148,7 @@ def _products(
     return tl.sum(total, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def rms_norm_backward_kernel(
     g, more, h, weight, scales, grad, partials, messages, slot_quads, context,
     M, N, H, g_stride, more_stride, h_stride, events,

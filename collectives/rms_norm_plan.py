@@ -15,6 +15,8 @@ import torch
 import triton
 
 from pyrocshmem import trace
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.planned import NUM_WARPS, agree, run
@@ -88,7 +90,7 @@ class NormPlan:
     a product that leaves the squares, and is enqueued before the norm.
     """
 
-    called: str  # as the ranks compared it
+    called: CallName  # as the ranks compared it
 
     def __init__(
         self,
@@ -149,6 +151,8 @@ class NormPlan:
         # Memory first: allocating may wait for kernels, of all devices of a process, and must not for one that spins.
         results = new_results(self.templates, x, residual, out)
         tensors = self._tensors(x, weight, residual, results)
+        if planning.here.mode is not None:
+            return results
         with self.workspace.begin(self.called):
             if self.graphs is None:
                 self.launch((*tensors, *self.rest))
@@ -219,21 +223,28 @@ def forward(
     plan: NormPlan | None = workspace.plans.get(key)
     if plan is None:
         place, rows = _offset(workspace, norm, out), math.prod(x.shape[:-1])
-        words = (
-            f"{rows} x {norm.hidden}, {x.dtype}, eps {float(norm.eps)!r}, weight {weight.dtype}, residual "
-            + ("none" if residual is None else str(residual.dtype))
+        words = f"# x {norm.hidden}, {x.dtype}, eps {float(norm.eps)!r}, weight {weight.dtype}, residual " + (
+            "none" if residual is None else str(residual.dtype)
         )
         words += f", {'replicated' if norm.replicated else 'sharded'} {norm.out_dtype}"
         words += "" if place is None else f" at offset {place}"
-        call = f"rms_norm({words}, recorded={trace.recorder() is not None})"
+        call = CallName.of(f"rms_norm({words}, recorded={trace.recorder() is not None})", rows)
         if rows == 0 or norm.hidden == 0:
             agree(workspace, call)
             return new_results(norm.templates(x, residual), x, residual, out)
         direct = place is not None
+
+        def again(count: int) -> object:
+            given = (t if t is None else t.new_empty(count, t.shape[-1]) for t in (x, residual, out))
+            return forward(workspace, next(given), weight, next(given), norm, next(given))
+
+        workspace.make_room(call, again)
         plan = workspace.planned_together(
-            call, lambda: NormPlan(workspace, x, weight, residual, norm, out, direct)
+            call, lambda _: NormPlan(workspace, x, weight, residual, norm, out, direct)
         )
-        plan.called, workspace.plans[key] = call, plan
+        plan.called = call
+        if planning.keeps_plans():
+            workspace.plans[key] = plan
     return plan.run(x, weight, residual, out)
 
 
@@ -259,13 +270,14 @@ def backward(
     blocks = Blocks.of(M, N, device)
     grad = torch.empty(h.shape, dtype=dtype, device=device)
     partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
-    call = (
-        f"rms_norm_backward({M} x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})"
+    call = CallName.of(
+        f"rms_norm_backward(# x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})",
+        M,
     )
-    agree(workspace, call)
     if M == 0 or hidden == 0:
+        agree(workspace, call)
         return grad, torch.zeros_like(weight)
-    messages, slot_quads = workspace.messages(0, M * world)
+    messages, slot_quads = workspace.planned_together(call, lambda _: workspace.messages(0, M * world))
     added = gradient if more is None else as_rows(more)
     constants = {
         "ADDS": more is not None,
@@ -276,7 +288,8 @@ def backward(
     }
     tensors = (gradient, added, rows, weight, scales, grad, partials)
     strides = (gradient.stride(0), added.stride(0), rows.stride(0))
-    key = (call, more is None, *map(kind, tensors))
+    key = (call.text, more is None, *map(kind, tensors))
     args = (*tensors, messages, slot_quads, workspace.context, M, N, hidden, *strides)
-    run(workspace, key, f"{call}: plan", rms_norm_backward_kernel, constants, blocks.programs, args)
+    planned = call._replace(text=f"{call.text}: plan")
+    run(workspace, key, planned, rms_norm_backward_kernel, constants, blocks.programs, args)
     return grad, partials.sum(0).to(weight.dtype)

@@ -37,6 +37,7 @@ import triton.language as tl
 from pyrocshmem import signal, trace
 from pyrocshmem.collectives.epilogue import Output, add_residual, finished, scaled, store_block, store_output
 from pyrocshmem.collectives.order import block_start, block_tiles
+from pyrocshmem.counts import unpacked
 from pyrocshmem.device import remote
 
 _LANES = tl.constexpr(256)
@@ -51,9 +52,9 @@ class PeersRows(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """`extra` of `sum_rows`. flags: a word for every `step_tiles` tiles, raised by each peer. partials: a block of rows
-    for each peer, that of the rank before this one first. The residual of `finish` has the rows of all ranks. stride_m,
-    stride_n: of the result."""
+    """`extra` of `sum_rows`. flags: a word for every `step_tiles` tiles packed, raised by each peer. partials: a block
+    of rows for each peer, that of the rank before this one first. The residual of `finish` has the rows of all ranks.
+    stride_m, stride_n: of the result."""
 
     tile_flags: Any
     flags: Any
@@ -157,7 +158,7 @@ def sum_rows(
     if residual is not None:
         residual += tl.cast(block_start(rank, M, WORLD), tl.int64) * N
     came = _came(
-        tile, epoch, extra.flags, extra.step_tiles, context, problem, OPTIONS.op, WORLD, BLOCK_M, BLOCK_N
+        tile, epoch, extra.flags, unpacked(extra.step_tiles), context, problem, OPTIONS.op, WORLD, BLOCK_M, BLOCK_N
     )  # fmt: skip
     row_end = tl.where(came, row_end, 0)
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
@@ -237,7 +238,7 @@ def step_kernel(
     trace.mark(events, trace.END, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "step_rows"])
 def pull_kernel(
     columns, out, stride_m, M, N, step_rows, flags, context, events,
     OP: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

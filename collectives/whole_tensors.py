@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C import _disabled_torch_dispatch_impl
 
 from pyrocshmem import status
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.operators import dispatched, name_of, needs_gradient, ops, refuse
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import (
@@ -354,7 +355,7 @@ def _exchanged(
             return given.copy_(x)
         if x.numel() == 0:
             how = f"{reduction or 'moved'} along {dim}, root {root}"
-            agree(workspace, f"{kind} of {tuple(x.shape)} {x.dtype}: {how}")
+            agree(workspace, CallName(f"{kind} of {tuple(x.shape)} {x.dtype}: {how}"))
             return given
         written = given if given.is_contiguous() else new_like(given)
         way, sent, received = _as_sent(kind, x.resolve_neg().contiguous(), written, heap.world_size, dim)

@@ -46,6 +46,7 @@ if TYPE_CHECKING or not checks_options_first():
 if TYPE_CHECKING:
     from pyrocshmem.calls.kernels import launch
     from pyrocshmem.calls.workspace import Workspace
+    from pyrocshmem.warming import warm_up
 
 __version__ = version()
 
@@ -75,11 +76,12 @@ __all__ = [
     "spawn",
     "spawn_threads",
     "target",
+    "warm_up",
 ]
 
 
 # What imports Triton's language and interpreter, which forming a heap needs not: loaded when it is first asked for.
-_LATE = {"Workspace": "calls.workspace", "launch": "calls.kernels"}
+_LATE = {"Workspace": "calls.workspace", "launch": "calls.kernels", "warm_up": "warming"}
 _PACKAGES = (
     "benchmarks",
     "collectives",

@@ -56,23 +56,29 @@ PADDED_RANKS = 8
 _MESSAGE_S = 0.3
 live_heaps: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
-
+# Calls that a rank's memory holds.
 _KEPT = 1024
-_WHICH_BITS = 32
+# Bits of a word: the sign's is left alone.
+_INDEX_BITS, _ROW_BITS, _NUMBER_BITS = 16, 24, 23
+_INDICES, MOST_ROWS, _NUMBERS = 1 << _INDEX_BITS, (1 << _ROW_BITS) - 1, 1 << _NUMBER_BITS
+_WHICH_BITS = _INDEX_BITS + _ROW_BITS
 _CLOSED = (1 << _WHICH_BITS) - 1
-_NUMBERS = 1 << 31
+
+
+class Begun(NamedTuple):
+    """A call, by the number of what ranks have voted on, and its rows, at most MOST_ROWS."""
+
+    call: int
+    rows: int = 0
 
 
 class Difference(NamedTuple):
-    """Call `number` is, on each rank, the planned call `which[rank]`; None: not begun there."""
+    """Call `number` is `which[rank]` on each rank; None: not begun there. closed_by: the first rank that closed its
+    heap instead, None if there is none."""
 
     number: int
-    which: list[int | None]
-
-    @property
-    def closed_by(self) -> int | None:
-        """The first rank that closed its heap instead, None if there is none."""
-        return self.which.index(_CLOSED) if _CLOSED in self.which else None
+    which: list[Begun | None]
+    closed_by: int | None = None
 
 
 class Caller(Protocol):
@@ -92,20 +98,24 @@ class Caller(Protocol):
 
 
 class Ledger:
-    """Which calls the ranks have begun, so that calls made in another order are noticed. Making one is collective, the
-    rest is local.
+    """Which calls the ranks have begun, so that calls made in another order, or of other numbers of rows, are noticed.
+    Making one is collective, the rest is local.
 
-    Ranks compare a call when they plan it; later it is made without a vote, and a rank that makes another of the
-    planned calls would mix its data with theirs. So each rank's host writes down which call it begins, in memory
-    that the hosts of its peers can read, and looks at what they wrote. A word has the number of a call and an index
-    of the planned call (the same on each rank, which has voted on them in the same order):
+    Ranks vote on what a call is when it is new (`Workspace.planned_together`); later it is made without a vote, with
+    any number of rows, and a rank that makes another call, or the same one of other rows, would mix its data with
+    theirs. So each rank's host writes down which call it begins, in memory that the hosts of its peers can read, and
+    looks at what they wrote:
 
         rank 0   .. | 7: all_reduce of 4 x 8 | 8: all_gather of 2 x 8
         rank 1   .. | 7: all_reduce of 4 x 8 | 8: rms_norm of 4 x 8     the second one to come sees it and launches
         nothing
 
-    A rank that is behind is compared later, unless its peers get _KEPT calls ahead. A word has 31 bits of the
-    number, which wraps. Replays of captured graphs don't count as calls: their order is the caller's to keep.
+    A word, of 64 bits, has the number of a call, its rows, and an index of what ranks have voted on (the same on each
+    rank, since they vote in the same order).
+
+    A rank that is behind is compared later, unless its peers get _KEPT calls ahead. Numbers wrap; so do indices, of
+    more than 65,535 calls that were voted on. Replays of captured graphs don't count as calls: their order is the
+    caller's to keep.
 
     A rank that closes its heap writes _CLOSED in place of its next call. So a call that it still made ends as ever,
     however late a peer makes it, and one that it will never make is known for such by whoever begins it, at no cost.
@@ -125,9 +135,11 @@ class Ledger:
         self._peers = [words for rank, words in enumerate(self._words) if rank != group.rank]
         self._begun = self._compared = 0
 
-    def begin(self, which: int) -> None:
-        """Write down that this rank begins the planned call `which`."""
+    def begin(self, index: int, rows: int = 0) -> None:
+        """Write down that this rank begins a call."""
         self._begun = number = self._begun + 1
+        # One index is left out: with the most rows it would be _CLOSED.
+        which = rows << _INDEX_BITS | index % (_INDICES - 1)
         self._own[number % _KEPT] = number % _NUMBERS << _WHICH_BITS | which
 
     def compare(self) -> Difference | None:
@@ -165,10 +177,21 @@ class Ledger:
         for place in range(_KEPT):
             self._own[place] = 0
 
+    def overtaken(self) -> Difference | None:
+        """The next call of this rank, which has not begun it, where a peer has; None if no peer has."""
+        found = self._at(self._begun + 1)
+        return found if found.closed_by is None and any(found.which) else None
+
     def _at(self, number: int) -> Difference:
-        words = [words[number % _KEPT] for words in self._words]
-        mask, begun = (1 << _WHICH_BITS) - 1, number % _NUMBERS
-        return Difference(number, [w & mask if w >> _WHICH_BITS == begun else None for w in words])
+        begun, closed_by = number % _NUMBERS, None
+        found: list[Begun | None] = []
+        for rank, words in enumerate(self._words):
+            word = words[number % _KEPT]
+            which = word & _CLOSED if word >> _WHICH_BITS == begun else None
+            if which == _CLOSED and closed_by is None:
+                closed_by = rank
+            found.append(None if which in (None, _CLOSED) else Begun(which % _INDICES, which >> _INDEX_BITS))
+        return Difference(number, found, closed_by)
 
 
 class Lifecycle:

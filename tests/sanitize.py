@@ -35,6 +35,7 @@ import torch.distributed as dist
 import typer
 
 from pyrocshmem import collectives, status, stream_k
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.planned import run
 from pyrocshmem.calls.timeline import meet_kernel
 from pyrocshmem.calls.workspace import Workspace, workspace_for
@@ -229,7 +230,7 @@ def _signals(heap: Heap) -> Iterator[tuple[str, bool]]:
     heap.synchronize()
     yield "ring", int(wrong) == 0 and bool(data.all())
     before = workspace.epoch()
-    run(workspace, "meet", "meet", meet_kernel, {"WORLD": world}, 1, (workspace.context,))
+    run(workspace, "meet", CallName("meet"), meet_kernel, {"WORLD": world}, 1, (workspace.context,))
     heap.synchronize()
     yield "meet", workspace.epoch() == before + 1
 

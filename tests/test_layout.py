@@ -34,6 +34,7 @@ TOP = (
     "pyrocshmem.run_command",
     "pyrocshmem.testing",
     "pyrocshmem.torch_ops",
+    "pyrocshmem.warming",
     "pyrocshmem.integrations",
 )
 # Further layers that some may import: the command line, and the description of all ops, which reads their registry.

@@ -10,14 +10,47 @@ On the CPU target a launch runs in Triton's interpreter, where kernels of severa
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable, Iterable
+from itertools import repeat
 from typing import Any
 
+import torch
+import triton
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pyrocshmem import interpreter, target, trace
+from pyrocshmem.calls import planning
 
 # Ranks that are threads would compile the same kernel at once, each for its GPU; compilers have options of the process.
 _compiler = threading.Lock()
+
+_ALIGNED, _INT32, _INT64, _TWO_GIB = 16, 1 << 31, 1 << 63, 1 << 31
+_ALL = repeat(True)
+
+# Triton's compiled kernels, by what they were compiled for. Its own look-up takes the host three times as long, and a
+# call of another number of rows asks for those of an earlier one.
+_known: dict[Hashable, Any] = {}
+
+
+def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable:
+    """All of `args` that Triton compiles a kernel for, and maybe more. specialized: whether the value of each counts,
+    if it is an integer."""
+    found: list[Any] = []
+    for arg, by_value in zip(args, specialized, strict=False):
+        if isinstance(arg, torch.Tensor):
+            small = arg.untyped_storage().nbytes() < _TWO_GIB
+            found.append((arg.dtype, arg.data_ptr() % _ALIGNED == 0, small))
+        elif isinstance(arg, int) and not isinstance(arg, bool):
+            bits = 32 if -_INT32 <= arg < _INT32 else 64 if arg < _INT64 else 65
+            found.append((bits, by_value and arg == 1, by_value and arg % _ALIGNED == 0))
+        elif isinstance(arg, tuple):
+            found.append((type(arg), kinds(arg)))
+        elif isinstance(arg, TensorDescriptor):
+            found.append((arg.base.dtype, *arg.block_shape, arg.padding))
+        else:
+            found.append(type(arg))
+    return tuple(found)
 
 
 class Launch:
@@ -62,9 +95,12 @@ class Launch:
         kernel; None in the interpreter. ValueError where the kernel needs more of the device than it has."""
         recorder = trace.recorder()
         self._recorded = recorder is not None and self._marks
-        if target.interpreted():
+        if target.interpreted() or planning.here.mode == "sizes":
             return None
         arguments = (*args, *self._events(None if recorder is None else recorder.sample))
+        if planning.here.mode == "collect":
+            planning.collect(self._compiled_for(arguments), self, args)
+            return None
         try:
             with _compiler:
                 compiled, self._run = self._loaded(arguments)
@@ -81,10 +117,27 @@ class Launch:
             ) from None
         return compiled
 
+    def ask_for(self, args: tuple[Any, ...]) -> None:
+        """Begin to compile for `args`: in Triton's AsyncCompileMode, which the caller has entered."""
+        arguments = (*args, *self._events(None))
+        self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options)
+
     def _loaded(self, arguments: tuple[Any, ...], **options: int) -> tuple[Any, Any]:
         """(Triton's compiled kernel, what launches it)."""
-        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
+        key = self._compiled_for(arguments, **options)
+        compiled = _known.get(key)
+        if compiled is None:
+            kernel = self.kernel
+            compiled = kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
+            _known[key] = compiled
         return compiled, compiled[self.grid]
+
+    def _compiled_for(self, arguments: tuple[Any, ...], **options: int) -> Hashable:
+        """All that the machine code depends on."""
+        specialized = [not parameter.do_not_specialize for parameter in self.kernel.params]
+        device = triton.runtime.driver.active.get_current_device()
+        what = (device, *self._values, *self.options.values(), *options.items())
+        return self.kernel, what, kinds(arguments, specialized)
 
     def _events(self, buffer: Any) -> tuple[Any, ...]:
         return (buffer,) if self._marks else ()

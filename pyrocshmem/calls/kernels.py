@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from pyrocshmem import target, trace
-from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.call_name import CallName
+from pyrocshmem.calls.kernel_launch import Launch, kinds
 from pyrocshmem.calls.workspace import Workspace, check_workspace
-
-_INT32, _INT64, _TWO_GIB = 1 << 31, 1 << 63, 1 << 31
 
 
 def launch(
@@ -47,23 +46,24 @@ def launch(
     """
     check_workspace(workspace)
     recorded = trace.recorder() is not None
+    _check_types(args)
     # Compiled for what is known of the arguments: one more plan where that is new.
     key: Hashable = (
-        kernel, grid, name, num_warps, num_stages, recorded, tuple(constants.items()), tuple(map(_kind, args))
+        kernel, grid, name, num_warps, num_stages, recorded, tuple(constants.items()), kinds(args)
     )  # fmt: skip
-    found: tuple[str, Launch] | None = workspace.plans.get(key)
+    found: tuple[CallName, Launch] | None = workspace.plans.get(key)
     if found is None:
         constants = _checked(workspace, kernel, grid, constants, args)
         shown = ", ".join(f"{each}={getattr(value, '__name__', value)}" for each, value in constants.items())
         call = f"{name}: {kernel.__name__} of {grid} programs of {num_warps} warps ({shown})"
         planned = Launch(kernel, grid, constants, num_warps, num_stages)
-        call = f"{call}, recorded" if recorded else call
-        workspace.planned_together(call, lambda: planned.compile(args))
-        workspace.plans[key] = found = call, planned
-    call, planned = found
+        new = CallName(f"{call}, recorded" if recorded else call)
+        workspace.planned_together(new, lambda _: planned.compile(args))
+        workspace.plans[key] = found = new, planned
+    name_of_call, planned = found
     counts = target.interpreted() and any(each is workspace.context for each in args)
     before = workspace.epoch() if counts else 0
-    with workspace.begin(call):
+    with workspace.begin(name_of_call):
         planned(args)
     if counts and workspace.epoch() == before:
         raise RuntimeError(
@@ -71,21 +71,15 @@ def launch(
         )
 
 
-def _kind(argument: Any) -> Hashable:
-    """What Triton compiles for: another kind needs another plan."""
-    if isinstance(argument, torch.Tensor):
-        small = argument.untyped_storage().nbytes() < _TWO_GIB
-        return argument.dtype, argument.data_ptr() % 16 == 0, small
-    if isinstance(argument, tuple):
-        return tuple(map(_kind, argument))
-    if argument is None or isinstance(argument, bool | float):
-        return type(argument).__name__
-    if isinstance(argument, int):
-        bits = 32 if -_INT32 <= argument < _INT32 else 64 if argument < _INT64 else 65
-        return bits, argument == 1, argument % 16 == 0
-    raise TypeError(
-        f"an argument is a {type(argument).__name__}, allowed are tensors, numbers, None and tuples of them"
-    )
+def _check_types(args: tuple[Any, ...]) -> None:
+    """TypeError for what is no argument of a kernel."""
+    for argument in args:
+        if isinstance(argument, tuple):
+            _check_types(argument)
+        elif argument is not None and not isinstance(argument, torch.Tensor | bool | int | float):
+            raise TypeError(
+                f"an argument is a {type(argument).__name__}, allowed are tensors, numbers, None and tuples of them"
+            )
 
 
 def _checked(

@@ -11,10 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from pyrocshmem import status
 from pyrocshmem.calls.operators import define
+from pyrocshmem.calls.workspace import Workspace
+
+
+class Sizes(NamedTuple):
+    """Of calls that are to be made ready: `rows`, of all ranks, at most; N and K of a rank's GEMM [M, K] x [K, N], or N
+    columns of this rank where there is no GEMM. workspace: of the calls; of one device where the op has no peers."""
+
+    N: int
+    K: int
+    rows: int
+    dtype: torch.dtype
+    workspace: Workspace
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """An operand whose values nobody reads."""
+        return torch.empty(shape, dtype=self.dtype, device=self.workspace.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +46,7 @@ class Op:
     as `torch.library.register_autograd` takes them; None: it has none. ordered: graphs keep each call and their order.
     command: its name on the command line, `./run.sh -c`; "" where it has none. steps: how torch.distributed does it.
     reference: that function, or its name in the package `pyrocshmem.reference.ops`.
+    sized: by the sizes of its operands, makes a function that calls it with so many rows of all ranks.
     """
 
     name: str
@@ -43,6 +62,7 @@ class Op:
     command: str = ""
     steps: str = ""
     reference: Callable[..., Any] | str = ""
+    sized: Callable[[Sizes], Callable[[int], object]] | None = None
 
     @property
     def number(self) -> int:

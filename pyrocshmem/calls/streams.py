@@ -39,6 +39,10 @@ class Streams:
         self._sides: dict[int, _Side] = {}
         self._apart: torch.cuda.Stream | None = None
 
+    def note_capture(self) -> None:
+        """The call that begins becomes part of a graph."""
+        self._captured = True
+
     def apart(self) -> torch.cuda.Stream:
         """The stream of calls that a caller doesn't wait for on its own."""
         if self._apart is None:
@@ -70,7 +74,7 @@ class Streams:
         self._sides = {n: side for n, side in self._sides.items() if side.stream.cuda_stream != handle}
         stream = torch.cuda.current_stream(self.device)
         if captures:
-            self._captured = True
+            self.note_capture()
             last, self._capturing = self._capturing, stream
             if last is not None and last != stream and _is_capturing(last):
                 stream.wait_stream(last)

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, target, trace
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.planned import run
 from pyrocshmem.calls.workspace import Workspace, find_workspace
@@ -241,7 +242,7 @@ class Recorder:
     def _meet(self) -> torch.Tensor:
         """Enqueue a barrier; its events."""
         workspace, world = self._workspace, self.heap.world_size
-        run(workspace, "meet", "meet", meet_kernel, {"WORLD": world}, 1, (workspace.context,))
+        run(workspace, "meet", CallName("meet"), meet_kernel, {"WORLD": world}, 1, (workspace.context,))
         last = self._records[-1]
         assert isinstance(last, _Launched)
         return last.events

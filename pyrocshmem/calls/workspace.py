@@ -9,6 +9,9 @@ that peers touch lies on the symmetric heap. Give an op a workspace of its own t
 Calls on one workspace run one after another. A call on another stream waits, on the device, for the one before; a call
 from another thread at the same time raises `WorkspaceBusy`. All ranks make the calls of a workspace in the same order.
 
+A call that is new is voted on by all ranks, whatever its rows; after that only what makes a buffer grow is. `reserve`
+says beforehand how many rows calls will have.
+
 Threads beside one another need a workspace each. What is new on a heap (a workspace, the first call of a kind, what
 makes a workspace grow, a tensor) is voted on, and all ranks must vote in the same order, whatever the thread: so make
 the workspaces, and each call once, in one thread; later calls need no order. Or give each thread a heap of its own,
@@ -24,18 +27,22 @@ import functools
 import gc
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
 from pyrocshmem import signal, status, timeouts
 from pyrocshmem.blocks import held_by
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.labels import label
 from pyrocshmem.calls.streams import Streams
+from pyrocshmem.checks import as_integer
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory, ShmemError, WorkspaceBusy
 from pyrocshmem.forming import synchronize
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
+from pyrocshmem.lifecycle import Difference
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
 from pyrocshmem.torch_contexts import normal_tensors, on_device
 
@@ -46,6 +53,9 @@ _HEAP_STEP = 1 << 20
 # Plans hold buffers in circles of references, and a heap that grows gives no memory back that anything holds: a buffer
 # of so many bytes is worth looking for circles.
 _WORTH_COLLECTING = 16 << 20
+
+# Plans that a workspace keeps. A plan of a fused op takes some 20 KB of the host, and graphs of the driver's memory.
+KEPT_PLANS = 512
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 
@@ -63,6 +73,70 @@ class Turn:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error is not None)
+
+
+class _Kept:
+    __slots__ = ("captured", "plan", "used")
+
+    def __init__(self, plan: Any, used: int) -> None:
+        self.plan, self.used, self.captured = plan, used, False
+
+
+class Plans:
+    """The KEPT_PLANS plans that were asked for last, by what they are made for. A serving engine brings other rows at
+    every step, so most are never asked for again.
+
+    retire: is given those that go while a captured graph may still be replayed, which reads what they hold.
+    """
+
+    def __init__(self, retire: Callable[[Any], None]) -> None:
+        self._retire = retire
+        self._kept: dict[Hashable, _Kept] = {}
+        self._last: _Kept | None = None
+        self._asked = 0
+
+    def get(self, key: Hashable) -> Any:
+        """The plan of that key; None where there is none."""
+        found = self._last = self._kept.get(key)
+        if found is None:
+            return None
+        # The order of a dict would cost a call two more hashes of its key.
+        self._asked = found.used = self._asked + 1
+        return found.plan
+
+    def __setitem__(self, key: Hashable, plan: Any) -> None:
+        if len(self._kept) >= KEPT_PLANS:
+            self._drop_oldest()
+        self._asked += 1
+        self._last = self._kept[key] = _Kept(plan, self._asked)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def values(self) -> Iterator[Any]:
+        """All plans, in the order in which they were made."""
+        return (kept.plan for kept in self._kept.values())
+
+    def captured(self) -> None:
+        """The plan that was asked for or made last is part of a captured graph."""
+        if self._last is not None:
+            self._last.captured = True
+
+    def clear(self) -> None:
+        """Drop all."""
+        for kept in self._kept.values():
+            if kept.captured:
+                self._retire(kept.plan)
+        self._kept.clear()
+        self._last = None
+
+    def _drop_oldest(self) -> None:
+        """An eighth at once, since finding them means looking at all."""
+        oldest = sorted(self._kept, key=lambda key: self._kept[key].used)[: max(1, KEPT_PLANS // 8)]
+        for key in oldest:
+            kept = self._kept.pop(key)
+            if kept.captured:
+                self._retire(kept.plan)
 
 
 class Workspace(Streams):
@@ -97,13 +171,19 @@ class Workspace(Streams):
             raise ValueError(
                 f"the heap has {self.world_size} ranks, at most {signal.MAX_WORLD.value} are supported"
             )
-        self.plans: dict[Any, Any] = {}
-        self.agreed: dict[Any, int] = {}
-        self._calls: dict[str, int] = {}  # those that ranks have compared, counted alike on all of them
+        self.reserved = 0  # rows that were announced
+        self._roomy: set[str] = set()  # kinds of calls that have buffers for them
+        self._retired: list[Any] = []
+        self.plans = Plans(self._retired.append)
+        self.agreed: dict[Hashable, int] = {}
+        self._calls: dict[str, int] = {}  # what ranks have compared, counted alike on all of them
         self._op = "no call yet"  # of the last one of these
+        self._comparing: CallName | None = None  # while ranks vote on it
+        self._unvoted: CallName | None = (
+            None  # while a call is planned of which the ranks know all but its rows
+        )
         self._buffers: dict[str, torch.Tensor] = {}
         self._room = Room()
-        self._retired: list[Any] = []
         self._outgrown: list[tuple[str, torch.Tensor]] = []
         self._lost = False
         self.own: Workspace | None = None  # of this rank's products alone, see `stream_k.gemm`
@@ -166,8 +246,9 @@ class Workspace(Streams):
     def start_anew(self) -> None:
         """As a fault is recovered from: count calls from 0, plan them anew, drop what not all ranks hold."""
         assert self.heap is not None
-        self._drop_plans()
+        self.plans.clear()
         self.agreed.clear()
+        self._roomy.clear()
         self._calls.clear()
         if self._ledger is not None:
             self._ledger.restart()
@@ -198,34 +279,64 @@ class Workspace(Streams):
         with contextlib.suppress(RuntimeError):  # a kernel failed: nothing runs on this device any more
             synchronize(self.device)
             self.control = self.control.to("cpu", copy=True)
-        for held in (self.plans, self.agreed, self._buffers, self._retired, self._outgrown):
+        self.plans.clear()
+        for held in (self.agreed, self._buffers, self._retired, self._outgrown):
             held.clear()
         self.own, self._ledger = None, None
         self.context = signal.Context(None, None, None, None)
 
-    def compare(self, call: str, payload: bytes = b"") -> list[bytes]:
-        """Vote on a call that is new, as `Heap.vote` does: from now on `begin` knows it."""
+    def compare(self, call: CallName, payload: bytes = b"") -> list[bytes]:
+        """Vote on a call, as `Heap.vote` does: from now on `begin` knows it, whatever its rows."""
         assert self.heap is not None
-        replies = self.heap.vote(call, payload)
-        self._calls.setdefault(call, len(self._calls))
-        self._op = "".join(re.findall(r"^\w+", call))
+        self._comparing = call
+        try:
+            replies = self.heap.vote(str(call), payload)
+        finally:
+            self._comparing = None
+        self._calls.setdefault(call.text, len(self._calls))
+        self._op = "".join(re.findall(r"^\w+", call.text))
         return replies
 
     @normal_tensors()
-    def planned_together(self, call: str, make: Callable[[], Any]) -> Any:
-        """What `make` plans for `call`, which the ranks compare first, the first time it is made; all then wait until
-        all are ready: one that compiles longer than the others must not eat into their kernels' wait budget."""
+    def planned_together(
+        self, call: CallName, make: Callable[[int], Any], share: int = 0, share_counts: bool = False
+    ) -> Any:
+        """What `make` plans for `call`, which the ranks compare first where one of its kind is new; all then wait until
+        all are ready: one that compiles longer than the others must not eat into their kernels' wait budget. A call
+        that differs from an earlier one in its rows alone is compared only where a buffer that peers reach must grow.
+
+        share: of this rank, of something that ranks may have unequal shares of. `make` is given the largest.
+        share_counts: whether it must be that of the calls of now; else a rank may change its share alone."""
         assert self.heap is not None
         # A layout that is new on this rank alone, in a call that all have compared, is planned here alone.
-        new = call not in self.agreed
+        kind = call.text, share if share_counts else 0
+        new = kind not in self.agreed
         if new:
-            self.compare(call)
-        with on_device(self.device):
-            plan = make()
-        if new:
+            largest = max(int(each) for each in self.compare(call, str(share).encode()))
+            self.agreed |= {(call.text, each): largest for each in (0, share)}
+        self._unvoted = None if new else call
+        try:
+            with on_device(self.device):
+                plan = make(self.agreed[kind])
+            voted = self._unvoted is None
+        except BaseException:
+            if new:
+                for each in {0, share}:
+                    del self.agreed[call.text, each]
+            raise
+        finally:
+            self._unvoted = None
+        if voted:
             self.heap.vote(f"{call}: ready")
-            self.agreed[call] = 0
         return plan
+
+    def make_room(self, call: CallName, again: Callable[[int], object]) -> None:
+        """Once for each kind of call: where more rows were announced than `call` has, buffers for so many. again: makes
+        the call with the number of rows that it is given."""
+        if call.rows < self.reserved and call.text not in self._roomy and planning.here.mode is None:
+            self._roomy.add(call.text)
+            with planning.only("sizes"):
+                again(self.reserved)
 
     def buffer(self, name: str, count: int, dtype: torch.dtype, local: bool = False) -> torch.Tensor:
         """`count` elements under `name`, kept from call to call; at least as many as asked for. Buffers whose name ends
@@ -243,6 +354,10 @@ class Workspace(Streams):
             raise RuntimeError(
                 f"the workspace would have to grow ({name}) under CUDA graph capture: make the call once before"
             )
+        if not local and self._unvoted is not None:
+            # What follows are votes: of the same call on all ranks.
+            call, self._unvoted = self._unvoted, None
+            self.compare(call)
         held = sum(x.numel() * x.element_size() for k, x in self._buffers.items() if k != key)
         needed = held + count * dtype.itemsize
         if self.nbytes is not None and needed > self.nbytes:
@@ -298,16 +413,15 @@ class Workspace(Streams):
                     self._room = room
         return self._buffers[_MESSAGES], self._room.quads
 
-    def _drop_plans(self) -> None:
-        if self._captured:  # a graph may be replayed still, and read what a plan holds
-            self._retired.extend(self.plans.values())
-        self.plans.clear()
+    def note_capture(self) -> None:
+        super().note_capture()
+        self.plans.captured()
 
     def _release(self, key: str) -> None:
         buffer = self._buffers.pop(key, None)
         if buffer is None:
             return
-        self._drop_plans()
+        self.plans.clear()
         if self._captured:
             # A captured graph may still use it.
             self._outgrown.append((key, buffer))
@@ -316,17 +430,17 @@ class Workspace(Streams):
         elif self._stream is not None:
             buffer.record_stream(self._stream)  # the last call, on whatever stream, may use it still
 
-    def begin(self, call: str | None) -> Turn:
+    def begin(self, call: CallName | None) -> Turn:
         """`with workspace.begin(call):` around the launches of a call orders it after the one before, and raises what
-        is in the record. call: as the ranks compared it; where one of them makes another, all raise `CallMismatch`.
-        None: a call of this rank alone."""
+        is in the record. call: as the ranks compared it; where one of them makes another, or the same one of other
+        rows, all raise `CallMismatch`. None: a call of this rank alone."""
         if not self._lock.acquire(blocking=False):
             raise WorkspaceBusy(
                 "the workspace is in use by a call of another thread; give each thread a workspace of its own"
             )
         try:
             if call is not None and self._ledger is not None:
-                self._ledger.begin(self._calls[call])
+                self._ledger.begin(self._calls[call.text], call.rows)
             self.check()
             if self._lost:
                 raise ValueError("a fault came before all ranks had this workspace; make another one")
@@ -364,20 +478,45 @@ class Workspace(Streams):
     def difference(self) -> ShmemError | None:
         """The first call that ranks have begun otherwise than one another, or that one of them has closed its heap
         instead; None if there is none so far."""
-        found = self._ledger.compare() if self._ledger is not None else None
+        if self._ledger is None:
+            return None
+        found = self._ledger.compare()
+        if found is None and self._comparing is not None:
+            found = self._ledger.overtaken()
         if found is None:
             return None
-        if (peer := found.closed_by) is not None:
+        if found.closed_by is not None:
             assert self.heap is not None
-            return self.heap.closed_by(peer)
-        names = dict(enumerate(self._calls))
-        each = ["none yet" if which is None else names.get(which, "?") for which in found.which]
-        return CallMismatch(each, found.number)
+            return self.heap.closed_by(found.closed_by)
+        return CallMismatch(self._named(found), found.number)
+
+    def _named(self, found: Difference) -> list[str]:
+        """What each rank did."""
+        texts = dict(enumerate(self._calls))
+        names = [
+            "none yet" if begun is None else str(CallName(texts.get(begun.call, "?"), begun.rows))
+            for begun in found.which
+        ]
+        if self._comparing is not None and self.heap is not None:
+            names[self.heap.rank] = f"{self._comparing}, which is new"
+        return names
+
+    def reserve(self, rows: int) -> None:
+        """Announce that calls will have up to so many rows (M, of all ranks' A): from now on the first call of each
+        kind makes its buffers that large, so that none of these grows later, which would cost the ranks a vote. What
+        smaller calls need besides, where they are made in another way, comes when they come; `pyrocshmem.warm_up`
+        makes that, too. So do collectives on whole tensors, whose slots grow to 128 MiB. All ranks announce the same.
+        Raises TypeError for what is no integer, ValueError for less than 1."""
+        if as_integer("rows", rows) < 1:
+            raise ValueError(f"rows is {rows}, at least 1 is needed")
+        self.reserved = rows
+        self._roomy.clear()
 
     def free(self) -> None:
         """Give all buffers back; calls make new ones. Collective, no call in flight. Captured graphs keep theirs. What
         a heap that grows then has too much, it gives back, too."""
-        self._drop_plans()  # some name buffers of `own` alone
+        self._roomy.clear()
+        self.plans.clear()  # some name buffers of `own` alone
         if self.own is not None:
             self.own.free()
         for key in list(self._buffers):

@@ -122,6 +122,6 @@ def _forget() -> None:
     from pyrocshmem.stream_k.choice import table
     from pyrocshmem.stream_k.nn import pointwise
 
-    for remembered in (own_target.num_sms, table.choose):
+    for remembered in (own_target.num_sms, table.choice):
         remembered.cache_clear()
     pointwise._launches.clear()

@@ -9,7 +9,8 @@ Every rank must use the same configuration; the ops check that when they plan a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -124,6 +125,13 @@ class Config:
         return ELEMENTS[dtype].wire_dtype(self.partial_dtype)
 
 
+def changed(config: Config, **changes: Any) -> Config:
+    """`dataclasses.replace`, of changes that need no check: in a tenth of its time, of which a choice takes several."""
+    made = object.__new__(Config)
+    made.__dict__.update(config.__dict__, **changes)
+    return made
+
+
 def check_config(config: object) -> None:
     """TypeError for what is neither a `Config` nor None."""
     if config is not None and not isinstance(config, Config):
@@ -142,7 +150,7 @@ def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
         return config
     num_sms = target.num_sms(device)
     if config.num_programs == 0 and num_sms > 1:
-        return replace(config, num_programs=max(num_sms - SPARE, num_sms // 2))
+        return changed(config, num_programs=max(num_sms - SPARE, num_sms // 2))
     if config.num_programs >= num_sms:
         raise ValueError(
             f"Config.num_programs is {config.num_programs} on {num_sms} multiprocessors; with placement "

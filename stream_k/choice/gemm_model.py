@@ -19,6 +19,7 @@ as long as the fastest one measured, what a fit to half of the GEMMs chose for t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from pyrocshmem.stream_k.local_gemm.schedule import OUT_OF_STEP, Schedule, make_schedule
@@ -92,13 +93,22 @@ class TileTime(NamedTuple):
     schedule: Schedule
 
 
-def tile_times(M: int, N: int, K: int, num_sms: int) -> list[TileTime]:
-    """All tiles for [M, K] x [K, N] on so many SMs, the fastest first."""
+# What is chosen is looked up by the tile row, of any tile, in which the last row lies.
+_ROWS = 64
+
+
+def tile_times(M: int, N: int, K: int, num_sms: int) -> tuple[TileTime, ...]:
+    """All tiles for [M, K] x [K, N] on so many SMs, the fastest first; M rounded up to whole tile rows of any tile."""
+    return _tile_times(-(-M // _ROWS) * _ROWS, N, K, num_sms)
+
+
+@lru_cache(maxsize=4096)
+def _tile_times(M: int, N: int, K: int, num_sms: int) -> tuple[TileTime, ...]:
     found = []
     for tile in (*TILES, COHORTS, FOUR_WARPS) if N % 8 == 0 else TILES:
         schedule = _schedule(tile, M, N, K, num_sms)
         found.append(TileTime(_time(tile, schedule, M, N, K, num_sms), tile, schedule))
-    return sorted(found, key=lambda each: each.us)
+    return tuple(sorted(found, key=lambda each: each.us))
 
 
 def fastest_tile(M: int, N: int, K: int, num_sms: int) -> tuple[Tile, Schedule]:
@@ -136,20 +146,29 @@ def hides_gathering(M: int, N: int, ranks: int, num_sms: int) -> tuple[bool, int
     return tiles > MANY_WAVES * num_sms, tiles
 
 
-def gathering_times(M: int, N: int, K: int, ranks: int, rows: int, num_sms: int) -> list[GatheringTime]:
+def gathering_times(M: int, N: int, K: int, ranks: int, rows: int, num_sms: int) -> tuple[GatheringTime, ...]:
     """Tiles and programs for [M, K] x [K, N], the one that ends first at the front, where each rank has its block of
     the M rows, and the others come `rows` at a time, a block behind another.
 
     Every program does its tiles in turn, each when its rows are there. Of 162 measurements of 24 GEMMs on 2 x H200
-    (2026-11-23) the median is 5% off, and what it chooses takes 1.01 times as long as the fastest, 1.06 at worst.
+    (2026-11-23) the median is 5% off, and what it chooses takes 1.01 times as long as the fastest, 1.06 at worst. A
+    rank's rows are rounded up to whole tile rows of any tile.
     """
+    most = -(-M // (ranks * _ROWS)) * _ROWS
+    return _gathering_times(ranks * most, N, K, ranks, rows, num_sms, M % ranks == 0)
+
+
+@lru_cache(maxsize=4096)
+def _gathering_times(
+    M: int, N: int, K: int, ranks: int, rows: int, num_sms: int, equal: bool
+) -> tuple[GatheringTime, ...]:
     found = []
     for tile in TILES:
         if tile.resident == 1:
             programs = balanced_programs(_blocks_tiles(tile, M, N, ranks), num_sms)
-            us = _gathering_time(tile, M, N, K, ranks, rows, programs)
+            us = _gathering_time(tile, M, N, K, ranks, rows, programs, equal)
             found.append(GatheringTime(us, tile, programs))
-    return sorted(found, key=lambda each: each.us)
+    return tuple(sorted(found, key=lambda each: each.us))
 
 
 def _blocks_tiles(tile: Tile, M: int, N: int, ranks: int) -> int:
@@ -158,8 +177,10 @@ def _blocks_tiles(tile: Tile, M: int, N: int, ranks: int) -> int:
     return ranks * -(-largest // tile.block_m) * -(-N // tile.block_n)
 
 
-def _gathering_time(tile: Tile, M: int, N: int, K: int, ranks: int, rows: int, programs: int) -> float:
-    """Microseconds."""
+def _gathering_time(
+    tile: Tile, M: int, N: int, K: int, ranks: int, rows: int, programs: int, equal: bool
+) -> float:
+    """Microseconds. equal: whether ranks have equally many rows."""
     tiles_n, most = -(-N // tile.block_n), -(-M // ranks)
     block, pieces, piece = (
         -(-most // tile.block_m) * tiles_n,
@@ -168,7 +189,7 @@ def _gathering_time(tile: Tile, M: int, N: int, K: int, ranks: int, rows: int, p
     )
     copy = min(rows, most) * K * 2e-3 / _LINK + _COPY_GAP
     each = -(-K // tile.block_k) * tile.iteration_us + _END * tile.area
-    if tile is TILES[0] and M % ranks != 0:
+    if tile is TILES[0] and not equal:
         each += _POINTERS
     last = 0.0
     for program in {

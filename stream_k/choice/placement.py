@@ -13,13 +13,13 @@ configuration, and what `python -m pyrocshmem tune` tries around that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from pyrocshmem.calls.op import registered
-from pyrocshmem.stream_k.choice.config import Config, known_placements
+from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 
 
@@ -97,7 +97,7 @@ class Variant:
             return config
         programs = balanced_programs(num_tiles(config, M, N), self.most_programs)
         comm = self.comm_each * (num_sms - programs) or config.num_comm_programs
-        return replace(config, num_programs=programs, num_comm_programs=comm)
+        return changed(config, num_programs=programs, num_comm_programs=comm)
 
 
 def num_tiles(config: Config, M: int, N: int) -> int:

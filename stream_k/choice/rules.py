@@ -7,15 +7,15 @@ why), and what completes a configuration. Tiles are `tilings`'.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from pyrocshmem import target
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import SPARE, Config
+from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import (
     Facts,
@@ -60,7 +60,7 @@ def decide(
     num_sms = target.num_sms(device)
     where = _target()
     first = first_tile(M, N, dtype, num_sms, where)
-    config = replace(first.config, partial_dtype=partial_dtype)
+    config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     facts = Facts(
         M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles
@@ -78,7 +78,7 @@ def decide(
         else:
             raise ValueError(f"no placement of {op} suits {facts}: one of them must, whatever the sizes")
         behind = placements[len(asked) :]
-    tiling = first._replace(config=replace(config, placement=chosen.name))
+    tiling = first._replace(config=changed(config, placement=chosen.name))
     if chosen.tile is not None:
         tiling = chosen.tile(tiling, facts)
     return Decision(chosen.configure(tiling.config, facts), facts, chosen, tuple(asked), behind, tiling)
@@ -313,7 +313,7 @@ def busy_links(facts: Facts) -> Verdict:
 def fewest_hops(config: Config, facts: Facts) -> Config:
     """An all-reduce with little to overlap with: the fewest hops, or the fewest bytes."""
     partial_bytes = facts.M * facts.N * (facts.partial_dtype or torch.float32).itemsize
-    return replace(config, algorithm=cheaper_algorithm(partial_bytes, facts.world_size))
+    return changed(config, algorithm=cheaper_algorithm(partial_bytes, facts.world_size))
 
 
 def _shares_sms(facts: Facts) -> bool:
@@ -340,7 +340,7 @@ def _within(config: Config, facts: Facts, comm: int, rows: int) -> Config:
     """comm: programs that consume, of 132."""
     if not _shares_sms(facts):
         return config
-    return replace(config, num_comm_programs=max(1, facts.num_sms * comm // 132), comm_rows=rows)
+    return changed(config, num_comm_programs=max(1, facts.num_sms * comm // 132), comm_rows=rows)
 
 
 def beside(config: Config, facts: Facts) -> Config:
@@ -361,7 +361,7 @@ def pushed_beside(config: Config, facts: Facts) -> Config:
 
 def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, rows: int) -> Config:
     """most: programs of the GEMM. comm, warps, rows: programs that consume, their warps, and what they move at once."""
-    return replace(
+    return changed(
         config,
         split="none",
         num_programs=balanced_programs(facts.tiles, most),
@@ -398,7 +398,7 @@ def copied_columns(config: Config, facts: Facts) -> Config:
 def pulled_columns(config: Config, facts: Facts) -> Config:
     """An all-scatter whose columns programs pull. With 64 KiB on their way each, they need an SM of their own."""
     config = _in_steps(config, min(8, -(-_tile_rows(config, facts, 1) // 2)))
-    config = replace(config, comm_rows=config.block_m)
+    config = changed(config, comm_rows=config.block_m)
     if not _shares_sms(facts):
         return config
     most = facts.num_sms * 10 // 11
@@ -422,7 +422,7 @@ def _copied_rows(config: Config, facts: Facts, tile_rows: int, least: int) -> in
 
 def _in_steps(config: Config, chunk: int) -> Config:
     chunk = max(1, chunk)
-    return replace(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
+    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
 
 
 def _power_of_two(size: int) -> int:
@@ -433,4 +433,4 @@ def _power_of_two(size: int) -> int:
 def gathered_pieces(config: Config, facts: Facts) -> Config:
     """An all-gather by copy engines."""
     chunk = piece_rows(facts) // config.block_m
-    return replace(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
+    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))

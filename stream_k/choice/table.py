@@ -139,7 +139,6 @@ class Choice(NamedTuple):
     table: Lookup | None
 
 
-@lru_cache(maxsize=4096, typed=True)  # 8.0 would find what 8 gave
 def choose(
     op: str,
     M: int,
@@ -163,6 +162,7 @@ def choose(
     return choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement).config
 
 
+@lru_cache(maxsize=512, typed=True)  # 8.0 would find what 8 gave
 def choice(
     op: str,
     M: int,

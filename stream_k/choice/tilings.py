@@ -6,11 +6,11 @@ communication, and `gathered`, behind rows that copy engines bring. The last two
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
-from pyrocshmem.stream_k.choice.config import SPARE, Config
+from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import (
     DEEP,
     MANY_WAVES,
@@ -65,12 +65,17 @@ def _for_amd(dtype: torch.dtype) -> Tiling:
     config = Config(block_n=64, num_stages=2, subtiles=1, flatten=False, comm_rows=64)
     if dtype == torch.float32:
         return Tiling(
-            replace(config, block_m=64, block_k=32, num_warps=4), "float32 on AMD has this one tile"
+            changed(config, block_m=64, block_k=32, num_warps=4), "float32 on AMD has this one tile"
         )
     # 128 x 128 spills where tiles are split: 44 to 99 vector registers with Triton 3.6; 128 x 64 nowhere.
     return Tiling(
         config, "16-bit operands on AMD have this one tile: a larger one spills registers where it is split"
     )
+
+
+@lru_cache(maxsize=1)
+def _largest() -> Config:
+    return Config()
 
 
 def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
@@ -88,9 +93,12 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
         if tiles <= num_sms:
             why = f"the first tile, from small to large, of which there is one wave or less: {tiles} on {num_sms} SMs"
             return Tiling(small_tile(block_m, block_n), why)
-    return Tiling(Config(), f"of each smaller tile that was tried there is more than a wave on {num_sms} SMs")
+    return Tiling(
+        _largest(), f"of each smaller tile that was tried there is more than a wave on {num_sms} SMs"
+    )
 
 
+@lru_cache(maxsize=1024)
 def _of_few_rows(M: int, N: int, num_sms: int) -> Config:
     """From measurements on H200 (docs/log.md): narrow tiles, with as much of B on its way as memory takes to answer."""
     block_m, block_n = (16 if M <= 16 else 32 if M <= 32 else 64), 64
@@ -122,6 +130,7 @@ _TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
 _SHARED_BYTES = 229_000
 
 
+@lru_cache(maxsize=64)
 def small_tile(block_m: int, block_n: int) -> Config:
     """As many bytes in flight as fit beside the tile on its way out, in fp32."""
     large = block_m * block_n >= 128 * 128
@@ -136,7 +145,7 @@ def small_tile(block_m: int, block_n: int) -> Config:
 
 def with_tile(config: Config, tile: Tile | Config) -> Config:
     """`config` with another's tile, and how that is run."""
-    return replace(
+    return changed(
         config, block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages, subtiles=tile.subtiles, split=tile.split,
     )  # fmt: skip
@@ -174,7 +183,7 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
     # Of programs that share an SM, both must be there.
     if schedule.kind == "data_parallel" and programs == num_sms:
         programs = balanced_programs(schedule.num_tiles, num_sms)
-    return first._replace(config=replace(first.config, num_programs=programs))
+    return first._replace(config=changed(first.config, num_programs=programs))
 
 
 def _added_by_a_second_kernel(first: Tiling, M: int, N: int, K: int, num_sms: int) -> Tiling:
@@ -184,7 +193,7 @@ def _added_by_a_second_kernel(first: Tiling, M: int, N: int, K: int, num_sms: in
     if 3 * tiles > num_sms:
         return first
     block_m, stages = (16, 5) if M <= 16 else (32, 6) if M <= 32 else (64, 6)
-    cut = replace(
+    cut = changed(
         first.config, block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=stages, subtiles=1,
         split="separate",
     )  # fmt: skip
@@ -192,7 +201,7 @@ def _added_by_a_second_kernel(first: Tiling, M: int, N: int, K: int, num_sms: in
     schedule = make_schedule(M, N, K, block_m, 64, 128, num_sms, split="separate")
     if schedule.has_shared_tiles:
         return Tiling(cut, f"{few}, and K = {K} is long enough for a second kernel that adds parts")
-    return Tiling(replace(first.config, split="none"), f"{few}, and K = {K} is too short to split")
+    return Tiling(changed(first.config, split="none"), f"{few}, and K = {K} is too short to split")
 
 
 # A block of more bytes is gathered in two pieces, of twelve times as many in pieces of four times as many or more:
@@ -217,10 +226,10 @@ def gathered(first: Tiling, facts: Facts) -> Tiling:
     hidden, tiles = hides_gathering(M, N, facts.world_size, most)
     if hidden:
         why = f"{tiles} of the largest tiles are more than {MANY_WAVES} waves, so that waits for rows hardly count"
-        config = replace(with_tile(first.config, TILES[0]), num_programs=balanced_programs(tiles, most))
+        config = changed(with_tile(first.config, TILES[0]), num_programs=balanced_programs(tiles, most))
         return Tiling(config, why)
     times = gathering_times(M, N, facts.K, facts.world_size, piece_rows(facts), most)
     best = times[0]
     why = f"behind rows that arrive in pieces of {piece_rows(facts)} it ends first of {len(times)}, by the model"
-    config = replace(with_tile(first.config, best.tile), num_programs=best.programs)
+    config = changed(with_tile(first.config, best.tile), num_programs=best.programs)
     return Tiling(config, why, tuple(Estimate(f"tile {each.tile}", each.us) for each in times))

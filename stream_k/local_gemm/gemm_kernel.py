@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pyrocshmem.calls.tensors import COLUMN
 from pyrocshmem.collectives.order import Problem, tile_coords
-from pyrocshmem.stream_k.local_gemm.kernel import stream_k_kernel
+from pyrocshmem.stream_k.local_gemm.kernel import run_program
 
 _UNSPECIALIZED = (
     "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "cohort",
@@ -69,12 +69,12 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """As `stream_k_kernel`, without `gathered` and `arrived`. b_place, b_pitch: where B lies, and the elements between
+    """`run_program`, without `gathered` and `arrived`. b_place, b_pitch: where B lies, and the elements between
     its rows, or columns, of which `blocks_ahead` blocks are fetched ahead; None: none is."""
     if b_place is not None:
         _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
     problem = Problem(M, N, K, iterations, num_split_tiles, num_split_programs, cohort, num_gemm_programs)
-    stream_k_kernel(
+    run_program(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
         B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from pyrocshmem import dependent_launch, signal, status, trace
+from pyrocshmem import counts, dependent_launch, signal, status, trace
 from pyrocshmem.collectives.order import (
     block_size,
     block_start,
@@ -61,6 +61,7 @@ from pyrocshmem.collectives.order import (
     peer_row,
     program_range,
     tile_coords,
+    unpacked,
 )
 from pyrocshmem.stream_k.local_gemm.mainloop import multiply, split_columns
 
@@ -68,7 +69,7 @@ _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
 
 
 class Arrived(NamedTuple):
-    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows."""
+    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows, packed."""
 
     flags: Any
     height: Any
@@ -227,7 +228,7 @@ def _whole_tiles(
 
 
 @triton.jit
-def stream_k_kernel(
+def run_program(
     a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
@@ -292,7 +293,7 @@ def stream_k_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
-            height = arrived.height  # no constant: it changes with M
+            height = counts.unpacked(arrived.height)  # no constant: it changes with M
             pieces = tl.cdiv(tiles_m, height)
             for step in range(pieces, WORLD * pieces):
                 block = (rank + step // pieces) % WORLD
@@ -333,3 +334,22 @@ def stream_k_kernel(
     if ENDS:
         signal.end(context, epoch)
     trace.mark(events, trace.END, -1)
+
+
+@triton.jit
+def stream_k_kernel(
+    a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, problem, strides, events,
+    EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
+    OP: tl.constexpr, WORLD: tl.constexpr,
+    LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
+    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """`run_program`, of a problem that comes packed."""
+    run_program(
+        a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, unpacked(problem), strides, events,
+        EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
+        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+    )  # fmt: skip

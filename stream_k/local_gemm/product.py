@@ -83,8 +83,13 @@ class Product:
         return self.copies is None or self.copies.kept
 
     @cached_property
+    def packed_problem(self) -> Problem:
+        """The `problem` argument of all kernels but `gemm_kernel`, which has its numbers one by one."""
+        return self.problem.packed()
+
+    @cached_property
     def problem(self) -> Problem:
-        """The kernel's `problem` argument."""
+        """The sizes and the schedule."""
         plan = self.schedule
         split = (plan.num_split_tiles, plan.num_split_programs, plan.cohort) if self.split else (0, 0, 1)
         return Problem(self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
@@ -191,7 +196,7 @@ class Product:
         """Those of `stream_k_kernel`. a, b: as for `operands`; fix_up: as `fix_up` gives it; the others are the
         kernel's."""
         x, y = self.operands(a, b)
-        return x, gathered, y, c, *fix_up, arrived, extra, context, self.problem, self.strides
+        return x, gathered, y, c, *fix_up, arrived, extra, context, self.packed_problem, self.strides
 
 
 def make_product(

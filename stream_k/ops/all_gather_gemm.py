@@ -28,6 +28,7 @@ from pyrocshmem.calls.tensors import (
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, activation_number, store_output
 from pyrocshmem.collectives.exchange import Exchange
+from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
@@ -205,7 +206,7 @@ class _CopyPlan(FusedPlan):
     ) -> tuple[Any, ...]:
         product = self.product
         a = a if self.stand_in is None else self.stand_in
-        c, arrived = filled(self.c_template, out), Arrived(self.flags, product.config.chunk)
+        c, arrived = filled(self.c_template, out), Arrived(self.flags, packed(product.config.chunk))
         extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
         context = self.workspace.context
         return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)

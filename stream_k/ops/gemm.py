@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pyrocshmem.calls.op import register
+from pyrocshmem.calls.op import Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, ops
 from pyrocshmem.calls.workspace import Workspace, check_workspace
 from pyrocshmem.stream_k.choice import rules, tilings, variants
@@ -96,6 +97,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     return grad_a, grad_b, bias_gradient(ctx, grad), None, None, None
 
 
+def _sized(sizes: Sizes) -> Callable[[int], object]:
+    b = sizes.empty(sizes.N, sizes.K).t()
+    return lambda rows: gemm(sizes.empty(rows, sizes.K), b, workspace=sizes.workspace)
+
+
 _PLACEMENTS = (
     Placement("after", rules.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
 )
@@ -120,6 +126,7 @@ OP = register(
         shapes=_shape,
         keep=_keep,
         backward=_backward,
+        sized=_sized,
         ordered=False,  # no peers count on it: its calls may be merged and moved
     )
 )

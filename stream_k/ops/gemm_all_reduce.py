@@ -139,7 +139,7 @@ class _Plan(FusedPlan):
         )
         extra = tiles.Sums(self.partials, self.slot_elements, results, self.flags, self.squares, finish)
         of_gemm = self.product.arguments(a, b, self.c, self.fix_up, extra, self.context)
-        sizes = self.context, self.product.problem
+        sizes = self.context, self.product.packed_problem
         return ByRole(of_gemm, sizes, (extra, *sizes))
 
 

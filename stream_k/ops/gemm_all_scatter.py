@@ -126,7 +126,7 @@ class _Plan(FusedPlan):
         )
         extra = tiles.Columns(results, self.flags, self.local, self.squares, finish, 1)
         of_gemm = self.product.arguments(a, b, c, self.fix_up, extra, self.context)
-        sizes = self.context, self.product.problem
+        sizes = self.context, self.product.packed_problem
         return ByRole(of_gemm, sizes, (extra, *sizes))
 
 

@@ -11,14 +11,16 @@ kernel adds up those of a row, exchanges the sums, and reads the product once, w
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pyrocshmem import status, trace
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
-from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
@@ -94,16 +96,32 @@ def gemm_all_reduce_rms_norm(
         return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    asked = config
     if config is None:
-        K = longest_k(space, f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, partials {partial_dtype})", K)
+        K = longest_k(
+            space, f"gemm_all_reduce_rms_norm({N} columns of {a.dtype}, partials {partial_dtype})", K
+        )
         facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
         config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
+        wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
-        call = f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, {added}, tf32={allow_tf32}, {recorded=}, {config})"
-        make = functools.partial(_Plan, a, b, residual, weight, eps, bias, allow_tf32, config, space)
-        plan = space.planned_together(call, make)
-        plan.called, space.plans[key] = call, plan
+        text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"
+        call = CallName.of(f"{text}{by_hand_too})", M)
+        operands = (a, b, residual, weight, eps, bias, allow_tf32, config, space)
+
+        def again(rows: int) -> object:
+            like = residual if residual is None else residual.new_empty(rows, N)
+            more: Any = {"bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
+            more |= {"config": asked}
+            x = a.new_empty(rows, K)
+            return gemm_all_reduce_rms_norm(x, b, like, weight, eps, group=heap, workspace=space, **more)
+
+        space.make_room(call, again)
+        plan = space.planned_together(call, lambda _: _Plan(*operands))
+        plan.called = call
+        if planning.keeps_plans():
+            space.plans[key] = plan
         return plan.run(a, b, residual, weight, eps, bias)
     residual = None if residual is None else residual.contiguous()
     request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
@@ -194,19 +212,28 @@ def scattered(
             raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
         norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, a.dtype)
         M = a.shape[0]
-        call = (
-            f"gemm_rms_norm_all_scatter({M} x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
-            f"recorded={trace.current.get() is not None})"
+        call = CallName.of(
+            f"gemm_rms_norm_all_scatter(# x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
+            f"recorded={trace.current.get() is not None})",
+            M,
         )
         if M == 0 or norm.hidden == 0:
             agree(workspace, call)
             block = a.new_empty(M, b.shape[1])
             result, _, scales = new_results(norm.templates(block, None), block, None, None)
             return result, block, scales
+
+        def again(rows: int) -> object:
+            x = a.new_empty(rows, a.shape[1])
+            return scattered(x, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
+
+        workspace.make_room(call, again)
         plan = workspace.planned_together(
-            call, lambda: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
+            call, lambda _: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
         )
-        plan.norm.called, workspace.plans[key] = call, plan
+        plan.norm.called = call
+        if planning.keeps_plans():
+            workspace.plans[key] = plan
     return plan.run(a, b, weight, bias)
 
 
@@ -259,7 +286,7 @@ def _computed(
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
 
-    called: str | None = None  # as the ranks compared it; None: a call of this rank alone
+    called: CallName  # as the ranks compared it
 
     def __init__(
         self,
@@ -303,6 +330,8 @@ class _Plan:
         """Enqueue the call; returns (the norm, the total)."""
         a, b = self._operands(a, b)
         out, after = results(self.like, residual, weight, eps, bias)
+        if planning.here.mode is not None:
+            return out, after.total
         with self.workspace.begin(self.called):
             tensors = (a, b, out, *after.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
@@ -388,12 +417,36 @@ def _backward_of_scattered(ctx: Any, grad: torch.Tensor, *_: Any) -> Gradients:
     return grad_a, grad_b, of_weight, None, None, None, bias_gradient(ctx, columns), None
 
 
+def _sized_sum(sizes: Sizes) -> Callable[[int], object]:
+    b, weight, space = sizes.empty(sizes.N, sizes.K).t(), sizes.empty(sizes.N), sizes.workspace
+
+    def call(rows: int) -> object:
+        a = sizes.empty(rows, sizes.K)
+        more: Any = {"group": space.heap, "workspace": space}
+        for residual in (None, sizes.empty(rows, sizes.N)):
+            gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, **more)
+        return None
+
+    return call
+
+
+def _sized_scattered(sizes: Sizes) -> Callable[[int], object]:
+    b, weight, space = sizes.empty(sizes.N, sizes.K).t(), sizes.empty(sizes.N), sizes.workspace
+
+    def call(rows: int) -> object:
+        a = sizes.empty(rows, sizes.K)
+        return gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=space.heap, workspace=space)
+
+    return call
+
+
 register(
     Op(
         name="gemm_all_reduce_rms_norm",
         package="stream_k",
         holds="M x K/R, K/R x N, residual M x N",
         result="RMSNorm of the sum over ranks + residual, and that total, M x N",
+        sized=_sized_sum,
         command="gemm_rms_norm",
         steps="matmul, all_reduce, add, rms_norm",
         reference="gemm_all_reduce_rms_norm",
@@ -411,6 +464,7 @@ register(
         package="stream_k",
         holds="M x K, K x N/R",
         result="RMSNorm over the columns of all ranks, M x N",
+        sized=_sized_scattered,
         command="gemm_rms_norm_all_scatter",
         steps="matmul, square, all_reduce of the sums, scale, all_gather of the columns",
         reference="gemm_rms_norm_all_gather",

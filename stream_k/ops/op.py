@@ -21,9 +21,11 @@ import torch
 from torch.nn import functional
 
 from pyrocshmem import trace
+from pyrocshmem.calls import planning
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
-from pyrocshmem.calls.op import Op, register
+from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, ops, ranks, refuse
 from pyrocshmem.calls.tensors import aligned, kind, left_kind
 from pyrocshmem.calls.workspace import Workspace, find_workspace
@@ -41,7 +43,7 @@ from pyrocshmem.stream_k.choice.config import (
 )
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import choice
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
@@ -168,8 +170,22 @@ def register_gemm(op: GemmOp) -> GemmOp:
         M, N, _ = check_product(a, b, bias, activation)
         return a.new_empty(op.result_shape(M, N, *ranks(group)))
 
+    def sized(sizes: Sizes) -> Callable[[int], object]:
+        heap = sizes.workspace.heap
+        assert heap is not None
+        # As layers hold it.
+        b = sizes.empty(sizes.N, sizes.K).t()
+        request = Request(sizes.empty(1, sizes.K), b, None, None, "none", False, False, None)
+        return lambda rows: run(op, of_rows(op, request, rows, heap), heap, sizes.workspace)
+
     return register(
-        replace(op, run=op.run or run_call, shapes=op.shapes or shapes, schema=op.schema or SCHEMA)
+        replace(
+            op,
+            run=op.run or run_call,
+            shapes=op.shapes or shapes,
+            schema=op.schema or SCHEMA,
+            sized=op.sized or sized,
+        )
     )
 
 
@@ -293,6 +309,8 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         out = torch.empty(plan.shape, dtype=plan.dtype, device=a.device)
     if a.shape[1] == 0:
         a, b = with_inner_size(a, b)
+    if planning.here.mode is not None:
+        return (out, plan.second(request.a)) if op.has_second(request) else out
     added = bias if residual is None else in_one(bias, residual)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
@@ -350,8 +368,8 @@ def _without_plan(
 
 
 def longest_k(workspace: Workspace, call: str, K: int) -> int:
-    """The inner size by which all ranks choose the configuration of a sum, since their shares may differ: the largest
-    of those that they had when they first asked."""
+    """The inner size by which all ranks choose the configurations of a sum, since their shares may differ: the largest
+    of those that they had when they first asked, of calls of any number of rows."""
     assert workspace.heap is not None
     asked = f"{call}: configuration"
     if asked not in workspace.agreed:
@@ -366,17 +384,17 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     K, N = request.b.shape
     dtype, partial_dtype = request.a.dtype, request.partial_dtype
     if op.sums:
-        K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
+        K = longest_k(workspace, f"{op.name}({N} columns of {dtype}, partials {partial_dtype})", K)
     # A rank without columns multiplies nothing: any N will do.
     facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
-    config = cost_model(*facts)
     if request.squared_partials:
         # They have fewer placements than the table was made with.
+        config = cost_model(*facts)
         if config.placement not in _WITHOUT_SQUARES:
             return config
         return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
-    found = choose(*facts)
-    return _gathering_as(config, found) if op.has_own_columns else found
+    found = choice(*facts)
+    return _gathering_as(found.rules.config, found.config) if op.has_own_columns else found.config
 
 
 def _gathering_as(config: Config, found: Config) -> Config:
@@ -388,11 +406,14 @@ def _gathering_as(config: Config, found: Config) -> Config:
     return config if rest else replace(found, chunk=chunk)
 
 
-def _gathering(config: Config, rows: int) -> str:
-    """What such ranks must have in common: the placement, and how many of a block's rows a copy has."""
+def _by_hand(config: Config, op: GemmOp) -> str:
+    """What ranks must have in common of a configuration that the caller gave. Where they have columns of their own,
+    their products may differ: the placement, and how many rows a copy has."""
+    if not op.has_own_columns:
+        return str(config)
     if config.placement != "copy_engine":
         return config.placement
-    return f"copy_engine, {min(config.chunk * config.block_m, rows)} rows at a time"
+    return f"copy_engine, {config.chunk * config.block_m} rows at a time"
 
 
 @normal_tensors()
@@ -407,7 +428,7 @@ def _make_plan(
     workspace: Workspace,
 ) -> FusedPlan:
     """Plan a call: on all ranks together, the first time that they make it. `shape`: of the result."""
-    name, out, residual = op.name, request.out, request.residual
+    name, out, residual, asked = op.name, request.out, request.residual, request
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
     config = request.config or _chosen(op, request, M, workspace)
@@ -422,50 +443,55 @@ def _make_plan(
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
-    # Where ranks have columns of their own, those and the configuration of the product may differ.
-    if op.has_own_columns:
-        shown, share, tiling = f"{M} x {K}", 0, f", {_gathering(config, -(-M // heap.world_size))}"
-    else:
-        share = K if _depends_on_k(config, M, N, heap.device) else 0
-        shown, tiling = f"{M} x {N}", f", {config}"
-    text = (
-        f"{name}({shown} {dtype}, bias={request.bias is not None}, residual={residual is not None}, "
-        f"activation={request.activation}, squares={request.squared_partials}, tf32={request.allow_tf32}, "
-        f"{f'options={request.options}, ' if request.options else ''}"
-        f"out_offset={offset}, recorded={trace.current.get() is not None}{tiling})"
+    # What follows from these, the configuration above all, is the same on all ranks, whatever M.
+    share_counts = not op.has_own_columns and _depends_on_k(config, M, N, heap.device)
+    partials = f"partials={config.wire_dtype(op.result_dtype(request))}, " if op.sums else ""
+    call = CallName.of(
+        f"{name}(# x {K if op.has_own_columns else N} {dtype}, bias={request.bias is not None}, "
+        f"residual={residual is not None}, activation={request.activation}, squares={request.squared_partials}, "
+        f"tf32={request.allow_tf32}, {partials}{f'options={request.options}, ' if request.options else ''}"
+        f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(heap.device)} SMs"
+        f"{'' if request.config is None else f', {_by_hand(request.config, op)}'})",
+        M,
     )
-    # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here
-    # alone. `agreed` has the calls that all ranks have compared; their buffers are there.
-    agreement = (text, share)
-    new = agreement not in workspace.agreed
-    if new:
-        workspace.agreed[agreement] = max(int(size) for size in workspace.compare(text, str(share).encode()))
+    # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here alone.
     a, b = with_inner_size(request.a, request.b)
     request = request._replace(bias=in_one(request.bias, residual))
     example = out if out is not None else torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
-    longest_k = max(1, workspace.agreed[agreement])
-    call = Call(
-        request,
-        a,
-        b,
-        example,
-        offset is not None,
-        config,
-        workspace,
-        heap,
-        num_rows,
-        longest_k,
-    )
-    assert op.plan is not None
-    plan = op.plan(call)
-    plan.called, plan.shape, plan.dtype = text, shape, op.result_dtype(request)
-    plan.graphs = Graphs(workspace, plan.replayable)
-    plan.compile(a, b, request.bias, example)
-    if new:
-        # A rank that compiles longer than the others must not eat into their kernels' wait budget.
-        heap.vote(f"{text}: ready")
-    workspace.plans[key] = plan
+
+    def make(longest_k: int) -> FusedPlan:
+        assert op.plan is not None
+        direct = offset is not None
+        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, max(1, longest_k))
+        plan = op.plan(made)
+        plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
+        plan.graphs = Graphs(workspace, plan.replayable)
+        plan.compile(a, b, request.bias, example)
+        return plan
+
+    def again(rows: int) -> object:
+        return run(op, of_rows(op, asked, rows, heap), heap, workspace)
+
+    workspace.make_room(call, again)
+    plan: FusedPlan = workspace.planned_together(call, make, K, share_counts)
+    if planning.keeps_plans():
+        workspace.plans[key] = plan
     return plan
+
+
+def of_rows(op: GemmOp, request: Request, rows: int, heap: Heap) -> Request:
+    """A call like `request`, of another number of rows of all ranks, to be planned."""
+    a, out, residual = request.a, request.out, request.residual
+    first, last = shard_range(rows, heap.rank, heap.world_size) if op.a_cut == "M" else (0, rows)
+    if out is not None:
+        shape = op.result_shape(rows, request.b.shape[1], heap.rank, heap.world_size)
+        out = out.new_empty(shape)
+    return request._replace(
+        a=a.new_empty(last - first, a.shape[1]),
+        out=out,
+        residual=None if residual is None else residual.new_empty(rows, residual.shape[1]),
+        num_rows=rows if op.a_cut == "M" else None,
+    )
 
 
 def _comm_programs(config: Config) -> int:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.local_gemm.product import Product
@@ -43,7 +44,7 @@ class FusedPlan:
     launches: ByRole
     result: torch.Tensor | None
     squares: torch.Tensor
-    called: str
+    called: CallName
     shape: tuple[int, int]
     dtype: torch.dtype
     workspace: Workspace

@@ -53,7 +53,7 @@ class Programs:
         constants = {"OP": op, "WORLD": world, "ROWS": config.comm_rows, "COLS": config.block_n}
         self._gate = gate_launch(op, world)
         self._pull = Launch(row_blocks.pull_kernel, config.num_comm_programs, constants, config.comm_warps, 1)
-        self._columns, self._context, self._problem = columns, workspace.context, product.problem
+        self._columns, self._context, self._problem = columns, workspace.context, product.packed_problem
         self._steps = (product.M, product.N, step_rows, flags)
 
     def _arguments(self, out: torch.Tensor) -> tuple[Any, ...]:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from pyrocshmem import signal, status, target, trace
+from pyrocshmem.calls import planning
 from pyrocshmem.calls.graphs import capture
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
+from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
@@ -177,7 +179,7 @@ class RowsPlan(FusedPlan):
     ) -> tuple[Any, ...]:
         product = self.product
         c = filled(self.c_template, out if self.sums is None else self.sums)
-        step_tiles = self.chunk * product.schedule.tiles_n
+        step_tiles = packed(self.chunk * product.schedule.tiles_n)
         finish = PLAIN if bias is None else Finish.of(bias)
         extra = row_blocks.OwnRows(
             self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
@@ -220,7 +222,8 @@ class RowsPlan(FusedPlan):
             launch.compile(self._step_arguments())
         # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
         wanted = self.workspace.device.type == "cuda" and target.backend() != "hip"
-        if wanted and trace.recorder() is None and not torch.cuda.is_current_stream_capturing():
+        wanted &= planning.keeps_plans() and trace.recorder() is None
+        if wanted and not torch.cuda.is_current_stream_capturing():
             # What brings the partials to their owners is the same for every call: one launch of a graph instead of
             # dozens.
             self.sending = capture(self.workspace, self._send)

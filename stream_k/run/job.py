@@ -103,9 +103,9 @@ def _check_options(job: Job, problem: Problem) -> None:
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     """The configuration that a configured op runs with. ValueError where these ranks can't run the job with it."""
     problem = job.problem
-    local = problem.local_shape(job.shape, num_ranks)
+    M, N, K = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement
-    kind = (problem.op, *local, job.dtype, num_ranks, device, job.partial_dtype)
+    kind = (problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype)
     config = choose(*kind, placement)
     if job.block is None:
         return config

@@ -26,6 +26,7 @@ VOTE_MODEL, BUSY, KILLS = (
     f"{FAULTS}test_busy_machine.py",
     f"{FAULTS}test_kills.py",
 )
+ROWS = "tests/fused/test_new_rows.py"
 CLOSED, IN_A_ROW = f"{FAULTS}test_closed_peers.py", "tests/stream_k/test_back_to_back.py"
 HARNESS, LITMUS = "tests/compile/test_harness.py", "tests/litmus/test_litmus.py"
 GPU_ALLOC = "tests/finegrained_alloc/test_gpu.py"
@@ -89,10 +90,13 @@ CASES = (
     Fault(
         5,
         "shapes or dtypes differ between ranks",
-        "CallMismatch on all, listing each rank's call; outputs untouched",
+        "CallMismatch on all, listing each rank's call; of new calls the outputs are untouched; of calls that are "
+        "known but for their rows it comes at that call or the next, whose results are invalid",
         tests_in(HEAP, "cases_5_and_6_different_calls_are_listed_on_all_ranks", "heaps_of_different_sizes")
         + tests_in(OP, "ranks_that_disagree")
-        + tests_in(BLOCKS, "ranks_that_disagree_are_told"),
+        + tests_in(BLOCKS, "ranks_that_disagree_are_told")
+        + tests_in(ROWS, "ranks_with_different_rows_hear_of_it")
+        + tests_in(ORDER, "rows_are_compared"),
     ),
     Fault(
         6,

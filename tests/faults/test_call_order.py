@@ -11,7 +11,7 @@ import torch
 from pyrocshmem import CallMismatch, Heap, ShmemError, collectives, stream_k
 from pyrocshmem.calls.workspace import workspace_for
 from pyrocshmem.groups import as_group
-from pyrocshmem.lifecycle import _KEPT, _NUMBERS, Difference, Ledger
+from pyrocshmem.lifecycle import _KEPT, _NUMBERS, MOST_ROWS, Begun, Difference, Ledger
 from tests.ranks import run_ranks, values
 from tests.stopwatch import Stopwatch
 from tests.stream_k.products import device, integers, small_config
@@ -53,7 +53,8 @@ def gathered(heap: Heap) -> torch.Tensor:
 PAIRS: dict[str, tuple[Call, Call]] = {
     "dtypes": (summed(4, 8), summed(2, 8, dtype=F32)),
     "shapes": (summed(4, 8), summed(8, 4)),
-    "sizes": (summed(4, 8), summed(600, 8)),
+    "sizes": (summed(4, 8), summed(600, 16)),
+    "rows": (summed(4, 8), summed(600, 8)),
     "collectives": (summed(4, 8), gathered),
     "columns of a norm": (normalized(8), normalized(16)),
     "activations": (multiplied(), multiplied(activation="relu")),
@@ -179,7 +180,8 @@ def written_down(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.num_ranks(2)
 def test_who_is_late_is_compared_later() -> None:
     nothing = [None] * 4
-    expected = [*nothing, Difference(6, [9, 2]), Difference(1, [3, 4]), None, Difference(_KEPT + 10, [1, 2])]
+    found = [(6, [9, 2]), (1, [3, 4]), None, (_KEPT + 10, [1, 2])]
+    expected = [*nothing, *(each and Difference(each[0], [*map(Begun, each[1])]) for each in found)]
     for found in values(run_ranks(written_down, 2, timeout=TIMEOUT_S)):
         assert found == expected
 
@@ -197,9 +199,46 @@ def counted_on(rank: int, world_size: int) -> list[Any]:
 
 @pytest.mark.num_ranks(2)
 def test_numbers_of_calls_wrap() -> None:
-    expected = [None, None, None, Difference(_NUMBERS + 5, [1, 2])]
+    expected = [None, None, None, Difference(_NUMBERS + 5, [Begun(1), Begun(2)])]
     for found in values(run_ranks(counted_on, 2, timeout=TIMEOUT_S)):
         assert found == expected
+
+
+def with_rows(rank: int, world_size: int) -> list[Any]:
+    """What a ledger says of calls whose rows alone differ, of the most rows there may be, of a call that rank 0 alone
+    has begun, and of one that rank 0 closes its heap instead of making."""
+    book, said = _Book(), []
+
+    def found(mine: Begun | None, look: Callable[[], Any]) -> None:
+        if mine is not None:
+            book.begin(*mine)
+        book.members.exchange(b"", "began")
+        said.append(look())
+        book.members.exchange(b"", "looked")
+        book.restart()
+
+    most = Begun(65_534, MOST_ROWS)
+    found(Begun(3, 8), book.compare)
+    found(Begun(3, 8 + rank), book.compare)
+    found(most if rank == 0 else Begun(0), book.compare)
+    found(Begun(1, 7) if rank == 0 else None, book.overtaken)
+    if rank == 0:
+        book.close()
+    found(Begun(1, 7) if rank == 1 else None, book.compare)
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_rows_are_compared() -> None:
+    different = Difference(1, [Begun(3, 8), Begun(3, 9)]), Difference(1, [Begun(65_534, MOST_ROWS), Begun(0)])
+    mine, theirs = values(run_ranks(with_rows, 2, timeout=TIMEOUT_S))
+    assert mine == [None, *different, None, None]
+    assert theirs == [
+        None,
+        *different,
+        Difference(1, [Begun(1, 7), None]),
+        Difference(1, [None, Begun(1, 7)], 0),
+    ]
 
 
 def of_one_rank(rank: int, world_size: int) -> bool:

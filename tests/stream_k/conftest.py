@@ -15,7 +15,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(target, "backend", lambda: "cuda")
     monkeypatch.setattr(target, "interpreted", lambda: False)
     monkeypatch.setattr(target, "CPU_PROGRAMS", 132)
-    remembered = (target.num_sms, table.choose)
+    remembered = (target.num_sms, table.choice)
     for each in remembered:
         each.cache_clear()
     yield torch.device("cpu")

@@ -38,7 +38,7 @@ def closed(rank: int, world_size: int) -> tuple[list[str], bool, list[str]]:
         collectives.all_reduce(a[:0], group=heap, workspace=space)
     heap.barrier()
     ends = [weakref.ref(each) for each in (shared, shared.own, *shared.plans.values(), *mine.plans.values())]
-    mine._captured = True
+    mine.note_capture()
     for size in (8, 16):  # what a graph may read still is kept
         mine.buffer("place", size, torch.float32)
     del space, shared

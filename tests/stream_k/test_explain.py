@@ -254,7 +254,7 @@ def test_an_op_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         # The library's ops don't have it.
         with pytest.raises(ValueError, match="'by_carrier', gemm_all_reduce has unfused"):
             stream_k.choose("gemm_all_reduce", 64, 64, 64, HALF, 2, CPU, placement="by_carrier")
-    stream_k.choose.cache_clear()
+    table.choice.cache_clear()
     with pytest.raises(ValueError, match=r"Config\.placement is 'by_carrier', allowed are"):
         Config(placement="by_carrier")
 

@@ -58,7 +58,7 @@ def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, *
 
 def forget() -> None:
     """What `choose` remembers of a table and of a device."""
-    stream_k.choose.cache_clear()
+    tuned.choice.cache_clear()
     target.num_sms.cache_clear()
     tuned._read.cache_clear()
 

@@ -9,6 +9,7 @@ import torch
 
 import pyrocshmem
 from pyrocshmem import Heap, signal, stream_k
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.workspace import Workspace, local_workspace
 from tests.stream_k.products import Frame, check_product, device, random, small_config
 
@@ -192,9 +193,10 @@ def test_plans_outlive_what_they_were_made_for() -> None:
     workspace = Workspace(device=device())
     workspace.buffer("place", 8, torch.float32, local=True)
     workspace.plans["call"] = plan = object()
-    workspace._captured = True
+    workspace.note_capture()
+    workspace.plans["another call"] = object()
     workspace.buffer("place", 16, torch.float32, local=True)
-    assert (workspace.plans, workspace._retired) == ({}, [plan])
+    assert ([*workspace.plans.values()], workspace._retired) == ([], [plan])
 
 
 def test_free_again_after_an_error() -> None:
@@ -260,8 +262,8 @@ def test_nor_is_it_where_calls_are_planned(monkeypatch: pytest.MonkeyPatch) -> N
     with Heap(1 << 20) as heap:
         workspace = Workspace(heap)
         heap.device = workspace.device = torch.device("cuda", 1)
-        workspace.agreed["a call"] = 0
-        workspace.planned_together("a call", lambda: devices.kernel("planned"))
+        workspace.agreed["a call", 0] = 0
+        workspace.planned_together(CallName("a call"), lambda _: devices.kernel("planned"))
         plan = SimpleNamespace(called=None, shape=(M, N), dtype=torch.float16, result=None)
         plan.graphs = SimpleNamespace(never=True)
         plan.run = lambda *tensors: devices.kernel("launched")

@@ -1,0 +1,19 @@
+"""Counts: integers whose values change nothing in a kernel's code.
+
+Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, which for rows, tiles and programs would be
+dozens of variants of each kernel. `do_not_specialize` says so of a parameter, but not of what is in a tuple. There a
+count travels as an odd number from 3 on.
+"""
+
+import triton
+
+
+def packed(count: int) -> int:
+    """`count`, 0 or more, as an argument in a tuple; below 2^30, a kernel gets it as an int32."""
+    return 2 * count + 3
+
+
+@triton.jit
+def unpacked(count):
+    """The count that came as `count`."""
+    return (count - 3) >> 1
