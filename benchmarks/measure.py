@@ -149,12 +149,8 @@ def _measure(
     allowed = memory.allowed_bytes(case, runs["ours"].config, meter.device) if "ours" in runs else None
     table.close()
     part = part_of(case, meter.device, table, samples, host, errors, configs)
-    more: dict[str, Any] = {
-        "workspace_bytes": used,
-        "workspace_allowed_bytes": allowed,
-        "schedule": schedules,
-    }
-    more["weights"] = operands.num_weights
+    more: dict[str, Any] = {"workspace_bytes": used, "workspace_allowed_bytes": allowed}
+    more |= {"schedule": schedules, "weights": operands.num_weights}
     return part | more
 
 

@@ -114,10 +114,10 @@ def columns_of(group: Group, cases: Sequence[Record]) -> list[Column]:
         if any(name in case["host_us"] for case in cases):
             heading = "host us" if name == "ours" else f"host us of {name}"
             found.append((heading, lambda case, name=name: number(case["host_us"].get(name)) or "-"))  # type: ignore[misc]
-    if read := {name for case in cases for name in case.get("workspace_bytes") or {}}:
-        allowed = "allowed with 2-byte partial sums; fp32 ones are twice that" if len(read) > 1 else "allowed"
-        of = ", ".join(name for name in MODES if name in read)
-        found.append((f"workspace MiB of {of} ({allowed})", _workspace))
+    held = [name for name in MODES if any(name in (case.get("workspace_bytes") or {}) for case in cases)]
+    if held:
+        allowed = "allowed with 2-byte partial sums; fp32 ones are twice that" if len(held) > 1 else "allowed"
+        found.append((f"workspace MiB of {', '.join(held)} ({allowed})", _workspace))
     if any(case.get("peak_mib") for case in cases):
         found.append(("peak MiB", lambda case: _peaks(case, group.providers)))
     return found

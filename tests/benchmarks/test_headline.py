@@ -114,6 +114,25 @@ def test_the_table_says_what_it_shows() -> None:
     )
 
 
+def test_over_the_best_peer_of_each_drawn_case() -> None:
+    """Of a drawn set no peer has all cases; what is half ours is no peer of others."""
+    made = drawn("gemm_all_reduce", COMMIT, 8)
+    for case in made.cases[::2]:
+        case["us"]["nccl_window"], case["error"]["nccl_window"] = [20.0] * 3, case["error"]["ours"]
+    half = len({(case["M"], case["N"], case["K"]) for case in made.cases[::2]})
+    count = len({(case["M"], case["N"], case["K"]) for case in made.cases})
+    mean = (2**half * 8 ** (count - half)) ** (1 / count)
+    text = documents.readme_table([OLD, made])
+    assert f"| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  | {mean:.2f} (2.00) |  |" in text
+    assert "Best peers: the fastest of each case for `gemm_all_reduce`.\n" in text
+    for case in made.cases:
+        case["us"].pop("nccl_window", None)
+        case["us"]["blas_ours"], case["error"]["blas_ours"] = [5.0] * 3, case["error"]["ours"]
+    assert "| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  |  |  |" in documents.readme_table(
+        [OLD, made]
+    )
+
+
 def test_the_picture_shows_the_same() -> None:
     """And our own kernel over the BLAS, also where the default is the BLAS."""
     pytest.importorskip("matplotlib")
