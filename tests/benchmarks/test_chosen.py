@@ -148,7 +148,12 @@ def blas(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(found, placement="beside") if op == "gemm" and asked is None else found
 
     monkeypatch.setattr(stream_k, "choose", choose)
-    monkeypatch.setattr(chosen, "takes_blas", lambda op, placement: (op, placement) == ("gemm", "beside"))
+    takes = chosen.takes_blas
+
+    def takes_blas(op: str, placement: object) -> bool:
+        return (op, placement) == ("gemm", "beside") or takes(op, placement)
+
+    monkeypatch.setattr(chosen, "takes_blas", takes_blas)
 
 
 def prepared(name: str, *shape: int) -> Any:
