@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrocshmem.benchmarks.schema import IS_DEFAULT
+from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
 from pyrocshmem.benchmarks.shapes import TIMED
 
 # Fields that are objects by provider.
@@ -41,7 +41,12 @@ def as_today(case: dict[str, Any]) -> dict[str, Any]:
     found = {
         field: {rename(k): v for k, v in case[field].items()} for field in _BY_PROVIDER if case.get(field)
     }
-    return case | found | {"wrong": [rename(name) for name in case["wrong"]]}
+    # What was skipped since it was the default of then is that default's.
+    skipped = {
+        name: same_as("ours_fp32") if reason == IS_DEFAULT and name.startswith("ours_fp32_") else reason
+        for name, reason in found.get("skipped", case["skipped"]).items()
+    }
+    return case | found | {"skipped": skipped, "wrong": [rename(name) for name in case["wrong"]]}
 
 
 def _renamed(name: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from pyrocshmem.benchmarks import records, stats
 from pyrocshmem.benchmarks.__main__ import RESULTS
+from pyrocshmem.benchmarks.schema import IS_DEFAULT
 from pyrocshmem.benchmarks.shapes import TIMED
 from tests.benchmarks import made_up
 
@@ -59,6 +60,14 @@ def test_layers_sum_too(tmp_path: Path) -> None:
         zip(names, times.values(), strict=True)
     )
     assert len(found["us"]) == len(names)
+
+
+def test_what_was_the_default_then_is_the_strict_mode_now(tmp_path: Path) -> None:
+    case = made_up.case("gemm_all_reduce", "llama3", 64, 64, 64, ours=1, ours_16bit=2)
+    case["skipped"] = {"ours_beside": IS_DEFAULT, "kraken": IS_DEFAULT}
+    (found,) = read(tmp_path, OLD, case)
+    assert records.median(found, "ours_fp32_beside") == 1
+    assert found["skipped"]["kraken"] == IS_DEFAULT
 
 
 def test_what_sums_nothing_stays(tmp_path: Path) -> None:
