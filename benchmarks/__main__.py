@@ -14,7 +14,16 @@ from rich.console import Console
 
 from pyrocshmem import options
 from pyrocshmem.benchmarks.escape import visible
-from pyrocshmem.benchmarks.records import NO_MULTICAST, ROOT, File, read_all, write_csv
+from pyrocshmem.benchmarks.models import takes_commit
+from pyrocshmem.benchmarks.records import (
+    NO_MULTICAST,
+    ROOT,
+    File,
+    commit_measured,
+    files_changed,
+    read_all,
+    write_csv,
+)
 from pyrocshmem.benchmarks.shapes import LAYERS, MODELS, OPS, SETS
 
 # Commands that time more than one.
@@ -33,8 +42,8 @@ def _command(op: str) -> Callable[..., None]:
         shapes: Annotated[
             str | None,
             typer.Option(
-                help=f"{', '.join(SETS)}, models[:SEED], M,N,K of a rank's product, bytes, or FILE.toml. Layers: "
-                f"{', '.join(MODELS)}, tiny."
+                help=f"{', '.join(SETS)}, models[:SEED], models:commit (the seed that is published), M,N,K of a "
+                f"rank's product, bytes, or FILE.toml. Layers: {', '.join(MODELS)}, tiny."
             ),
         ] = None,
         dtype: Annotated[
@@ -55,7 +64,7 @@ def _command(op: str) -> Callable[..., None]:
         ] = None,
         csv_file: Annotated[Path | None, typer.Option("--csv", help="Write medians to this file.")] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
-        commit: Annotated[str, typer.Option(help="The commit, where git can't tell it.")] = "",
+        commit: Annotated[str, typer.Option(help="The commit's hash, where git can't tell it.")] = "",
     ) -> None:
         # Before torch, NCCL and the ranks read them.
         os.environ.update(NO_MULTICAST)
@@ -95,7 +104,11 @@ def _run(
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
     options.check_gpus(ranks)
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
-    cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted)
+    if shapes is not None and takes_commit(shapes) and (changed := files_changed(commit)):
+        raise ValueError(
+            f"{shapes} is for what is committed: {len(changed)} files are changed, such as {changed[0]}"
+        )
+    cases = run.plan(list(_SEVERAL.get(op, (op,))), shapes, dtype, ranks, wanted, commit_measured(commit))
     run.refuse_large(cases)
     if plot is not None:
         from pyrocshmem.benchmarks import plots

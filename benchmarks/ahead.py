@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from pyrocshmem import stream_k, target
+from pyrocshmem import target
+from pyrocshmem.benchmarks import chosen
 from pyrocshmem.benchmarks.shapes import TIMED, Case
 from pyrocshmem.calls.workspace import local_workspace
 from pyrocshmem.stream_k.choice.config import Config
@@ -50,8 +51,8 @@ def kernels(cases: Iterable[Case]) -> dict[tuple[object, ...], tuple[Case, Confi
     device = target.device()
     for case in cases:
         dtype = getattr(torch, case.dtype)
-        chosen = stream_k.choose("gemm", case.M, case.N, case.K, dtype, 1, device)
-        for config in (chosen, replace(chosen, split="none")):
+        own = chosen.own_gemm(case.M, case.N, case.K, dtype, device)
+        for config in (own, replace(own, split="none")):
             split = schedule_of(config, case.M, case.N, case.K, device).has_shared_tiles
             # Results that TMA can address are stored by it; operands it reads all, where they lie or their copies.
             aligned = case.N * dtype.itemsize % 16 == 0

@@ -7,24 +7,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from pyrocshmem.benchmarks import stats
+from pyrocshmem.benchmarks import models, seeds, stats
 from pyrocshmem.benchmarks.escape import markdown
+from pyrocshmem.benchmarks.headline import headline
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.records import File
-from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, TIMED, baseline
-from pyrocshmem.benchmarks.tables import document, number, table, versions
+from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, baseline
+from pyrocshmem.benchmarks.tables import CHOICES, MODES, document, number, table, versions
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
-_VARIANTS = ("ours", "ours_16bit")
 # And PyTorch's own operators, served by ours.
-_SHOWN = (*_VARIANTS, "ours_symm_mem")
-# Of an op that was measured with several sets of shapes README shows the first one here.
-_README_SHAPES = ("llama3", "decode")
+_SHOWN = (*CHOICES, "ours_symm_mem")
+# Of sets in README.
+_WORDS_OF_SETS = {"llama3": "nine layers of Llama 3", "decode": "1 to 256 rows"}
+_README_OPS = 5
 
 _HEAD = f"""# Results
 
 Made by `python -m pyrocshmem bench report` from the records named and benchmarks/results/notes.md; don't edit. All
-cases are shown, losing ones in bold.
+cases are shown, losing ones in bold; of the Stream-K corpora the worst ones.
 
 M x N x K is one rank's product; of a layer, tokens, hidden and intermediate size. A cell is the median in
 microseconds and, in brackets, how many times as fast `ours` is. A sample is the slowest rank's; providers take turns on
@@ -39,19 +40,38 @@ itself, an fp32 tile a program included. Bits of ours are compared over all runs
 `floor` is the larger of the product alone (the faster of the BLAS and our GEMM) and the op's
 bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over time.
 
-`ours`: the default configuration. `ours_16bit`: partial sums travel in the operands' 16-bit dtype, as every
-library's do, not in fp32. `ours_` and a placement (after, beside, inside, ...) or an algorithm (one_shot,
-two_shot): where that is not the default; a third of the samples. `ours_whole_tiles`: no tile is split. `ours_gemm`,
-`blas`: the product alone. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
-where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
-ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
+`ours`: the default configuration. Partial sums of 16-bit operands travel in 16 bits, as every library's do;
+`ours_fp32`: in fp32, the strict mode. Until November 25, 2026 that was the default: records of then are shown under
+today's names, their host time is the strict mode's, and other variants of then are `ours_fp32_` and a name. `ours_`
+and a placement (after, beside, inside, ...) or an algorithm (one_shot, two_shot): where that is not the default; a
+third of the samples. `gemm` may take the vendor's BLAS; `ours_no_blas` is our own kernel where it did,
+`ours_whole_tiles` our own kernel with no tile split. A variant that would do what another does is not timed: its cell
+repeats the other's time, without a ratio, and that counts in its means. `ours_gemm`, `blas`: the product alone, by
+our own kernel and by the BLAS. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and
+RMSNorm where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another
+all-reduce: ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
 `unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
 symmetric windows. Where a norm's result is on all ranks, unfused gathers the columns, which PyTorch then normalizes.
-`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum
-and RMSNorm where the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism,
-`torch_tp_async`: compiled, with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as
-torchtitan's do, `ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with
-the workspace that it needs.
+`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum and RMSNorm where
+the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism, `torch_tp_async`:
+compiled, with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as torchtitan's do,
+`ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with the workspace
+that it needs.
+
+`chosen` is what the configuration of `ours` chose: a placement, and how the GEMM's tiles are done. `whole`: each by
+one program. `split_k`: some in equal parts, which their programs add; `separate`: the same, added by a second kernel.
+`stream_k`: shares of iterations. `blas`: by the vendor's BLAS, and what is exchanged travels as messages before or
+after it; in brackets what our own kernel chose there. Where nothing stands, the record doesn't say.
+"""
+
+_DRAWN = f"""## Drawn shapes
+
+A set `models-SEED` has {models.NUM_CASES} layers of public models (`benchmarks/models.toml`) with drawn numbers of
+rows; layers that are drawn twice count once. The seed of a published set is the first eight digits of the hash of the
+commit measured, so nobody could choose it or tune to it; any other is a tuning seed. The best peer is the fastest one
+of each case, but for `blas_ours`, which is half ours. A floor is clear where it is {stats.CLEAR_FLOOR_US:.0f} us or
+more and, of the GEMM and the link, one takes {stats.CLEAR_FLOOR_RATIO:g} times the other's time or more. Means are
+geometric. Left out are cases dropped for their clocks, wrong, failed, or without a peer; the op's tables say which.
 """
 
 _PICTURES = """Strong lines are ours (blue) and the best peer (red), which is the fastest one in most cases of the
@@ -71,56 +91,93 @@ def all_variants(files: Sequence[File]) -> str:
     return table(["op", "shapes", "on", "variant", "cases", "overlap efficiency", speed], rows)
 
 
+def drawn_table(files: Sequence[File]) -> str:
+    """For each op and drawn set: ours and its variants over the best peer, and their efficiencies; "" where no set is
+    drawn."""
+    rows = []
+    for group in [group for group in stats.groups(files) if models.seed_of_set(group.shapes)]:
+        for name in [name for name in CHOICES if name in group.providers]:
+            speeds = stats.speedups_over_best(group, name)
+            clear, others = (stats.efficiencies(group, name, clear=each) for each in (True, False))
+            row = [*_what(group), name, str(len(group.cases)), str(len(group.cases) - len(speeds) or "")]
+            row += [_mean(speeds), f"{stats.percentile(speeds, 0.05):.2f}" if speeds else "", _worst(speeds)]
+            rows.append([*row, str(len(clear) or ""), _mean(clear), _worst(clear), _worst(others)])
+    over, efficiency = "over the best peer", "efficiency, clear floors"
+    header = ["op", "shapes", "on", "variant", "cases", "left out", f"{over}: mean", "5%", "worst"]
+    header += [f"{efficiency}: cases", "mean", "worst", "other floors: worst"]
+    return table(header, rows) if rows else ""
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{geometric_mean(values):.2f}" if values else ""
+
+
+def _worst(values: Sequence[float]) -> str:
+    return f"{min(values):.2f}" if values else ""
+
+
 def readme_table(files: Sequence[File]) -> str:
-    """A row for each fused op, five at most, all of one machine, of two GPUs if there is one: ours, and its faster
-    variant, over cuBLAS + NCCL and over the strongest of the others."""
-    fused = [
-        found
-        for found in _measured(files)
-        if found[0].ranks > 1 and TIMED[found[0].op].kind in ("row", "column")
-    ]
-    machines = [(group.ranks, group.device) for group, *_ in fused]
-    machine = max(machines, key=lambda each: (each[0] == 2, machines.count(each)), default=(0, ""))
-    shown: dict[str, stats.Group] = {}
-    for group, *_ in sorted(fused, key=lambda found: [found[0].shapes != name for name in _README_SHAPES]):
-        if (group.ranks, group.device) == machine:
-            shown.setdefault(group.op, group)
-    rows: dict[str, list[str]] = {}
-    peers: dict[str, str] = {}
-    for group, name, over in fused:
-        if group is not shown.get(group.op):
-            continue
-        first = baseline(group.op)
-        best = min(over.keys() - {first}, key=lambda peer: geometric_mean(over[peer]), default="")
-        best = peers.setdefault(f"`{group.op}`", best)
-        cells = rows.setdefault(group.op, [f"`{group.op}`", group.shapes, "", "", "", ""])
-        for column, peer in ((2, first), (4, best)):
-            cells[column + _VARIANTS.index(name)] = _mean_and_worst(over.get(peer, []))
-    header = ["op", "shapes", "over cuBLAS + NCCL", "16-bit sums", "over the best peer", "16-bit sums"]
-    found = (file.environment for file in files if file.environment["gpus"])
-    environments = [env for env in found if (env["num_ranks"], env["gpus"][0].split(",")[0]) == machine]
-    dates = sorted(env["started"][:10] for env in environments)
-    facts = [f"{machine[0]} x {markdown(machine[1].removeprefix('NVIDIA '))}"] if rows else []
-    facts += [f"{dates[0]} to {dates[-1]}"] if dates else []
-    facts += sorted({versions(env, ("torch", "triton", "nccl")) for env in environments})
-    peers = dict(list(peers.items())[:5])
-    names = {peer: [op for op, best in peers.items() if best == peer] for peer in peers.values() if peer}
-    of = "; ".join(f"`{peer}` for {', '.join(ops)}" for peer, ops in names.items())
-    shown_rows = table(header, list(rows.values())[:5])
-    return f"{'; '.join(facts)}. Multicast is off for all.\n\n{shown_rows}\nBest peers: {of or 'none'}.\n"
+    """A row for each fused op, five at most, of the cases that `headline` names: the default and the strict mode, over
+    cuBLAS + NCCL and over the strongest of the others."""
+    shown = headline(stats.groups(files))
+    if shown is None:
+        return "Nothing was measured on GPUs yet.\n"
+    groups, rows, sets = shown.fused[:_README_OPS], [], {}
+    peers: dict[str, list[str]] = {}
+    for group in groups:
+        base = [stats.speedups(group, baseline(group.op), name) for name in MODES]
+        best, speeds = _over_the_best(group)
+        if best:
+            peers.setdefault(best, []).append(f"`{group.op}`")
+        rows.append([f"`{group.op}`", markdown(shown.set_of(group)), *map(_mean_and_worst, [*base, *speeds])])
+        sets[group.shapes] = _words_of_set(group)
+    header = ["op", "shapes", "over cuBLAS + NCCL", "fp32 sums", "over the best peer", "fp32 sums"]
+    runs = [case["run"] for group in groups for case in group.cases]
+    dates = sorted(run["started"][:10] for run in runs)
+    facts = [markdown(shown.machine), f"{dates[0]} to {dates[-1]}"]
+    facts += sorted({versions(run, ("torch", "triton", "nccl")) for run in runs})
+    of = "; ".join(f"{peer} for {', '.join(ops)}" for peer, ops in peers.items())
+    words = "; ".join(f"`{name}`: {text}" for name, text in sets.items() if text)
+    return (
+        f"{'; '.join(facts)}. Multicast is off for all.\n\n{table(header, rows)}\nBest peers: {of or 'none'}.\n"
+        f"Shapes: {words or 'see docs/results.md'}.\n"
+    )
+
+
+def _over_the_best(group: stats.Group) -> tuple[str, list[list[float]]]:
+    """The best peer other than the baseline, in words, and the speeds of both modes over it; ("", nothing) where there
+    is none."""
+    over = {peer: found for peer in stats.peers(group) if (found := stats.speedups(group, peer))}
+    over.pop(baseline(group.op), None)
+    if models.seed_of_set(group.shapes):
+        # Few peers take all drawn shapes: their means would be of other cases each.
+        if over.keys() - set(stats.OURS_IN_PART):
+            return "the fastest of each case", [stats.speedups_over_best(group, name) for name in MODES]
+    elif over:
+        best = min(over, key=lambda peer: geometric_mean(over[peer]))
+        return f"`{best}`", [stats.speedups(group, best, name) for name in MODES]
+    return "", [[] for _ in MODES]
+
+
+def _words_of_set(group: stats.Group) -> str:
+    if models.seed_of_set(group.shapes):
+        return f"{models.NUM_CASES} layers of public models, drawn by the hash of the commit measured"
+    return _WORDS_OF_SETS.get(group.shapes, "")
 
 
 def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[str, list[float]]]]:
     """(cases, variant of ours, its speeds over each peer) of all that was measured on GPUs."""
     for group in stats.groups(files):
-        for name in _SHOWN if group.device != "cpu" else ():
+        for name in [name for name in _SHOWN if name in group.providers]:
             over = {peer: stats.speedups(group, peer, name) for peer in stats.peers(group)}
             if over := {peer: found for peer, found in over.items() if found}:
                 yield group, name, over
 
 
 def _what(group: stats.Group) -> tuple[str, str, str]:
-    return f"`{group.op}`", group.shapes, f"{group.ranks} x {markdown(group.device.removeprefix('NVIDIA '))}"
+    drawn = models.seed_of_set(group.shapes)
+    kind = "" if not drawn else " (tuning seed)" if seeds.objection(group) else " (published)"
+    return f"`{group.op}`", f"{group.shapes}{kind}", markdown(group.machine)
 
 
 def _mean_and_worst(found: Sequence[float]) -> str:
@@ -143,14 +200,20 @@ def op_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def results_page(files: Sequence[File], notes: Notes, pictures: Sequence[str]) -> str:
+    """docs/results.md, with the `notes`. pictures: names of files in docs/results."""
+    drawn = drawn_table(files)
+    parts = [_HEAD, f"{_DRAWN}\n{drawn}" if drawn else "", f"## Summary\n\n{all_variants(files)}"]
+    shown = "".join(f"![{Path(name).stem.replace('-', ' ')}](results/{name})\n" for name in pictures)
+    parts += [document(files, notes), f"## Pictures\n\n{_PICTURES}\n{shown}"]
+    return "\n".join(part for part in parts if part)
+
+
 def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes, front: str) -> None:
     """docs/results.md with the `notes`, the `plots`, which are copied to docs/results (that named `front` to docs/img)
     and are all that stays there, and the table between its marks in README.md. ValueError, before anything is written,
     where the marks are missing."""
-    shown = [path for path in plots if path.name != front]
-    pictures = "".join(f"![{path.stem.replace('-', ' ')}](results/{path.name})\n" for path in shown)
-    summary = f"## Summary\n\n{all_variants(files)}"
-    text = f"{_HEAD}\n{summary}\n{document(files, notes)}\n## Pictures\n\n{_PICTURES}\n{pictures}"
+    text = results_page(files, notes, [path.name for path in plots if path.name != front])
     readme = root / "README.md"
     before, begin, rest = readme.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)

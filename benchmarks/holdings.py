@@ -116,11 +116,11 @@ def table(cases: list[Case]) -> list[str]:
     """The lines of the table."""
     on_gpu = target.num_devices() > 0
     others = ("NCCL", "PyTorch's symmetric memory") if on_gpu else ()
-    heads = ["op", "M x N x K", "ours", "ours, 16-bit sums", *others]
+    heads = ["op", "M x N x K", "ours", "ours, fp32 sums", *others]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     holders = []
     for case in cases:
-        names = ["ours", "ours_16bit" if case.op in _SUMS else ""]
+        names = ["ours", "ours_fp32" if case.op in _SUMS else ""]
         names += ["nccl", _SYMMETRIC[case.op]] if on_gpu else []
         cells = [case.op, f"{case.M} x {case.N} x {case.K}"]
         for name in names:

@@ -2,8 +2,8 @@
 
     python -m pyrocshmem bench layers --shapes llama3-8b -n 4
 
-`ours`: `stream_k.nn`; `ours_16bit`: partial sums travel in the 16-bit dtype, as `torch_tp`'s do; `ours_compiled`: under
-`torch.compile`. `torch_tp`: the ordinary layer under PyTorch's tensor parallelism: `ColwiseParallel`,
+`ours`: `stream_k.nn`; `ours_fp32`: partial sums travel in fp32, where `torch_tp`'s, too, have 16 bits; `ours_compiled`:
+under `torch.compile`. `torch_tp`: the ordinary layer under PyTorch's tensor parallelism: `ColwiseParallel`,
 `RowwiseParallel`, and, but for decoding, `SequenceParallel`; `torch_tp_async`: under `torch.compile` with its
 asynchronous tensor parallelism, where that forms a fused op at all. `symm_mem`: linears that call
 `torch.ops.symm_mem`, as torchtitan's do, served by PyTorch; `ours_symm_mem`: the same, served by
@@ -33,6 +33,7 @@ from pyrocshmem.benchmarks.derive import merged
 from pyrocshmem.benchmarks.layer_models import Layer, OurLayer, attend_by_head, place_of
 from pyrocshmem.benchmarks.measure import LIMIT_S, Table, part_of
 from pyrocshmem.benchmarks.provider import Run, Unavailable
+from pyrocshmem.benchmarks.schema import IS_DEFAULT
 from pyrocshmem.benchmarks.shapes import LAYER_SIZES, Case
 from pyrocshmem.benchmarks.symm_mem_layer import SymmMemLayer
 from pyrocshmem.calls.workspace import Workspace, workspace_for
@@ -168,10 +169,10 @@ def _ours(problem: Problem, compiled: bool = False, partial_dtype: torch.dtype |
     return _divided(problem, layer)
 
 
-def _ours_16bit(problem: Problem) -> Step:
+def _ours_fp32(problem: Problem) -> Step:
     if problem.dtype.itemsize != 2:
-        raise Unavailable(f"{problem.case.dtype} has 4 bytes")
-    return _ours(problem, partial_dtype=problem.dtype)
+        raise Unavailable(IS_DEFAULT)
+    return _ours(problem, partial_dtype=torch.float32)
 
 
 def _torch_tp(problem: Problem) -> Step:
@@ -272,7 +273,7 @@ def _need_gpus(problem: Problem) -> None:
 
 _PROVIDERS: dict[str, Callable[[Problem], Step]] = {
     "ours": _ours,
-    "ours_16bit": _ours_16bit,
+    "ours_fp32": _ours_fp32,
     "ours_compiled": partial(_ours, compiled=True),
     "torch_tp": _torch_tp,
     "torch_tp_async": _torch_tp_async,

@@ -30,8 +30,8 @@ from pyrocshmem.reference.timing import Meter, Samples, host_seconds, repeated
 # A run that outlives this hangs; ranks wait for one another as long, since each may compile what others have done.
 LIMIT_S = 3600.0
 _HOST_CALLS = 20
-# Whose memory is read: the default, and what libraries compare with.
-_READ_MEMORY_OF = ("ours", "ours_16bit")
+# Whose memory is read: the default, and the strict mode, which sends twice the bytes.
+_READ_MEMORY_OF = ("ours", "ours_fp32")
 
 
 def measure_cases(
@@ -145,10 +145,12 @@ def _measure(
         host["ours"] = 1e6 * host_seconds(runs["ours"].call, _HOST_CALLS, meter.device)
     used = {name: memory.used_by(runs[name], operands, spare) for name in _READ_MEMORY_OF if name in runs}
     configs = {name: _plain(run.config) for name, run in runs.items() if run.config is not None}
+    schedules = {name: run.schedule for name, run in runs.items() if run.schedule}
     allowed = memory.allowed_bytes(case, runs["ours"].config, meter.device) if "ours" in runs else None
     table.close()
     part = part_of(case, meter.device, table, samples, host, errors, configs)
-    more = {"workspace_bytes": used, "workspace_allowed_bytes": allowed, "weights": operands.num_weights}
+    more: dict[str, Any] = {"workspace_bytes": used, "workspace_allowed_bytes": allowed}
+    more |= {"schedule": schedules, "weights": operands.num_weights}
     return part | more
 
 

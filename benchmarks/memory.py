@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pyrocshmem.benchmarks import chosen
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Run
 from pyrocshmem.benchmarks.shapes import Case
@@ -33,7 +34,8 @@ def used_by(run: Run, operands: Operands, spare: Workspace) -> int | None:
 
 def allowed_bytes(case: Case, config: Config | None, device: torch.device) -> float | None:
     """Of the operands' dtype: slots for two calls in turn, of what peers send, and the result where peers write that; A
-    gathered; and with `config` an fp32 tile a program. None for ops that no bound is stated for.
+    gathered; and with `config` an fp32 tile a program, unless the BLAS multiplies. None for ops that no bound is stated
+    for.
 
     fp32 partial sums of 16-bit operands take twice the slots: that is not allowed for here.
     """
@@ -47,7 +49,8 @@ def allowed_bytes(case: Case, config: Config | None, device: torch.device) -> fl
     }
     if case.op not in elements or config is None:
         return None
-    return elements[case.op] * getattr(torch, case.dtype).itemsize + fix_up_bytes(config, device)
+    tiles = 0 if chosen.takes_blas(case.op, config.placement) else fix_up_bytes(config, device)
+    return elements[case.op] * getattr(torch, case.dtype).itemsize + tiles
 
 
 def fix_up_bytes(config: Config, device: torch.device) -> int:

@@ -167,7 +167,7 @@ def kraken(x: Operands) -> Run:
 
 def _equal_rows(x: Operands) -> None:
     if x.case.M % x.num_ranks:
-        raise Unavailable(f"M = {x.case.M} is not divisible by the {x.num_ranks} ranks")
+        raise Unavailable(f"M is not divisible by the {x.num_ranks} ranks")
 
 
 def without_adapter(module: str) -> Callable[[Operands], Run]:

@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
 
 from pyrocshmem.benchmarks import escape, layers, models, stats
-from pyrocshmem.benchmarks.provider import IS_DEFAULT
+from pyrocshmem.benchmarks.headline import Headline, headline
 from pyrocshmem.benchmarks.providers import ALL_PROVIDERS
 from pyrocshmem.benchmarks.records import File, median
 from pyrocshmem.benchmarks.shapes import CORPORA, LINK_BYTES_PER_S, TIMED, baseline, tensor_bytes
@@ -101,7 +101,7 @@ def figures(files: Iterable[File]) -> dict[str, Figure]:
     groups = stats.groups(files)
     corpora = [group for group in groups if group.shapes in CORPORA]
     # Each of the drawn cases has columns of its own: no line joins them.
-    listed = [group for group in groups if not group.shapes.startswith(f"{models.NAME}-")]
+    listed = [group for group in groups if not models.seed_of_set(group.shapes)]
     whole = _whole_ops([group for group in listed if group.shapes not in CORPORA])
     found: dict[str, Figure | None] = {}
     with mpl.rc_context(_STYLE):
@@ -112,7 +112,7 @@ def figures(files: Iterable[File]) -> dict[str, Figure]:
             found[f"{group.shapes}-{group.dtype}-utilisation"] = utilisation(group)
         found |= _numbered("roofline", [rooflines(part) for part in _parts(_machines(whole))])
         found["speedup-over-peers"] = speedup_bars([*whole, *corpora])
-        found[FRONT.removesuffix(".svg")] = front_bars(whole)
+        found[FRONT.removesuffix(".svg")] = front_bars(headline(groups))
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -138,10 +138,6 @@ def _whole_ops(groups: Sequence[Group]) -> list[Group]:
         cases = found.setdefault((group.op, group.device, group.ranks, group.dtype), {})
         cases |= {(case["M"], case["N"], case["K"]): case for case in group.cases}
     return [Group(*key, "", tuple(cases.values())) for key, cases in found.items()]
-
-
-def _machine(group: Group) -> str:
-    return f"{group.ranks} x {group.device.removeprefix('NVIDIA ')}"
 
 
 def _time(provider: str, case: dict[str, Any]) -> float | None:
@@ -171,7 +167,7 @@ def _of_op(group: Group) -> dict[str, Figure]:
     """Figures by name. A collective has one of two panels, others a panel for each (N, K)."""
     cpu = "-cpu" if group.device == "cpu" else ""
     name = f"{group.op}-{group.dtype}-{group.ranks}{cpu}".replace("_", "-")
-    title = escape.plot(f"{group.op}, {group.dtype}, {_machine(group)}")
+    title = escape.plot(f"{group.op}, {group.dtype}, {group.machine}")
     kind = TIMED[group.op].kind
     if kind == "collective":
         cases = list(group.cases)
@@ -378,7 +374,7 @@ def rooflines(machines: Sequence[Sequence[Group]]) -> Figure:
                 pale = {"color": "#c0c0c0", "marker": "_", "ms": 9}
                 axis.plot(*zip(*points, strict=True), ls="", **(look or pale)) if points else None
         roofs = f"roofs: {peak:.0f} TFLOP/s, {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
-        axis.set_title(f"{escape.plot(f'{_machine(groups[0])}, {groups[0].dtype}')}\n{roofs}")
+        axis.set_title(f"{escape.plot(f'{groups[0].machine}, {groups[0].dtype}')}\n{roofs}")
         axis.set(xscale="log", yscale="log", xlabel="FLOP a byte sent", ylabel="TFLOP/s a GPU")
         _plain_ticks(axis.xaxis, *axis.get_xlim())
         _plain_ticks(axis.yaxis, *axis.get_ylim())
@@ -388,20 +384,13 @@ def rooflines(machines: Sequence[Sequence[Group]]) -> Figure:
     return figure
 
 
-def _of_tiles(case: dict[str, Any], provider: str) -> float | None:
-    """The median; of whole tiles ours' own, where these are what it chose."""
-    if provider in case["skipped"] and case["skipped"][provider] == IS_DEFAULT:
-        provider = "ours"
-    return median(case, provider)
-
-
 def utilisation(group: Group) -> Figure | None:
     """Rate over the best of the set, against arithmetic intensity, as the Stream-K paper shows it. None where
     nothing was timed."""
     width = 4 if group.dtype == "float32" else 2
     clouds: dict[str, tuple[list[float], list[float]]] = {}
-    for provider in ("blas", "ours_whole_tiles", "ours"):
-        timed = [(case, us) for case in group.cases if (us := _of_tiles(case, provider))]
+    for provider in ("blas", "ours_whole_tiles", "ours_no_blas"):
+        timed = [(case, us) for case in group.cases if (us := median(case, provider))]
         sizes = [(case["M"], case["N"], case["K"]) for case, _ in timed]
         xs = [2.0 * M * N * K / (width * (M * K + K * N + M * N)) for M, N, K in sizes]
         clouds[provider] = xs, [_flops(case) / us / 1e6 for case, us in timed]
@@ -410,7 +399,7 @@ def utilisation(group: Group) -> Figure | None:
         return None
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     axes = figure.subplots(1, len(clouds), sharex=True, sharey=True)
-    looks = {"blas": _BEST, "ours_whole_tiles": _VARIANT, "ours": _OURS}
+    looks = {"blas": _BEST, "ours_whole_tiles": _VARIANT, "ours_no_blas": _OURS}
     for axis, (provider, (xs, rates)) in zip(axes, clouds.items(), strict=True):
         shares = [100 * rate / best for rate in rates]
         axis.plot(xs, shares, ls="", marker="o", ms=2, mew=0, color=looks[provider])
@@ -438,7 +427,7 @@ def speedup_bars(groups: Sequence[Group]) -> Figure | None:
             TIMED[group.op].kind, "GEMMs and fused ops"
         )
         shapes = f", {group.shapes}" if group.shapes else ""
-        label = f"{group.op}{shapes}, {_machine(group)}"
+        label = f"{group.op}{shapes}, {group.machine}"
         base = stats.speedups(group, baseline(group.op)) if best != baseline(group.op) else []
         strong = _bar(label, over)
         panels.setdefault(kind, []).append((strong, _bar(label, base) if base else None, best))
@@ -490,22 +479,17 @@ def _equal(axis: Any, labels: Sequence[str], longest: float) -> None:
     axis.tick_params(axis="y", length=0)
 
 
-def front_bars(groups: Sequence[Group]) -> Figure | None:
-    """Speed over the BLAS and the library's collective, a bar for each fused op, and the GEMM alone over the BLAS. Of
-    the GPUs, number of ranks and dtype that most cases were measured on; None where there are none."""
-    fused: dict[tuple[str, int, str], list[tuple[Group, list[float]]]] = {}
-    for group in groups:
-        if TIMED[group.op].kind in ("row", "column") and group.device != "cpu":
-            if found := stats.speedups(group, "unfused"):
-                fused.setdefault((group.device, group.ranks, group.dtype), []).append((group, found))
-    if not fused:
+def front_bars(shown: Headline | None) -> Figure | None:
+    """Speed over the BLAS and the library's collective, a bar for each fused op; and of our own kernel over the BLAS.
+    None of nothing."""
+    if shown is None:
         return None
-    (device, ranks, dtype), ops = max(fused.items(), key=lambda item: sum(len(found) for _, found in item[1]))
-    bars = [_bar(group.op, found) for group, found in ops]
-    for group in groups:
-        if (group.op, group.device, group.dtype) == ("gemm", device, dtype):
-            if found := stats.speedups(group, "blas"):
-                bars.append(_bar("gemm (one GPU)", found))
+    bars = [
+        _bar(f"{group.op}, {shown.set_of(_without_seed(group))}", stats.speedups(group, baseline(group.op)))
+        for group in shown.fused
+    ]
+    if shown.gemm is not None and (found := stats.speedups(shown.gemm, "blas", "ours_no_blas")):
+        bars.append(_bar(f"our GEMM kernel, {_without_seed(shown.gemm).shapes}", found))
     bars.sort(key=lambda bar: bar.mean, reverse=True)
     figure = Figure(figsize=(_WIDTH, 0.42 * len(bars) + 1.3), layout="constrained")
     axis = figure.subplots()
@@ -517,13 +501,19 @@ def front_bars(groups: Sequence[Group]) -> Figure | None:
     axis.set_xlim(0, 1.15 * max(1.0, *(bar.mean for bar in bars)))
     axis.tick_params(labelsize=11)
     axis.xaxis.set_major_locator(MultipleLocator(0.5))
-    libraries = "cuBLAS + NCCL" if device.startswith("NVIDIA") else "the libraries"
-    machine = escape.plot(f"{ranks} x {device.removeprefix('NVIDIA ')}, {dtype}")
-    axis.set_title(f"Times as fast as {libraries} on {machine}", fontsize=12, loc="left")
+    libraries = "cuBLAS + NCCL" if shown.fused[0].device.startswith("NVIDIA") else "the libraries"
+    dtypes = ", ".join(dict.fromkeys(group.dtype for group in shown.fused))
+    where = escape.plot(f"{shown.machine}, {dtypes}")
+    axis.set_title(f"Times as fast as {libraries} on {where}", fontsize=12, loc="left")
     handles = [
         Patch(color=_OURS),
         Line2D([], [], color="black", marker="|", ms=12, mew=2.4, ls=""),
         Line2D([], [], color="black", lw=1, ls="--"),
     ]
-    _key(figure, handles, ["geometric mean of all shapes", "worst shape", "1.0 = equal"])
+    _key(figure, handles, ["geometric mean of the set", "worst shape", "1.0 = equal"])
     return figure
+
+
+def _without_seed(group: Group) -> Group:
+    """README's table has the seed, a bar has no room for it."""
+    return replace(group, shapes=models.NAME) if models.seed_of_set(group.shapes) else group

@@ -15,8 +15,6 @@ from pyrocshmem.benchmarks.shapes import DECODE_ROWS
 from pyrocshmem.reference import timing
 from pyrocshmem.reference.problems import EPS
 
-# Why a variant of ours is not timed.
-IS_DEFAULT = "it is the default"
 # Up to here it is open which algorithm is faster; beyond, a one-shot only sends more.
 ALGORITHM_BYTES = 16 << 20
 
@@ -30,13 +28,15 @@ class Run(timing.Run):
     """A provider, ready for a case.
 
     what: which truth the output is held to, "result" or "product". roundings: of every rank's partial result, beyond
-    the bound of our own ops; library: whether the bound of a library applies, which may round while it adds.
+    the bound of our own ops; library: whether the bound of a library applies, which may round while it adds. config,
+    schedule: of ours where it has one; what that chose, as in `chosen`.
     """
 
     what: str = "result"
     roundings: int = 0
     library: bool = False
     config: Any = None
+    schedule: str = ""
     close: Callable[[], None] | None = None
 
 

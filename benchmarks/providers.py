@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from pyrocshmem import collectives, stream_k
-from pyrocshmem.benchmarks import peer_providers
+from pyrocshmem.benchmarks import chosen, peer_providers
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import (
-    IS_DEFAULT,
     Run,
     Unavailable,
     chain,
@@ -32,8 +31,11 @@ from pyrocshmem.benchmarks.provider import (
     need_gpus,
     provided,
 )
+from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.reference import ops as reference_ops
 from pyrocshmem.reference.problems import ALL, EPS
+from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.run.calls import meeting, our_run
 
@@ -51,27 +53,32 @@ def prepare(name: str, operands: Operands) -> Run:
     return _PROVIDERS[name][1](operands)
 
 
-def _config(x: Operands, **changes: Any) -> Any:
-    case = x.case
-    chosen = [changes.pop(name, None) for name in ("partial_dtype", "placement")]
-    config = stream_k.choose(case.op, case.M, case.N, case.K, x.dtype, x.num_ranks, x.device, *chosen)
-    return dataclasses.replace(config, **changes)
-
-
 def _ours(**changes: Any) -> Callable[[Operands], Run]:
     """Ours with these fields of the configuration changed, or with these options where the op takes no configuration;
     Unavailable where that changes nothing."""
+    # What the configuration is chosen for; the others are changed in it.
+    asked = [changes.get(name) for name in ("partial_dtype", "placement")]
+    changed = {name: value for name, value in changes.items() if name not in ("partial_dtype", "placement")}
 
     def prepare_ours(x: Operands) -> Run:
-        ours = partial(our_run, x, x.heap, lambda: x.workspace)
+        ours, roundings = partial(our_run, x, x.heap, lambda: x.workspace), _roundings(x, asked[0])
         if not x.problem.configured:
-            return provided(ours(**changes))
-        config = _config(x, **changes)
-        if changes and config == _config(x):
+            return provided(ours(**changes), roundings=roundings)
+        case = x.case
+        call = (case.op, case.M, case.N, case.K, x.dtype, x.num_ranks, x.device)
+        config = dataclasses.replace(stream_k.choose(*call, *asked), **changed)
+        if changes and config == stream_k.choose(*call):
             raise Unavailable(IS_DEFAULT)
-        return provided(ours(config=config), config=config)
+        schedule = chosen.schedule(config, *call, *asked)
+        return provided(ours(config=config), config=config, schedule=schedule, roundings=roundings)
 
     return prepare_ours
+
+
+def _roundings(x: Operands, partial_dtype: torch.dtype | None) -> int:
+    """Of each rank's partial sum, on its way to where it is added."""
+    sums = x.problem.gemm and x.problem.sums
+    return int(sums and ELEMENTS[x.dtype].wire_dtype(partial_dtype).itemsize < 4)
 
 
 def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
@@ -82,15 +89,41 @@ def _ours_algorithm(algorithm: str) -> Callable[[Operands], Run]:
     return prepare_algorithm
 
 
-def _ours_16bit(x: Operands) -> Run:
+def _ours_fp32(x: Operands) -> Run:
+    """With partial sums in fp32, the strict mode."""
     if x.dtype.itemsize != 2:
-        raise Unavailable(f"{x.case.dtype} has 4 bytes")
-    return dataclasses.replace(_ours(partial_dtype=x.dtype)(x), roundings=1)
+        raise Unavailable(IS_DEFAULT)
+    return _ours(partial_dtype=torch.float32)(x)
+
+
+def _default_gemm(x: Operands) -> Config:
+    return stream_k.choose("gemm", x.case.M, x.case.N, x.case.K, x.dtype, 1, x.device)
+
+
+def _own_gemm(x: Operands) -> Config:
+    return chosen.own_gemm(x.case.M, x.case.N, x.case.K, x.dtype, x.device)
+
+
+def _ours_no_blas(x: Operands) -> Run:
+    """`gemm` by our kernel, where the default is the BLAS."""
+    if not chosen.takes_blas("gemm", _default_gemm(x).placement):
+        raise Unavailable(IS_DEFAULT)
+    return _ours(placement=chosen.own_placement("gemm"))(x)
+
+
+def _ours_whole_tiles(x: Operands) -> Run:
+    """`gemm` by our kernel without split tiles."""
+    own = _own_gemm(x)
+    if own.split == "none":
+        raise Unavailable(IS_DEFAULT if own == _default_gemm(x) else same_as("ours_no_blas"))
+    config = dataclasses.replace(own, split="none")
+    return provided(our_run(x, x.heap, lambda: x.workspace, config=config), config=config, schedule="whole")
 
 
 def _ours_gemm(x: Operands) -> Run:
-    a, out = x.whole_a(), x.new(x.case.M, x.case.N)
-    return Run(lambda: stream_k.gemm(a, x.b, out=out), out, what="product")
+    """The product of a fused op by our kernel alone: the BLAS is `blas`."""
+    a, out, config = x.whole_a(), x.new(x.case.M, x.case.N), _own_gemm(x)
+    return Run(lambda: stream_k.gemm(a, x.b, out=out, config=config), out, what="product")
 
 
 def _blas(x: Operands) -> Run:
@@ -185,6 +218,7 @@ def _flashinfer(x: Operands) -> Run:
 
 _PRODUCTS = tuple(each.name for each in ALL if each.gemm and each.command)
 _FUSED = tuple(each.name for each in ALL if each.configured and each.command)
+_PLACEMENTS = tuple(dict.fromkeys(name for op in _FUSED for name in placement_names(op)))
 _ALONE = tuple(each.name for each in ALL if not each.gemm)
 _SUMS = tuple(each.name for each in ALL if each.configured and each.sums)
 _NORMED = ("gemm_all_reduce_rms_norm",)
@@ -193,17 +227,18 @@ _ROWS_DIVIDED = ("all_gather_gemm", "gemm_reduce_scatter")
 _SUMMED = ("all_reduce", "all_reduce_rms_norm")
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(each.name for each in ALL), _ours()),
-    "ours_16bit": ((*_SUMS, *_NORMED), _ours_16bit),
+    "ours_fp32": ((*_SUMS, *_NORMED), _ours_fp32),
+    "ours_no_blas": (("gemm",), _ours_no_blas),
     **{
         f"ours_{placement}": (
             tuple(op for op in _FUSED if placement in placement_names(op)),
             _ours(placement=placement),
         )
-        for placement in placement_names()
+        for placement in _PLACEMENTS
     },
     "ours_one_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("one_shot")),
     "ours_two_shot": (("gemm_all_reduce", *_SUMMED), _ours_algorithm("two_shot")),
-    "ours_whole_tiles": (("gemm",), _ours(split="none")),
+    "ours_whole_tiles": (("gemm",), _ours_whole_tiles),
     "ours_gemm": (_PRODUCTS, _ours_gemm),
     "blas": (("gemm", *_PRODUCTS), _blas),
     "unfused": ((*_PRODUCTS, *_ALONE), _unfused),
@@ -223,4 +258,4 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
 # Ours, otherwise configured than by default: for orientation, so timed less often.
-VARIANTS = (*(f"ours_{placement}" for placement in placement_names()), "ours_one_shot", "ours_two_shot")
+VARIANTS = (*(f"ours_{placement}" for placement in _PLACEMENTS), "ours_one_shot", "ours_two_shot")

@@ -5,8 +5,9 @@ replays of many calls), device, us {provider: samples of the slowest rank}, host
 its bound}, wrong [providers], skipped and failed {provider: reason}, config {provider: configuration}, link_bytes,
 floor_us, efficiency {provider: floor / median}. Since November 23, 2026 also: bits {our provider: runs, and how many
 distinct results they gave}, workspace_bytes {our provider: bytes} and workspace_allowed_bytes, clocks_mhz {provider: SM
-clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "".
-`benchmarks.schema` says what each may hold.
+clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "". Since November 25,
+2026, in format 3, schedule {our provider: what its configuration chose}, and other names of our providers
+(`benchmarks.older_records`). `benchmarks.schema` says what each may hold. `read` adds run: the environment of the case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pyrocshmem.benchmarks.escape import visible
-from pyrocshmem.benchmarks.schema import FORMAT, check_case, check_environment
+from pyrocshmem.benchmarks.older_records import as_today
+from pyrocshmem.benchmarks.schema import (
+    FORMAT,
+    FORMATS,
+    check_case,
+    check_environment,
+    check_together,
+    timed_as,
+)
+
+Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,6 +64,17 @@ def gpus_now() -> list[str]:
     return output_of("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader").splitlines()
 
 
+def commit_measured(told: str) -> str:
+    """The commit that a run measures: the one it is told, or git's; "" where neither is known."""
+    return told or output_of("git", "rev-parse", "HEAD")
+
+
+def files_changed(told: str) -> list[str]:
+    """Files that are not of that commit, as `git status` has them. None where the commit is told: what git sees then is
+    another's tree."""
+    return [] if told else output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines()
+
+
 def environment(num_ranks: int, commit: str) -> dict[str, Any]:
     """What the records depend on. commit: where git can't tell it."""
     import torch
@@ -65,11 +87,8 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": " ".join(["python -m pyrocshmem", *sys.argv[1:]]),
-        "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        # Where the commit is told, what git sees is the tree of another.
-        "uncommitted": []
-        if commit
-        else output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines(),
+        "commit": commit_measured(commit),
+        "uncommitted": files_changed(commit),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "num_ranks": num_ranks,
         "target": target.describe(),
@@ -105,7 +124,7 @@ class File:
 
     path: Path
     environment: dict[str, Any]
-    cases: list[dict[str, Any]]
+    cases: list[Record]
 
 
 def drop_cut_line(path: Path) -> None:
@@ -124,23 +143,28 @@ def read(path: Path) -> File | None:
         raise ValueError(f"{where} is larger than {_MOST_BYTES >> 20} MiB, allowed for records")
     texts = content.split(b"\n")
     found: dict[str, Any] = {}
+    run: dict[str, Any] = {}
     commands, cases = [], []
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             line = _parsed(text, number == len(texts))
-            if not found and ("format" not in line or line["format"] != FORMAT):
+            if not found and line.get("format") not in FORMATS:
                 return None
             if found and "op" in line:
                 check_case(line)
-                cases.append(line)
+                case = as_today(line) if run["format"] == 2 else line
+                check_together(case)
+                cases.append(case | {"run": run})
                 continue
             check_environment(line)
         except ValueError as error:
             raise ValueError(f"{where}:{number}: {error}") from None
         found |= line
-        commands += [line["command"]] if "command" in line else []
+        if "command" in line:
+            run = line
+            commands.append(line["command"])
     if not found:
         raise ValueError(f"{where}:1: the file is empty, allowed are lines of JSON, first the environment")
     return File(path, found | {"commands": commands}, cases)
@@ -172,23 +196,24 @@ def read_all(paths: Iterable[Path]) -> list[File]:
     for path in paths:
         file = read(path)
         if file is None:
-            print(f"{visible(path.name)}: not in format {FORMAT}, left out", file=sys.stderr)
+            allowed = " or ".join(map(str, FORMATS))
+            print(f"{visible(path.name)}: not in format {allowed}, left out", file=sys.stderr)
         else:
             files.append(file)
     return sorted(files, key=lambda file: str(file.environment["started"]))
 
 
-def median(record: dict[str, Any], provider: str) -> float | None:
-    """Median microseconds of a provider; None where it was not timed."""
-    samples = record["us"].get(provider)
+def median(record: Record, provider: str) -> float | None:
+    """Median microseconds of a provider; None where neither it nor one that does the same was timed."""
+    samples = record["us"].get(timed_as(record, provider))
     return statistics.median(samples) if samples else None
 
 
-def write_csv(path: Path, records: list[dict[str, Any]]) -> None:
+def write_csv(path: Path, records: list[Record]) -> None:
     """A row for each case and provider."""
     names = ("op", "shapes", "M", "N", "K", "dtype", "ranks", "timing", "device")
     header = (*names, "provider", "median_us", "min_us", "max_us", "efficiency", "worst_error_ratio", "wrong")
-    more_names = ("host_us", "workspace_bytes", "workspace_allowed_bytes", "dropped")
+    more_names = ("host_us", "workspace_bytes", "workspace_allowed_bytes", "dropped", "schedule")
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*header, *more_names))
@@ -200,7 +225,8 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> None:
                 row = (*(record[name] for name in names), *values, efficiency, error)
                 held = (record.get("workspace_bytes") or {}).get(provider)
                 more = (record["host_us"].get(provider), held, record.get("workspace_allowed_bytes"))
-                writer.writerow((*row, provider in record["wrong"], *more, record.get("dropped", "")))
+                last = (record.get("dropped", ""), record.get("schedule", {}).get(provider))
+                writer.writerow((*row, provider in record["wrong"], *more, *last))
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
-#   benchmarks/records.sh FOLDER [SET...]      sets: llama3 sweep decode batches collectives layers corpus corpus-64; default: all
+#   benchmarks/records.sh FOLDER [SET...]      default: all sets, see below
 # Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
-# for a quick look. COMMIT=... where git can't tell it. Then: python -m pyrocshmem bench report FOLDER/*.jsonl
+# for a quick look. COMMIT=... where git can't tell it: eight digits of the hash or more, which seed the drawn sets.
+# Then: python -m pyrocshmem bench report FOLDER/*.jsonl
 set -uo pipefail
 unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 declare -A commands=(
+  [models]="all --shapes models:commit"
+  [models-fp32]="gemm --shapes models:commit --dtype float32 -n 1"
   [llama3]="all --shapes llama3"
   [sweep]="all --shapes sweep"
   [decode]="all --shapes decode"
@@ -17,7 +20,7 @@ declare -A commands=(
   [corpus]="gemm --shapes stream-k-corpus -n 1"
   [corpus-64]="gemm --shapes stream-k-corpus-64 -n 1"
 )
-sets=(llama3 sweep decode batches collectives layers corpus corpus-64)
+sets=(models models-fp32 llama3 sweep decode batches collectives layers corpus corpus-64)
 # What outlives this hangs.
 limit_s=3600
 

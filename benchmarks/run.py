@@ -33,16 +33,22 @@ _MOST_CPU_MULTIPLICATIONS = 1 << 30
 
 
 def plan(
-    ops: list[str], shapes: str | None, dtype: str | None, ranks: int, names: tuple[str, ...] | None
+    ops: list[str],
+    shapes: str | None,
+    dtype: str | None,
+    ranks: int,
+    names: tuple[str, ...] | None,
+    commit: str = "",
 ) -> list[Case]:
-    """The cases of a run. Raises ValueError for what doesn't exist."""
+    """The cases of a run of what is at `commit`, "" where that is not known. Raises ValueError for what doesn't
+    exist."""
     on_gpu = target.backend() != "host"
     if names is not None:
         known = {name for op in ops for name in _providers_of(op)}
         if unknown := sorted(set(names) - known):
             raise ValueError(f"no such providers: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     if shapes is not None and models.is_drawn(shapes):
-        shapes = models.with_seed(shapes)  # one seed for all ops
+        shapes = models.with_seed(shapes, commit)  # one seed for all ops
     found = []
     for op in ops:
         sets = (shapes,) if shapes is not None else TIMED[op].sets if on_gpu else ("tiny",)

@@ -1,6 +1,6 @@
 """What lines of records may hold: types, ranges, names, and what one field says about another.
 
-check_case(line), check_environment(line)      # ValueError: which field is wrong, and what is allowed
+check_case(line), check_together(line), check_environment(line)      # ValueError: what is wrong, and what is allowed
 
 Records may come from anybody. Names are those of ops, dtypes and the like, or words that are safe in a file's name;
 numbers are finite and within what a machine can be; all else is text (`benchmarks.escape`). A field that is not listed
@@ -16,7 +16,14 @@ from typing import Any, NoReturn
 
 from pyrocshmem.benchmarks.shapes import CORPORA, NAME, NAMES, TIMED, baseline
 
-FORMAT = 2
+# Of records that are written, and those that are read.
+FORMAT = 3
+FORMATS = (2, FORMAT)
+# What a configuration may choose (`benchmarks.chosen`).
+SCHEDULES = ("blas", "whole", "stream_k", "split_k", "separate")
+# Why a provider of ours is not timed in a case, though it can be: it would do what another one does.
+IS_DEFAULT = "it is the default"
+_IS = "it is "
 
 # Raises ValueError for a value; `where` names the field.
 Check = Callable[[Any, str], None]
@@ -24,6 +31,20 @@ Check = Callable[[Any, str], None]
 _STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _MOST_TEXT, _MOST_ITEMS = 4096, 1 << 20
 _LARGEST_SIZE, _MOST_RANKS = 1 << 40, 1 << 16
+
+
+def same_as(provider: str) -> str:
+    """The same reason, where the other one is not the default."""
+    return f"{_IS}{provider}"
+
+
+def timed_as(case: dict[str, Any], provider: str) -> str:
+    """Whose samples are a provider's: its own, or those of the one of ours that does the same in this case."""
+    reason = case["skipped"].get(provider, "")
+    if provider in case["us"] or not provider.startswith("ours_") or not reason.startswith(_IS):
+        return provider
+    other = "ours" if reason == IS_DEFAULT else reason.removeprefix(_IS)
+    return other if other.startswith("ours") and other in case["us"] else provider
 
 
 def _refuse(value: Any, where: str, allowed: str) -> NoReturn:
@@ -176,12 +197,13 @@ _CASE = _object(
         "workspace_bytes": _by_name(_or_null(_amount)),
         "workspace_allowed_bytes": _or_null(_amount),
         "peak_mib": _by_name(_amount),
+        "schedule": _by_name(_one_of(SCHEDULES)),
     },
 )
 
 _ENVIRONMENT = _object(
     {
-        "format": _whole(FORMAT, FORMAT),
+        "format": _whole(FORMATS[0], FORMAT),
         "command": _text,
         "commit": _text,
         "uncommitted": _list(_text),
@@ -201,9 +223,8 @@ _AFTERWARDS = _object({"gpus_after": _list(_text)})
 
 
 def check_case(line: dict[str, Any]) -> None:
-    """ValueError where a case's record is none."""
+    """ValueError where a case's record is none: a field is missing or can't be what it is."""
     _CASE(line, "")
-    _check_together(line)
 
 
 def check_environment(line: dict[str, Any]) -> None:
@@ -211,8 +232,9 @@ def check_environment(line: dict[str, Any]) -> None:
     (_AFTERWARDS if list(line) == ["gpus_after"] else _ENVIRONMENT)(line, "")
 
 
-def _check_together(case: dict[str, Any]) -> None:
-    """What tables and plots take for granted of several fields."""
+def check_together(case: dict[str, Any]) -> None:
+    """ValueError where fields that `check_case` allows, with today's names of providers, contradict one another: what
+    tables and plots take for granted."""
     op, kind, us = case["op"], TIMED[case["op"]].kind, case["us"]
     sizes = case["M"], case["N"], case["K"]
     if kind == "collective":

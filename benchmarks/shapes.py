@@ -177,7 +177,7 @@ def _drawn(op: str, shapes: str, ranks: int) -> tuple[str, list[tuple[int, int, 
     if kind == "collective":
         raise ValueError(f"{op} has no shapes {shapes!r}: its sizes are no GEMM's")
     seed = models.with_seed(shapes).partition(":")[2]
-    return f"{models.NAME}-{seed}", models.drawn(kind, ranks, seed)
+    return models.set_name(seed), models.drawn(kind, ranks, seed)
 
 
 def _layer_cases(op: str, name: str, ranks: int, dtype: str, on_gpu: bool) -> list[Case]:
@@ -278,7 +278,7 @@ def _numbers(text: str, kind: str) -> tuple[int, ...]:
     if not wanted or not all(re.fullmatch(r"[1-9]\d*", part.strip()) for part in parts):
         what = "bytes" if kind == "collective" else "M,N,K"
         raise ValueError(
-            f"shapes is {text!r}; allowed are {', '.join(SETS)}, {models.NAME}[:SEED], {what}, or a "
+            f"shapes is {text!r}; allowed are {', '.join(SETS)}, {models.NAME}[:SEED or :commit], {what}, or a "
             ".toml file"
         )
     return tuple(int(part) for part in parts)

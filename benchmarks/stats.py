@@ -8,11 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyrocshmem.benchmarks.records import File, median
-from pyrocshmem.benchmarks.shapes import MEMORY_BOUND_ROWS, TIMED
+from pyrocshmem.benchmarks.records import File, Record, median
+from pyrocshmem.benchmarks.schema import timed_as
+from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, MEMORY_BOUND_ROWS, TIMED
 
 # Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
 NOT_PEERS = ("ours_gemm", "unfused_stacked")
+# A peer whose better half is ours, which is not asked for where ours is compared with the best of others.
+OURS_IN_PART = ("blas_ours",)
+# A floor is clear where it is so long, and the longer one of GEMM and link takes so many times the other's time: there
+# an efficiency says how well they overlap, not what a launch costs, nor which of the two was read a few per cent off.
+CLEAR_FLOOR_US, CLEAR_FLOOR_RATIO = 300.0, 1.25
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,18 @@ class Group:
     ranks: int
     dtype: str
     shapes: str
-    cases: tuple[dict[str, Any], ...]
+    cases: tuple[Record, ...]
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Those that were timed in any case, in the order of their first one."""
-        return tuple(dict.fromkeys(name for case in self.cases for name in case["us"]))
+        """Those that were timed in any case, ours first, the others in the order of their first one."""
+        found = dict.fromkeys(name for case in self.cases for name in case["us"])
+        return tuple(sorted(found, key=lambda name: name != "ours"))
+
+    @property
+    def machine(self) -> str:
+        """In words, "2 x H200"."""
+        return f"{self.ranks} x {self.device.removeprefix('NVIDIA ')}"
 
     @property
     def title(self) -> str:
@@ -39,12 +51,13 @@ class Group:
 
 
 def groups(files: Iterable[File]) -> list[Group]:
-    """Every file's cases by op and shapes; of a case that several files have, the last one's record."""
-    found: dict[tuple[str, str, int, str, str], dict[tuple[int, ...], dict[str, Any]]] = {}
+    """Every file's cases by op and shapes, each with its run; of a case that several files have, the last one's
+    record."""
+    found: dict[tuple[str, str, int, str, str], dict[tuple[int, ...], Record]] = {}
     for file in files:
         for case in file.cases:
             key = (case["op"], case["device"], case["ranks"], case["dtype"], case["shapes"])
-            found.setdefault(key, {})[(case["M"], case["N"], case["K"])] = case
+            found.setdefault(key, {})[(case["M"], case["N"], case["K"])] = {"run": file.environment} | case
     order = list(TIMED)
     made = [Group(*key, tuple(cases.values())) for key, cases in found.items()]
     return sorted(made, key=lambda group: (order.index(group.op), group.device, group.shapes, group.ranks))
@@ -64,14 +77,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def dropped(case: dict[str, Any]) -> str:
+def dropped(case: Record) -> str:
     """Why a case doesn't count; "" for one that does, as all records did once."""
     return str(case.get("dropped", ""))
 
 
-def speedup(case: dict[str, Any], provider: str, ours: str = "ours") -> float | None:
+def speedup(case: Record, provider: str, ours: str = "ours") -> float | None:
     """How many times as fast ours is, by medians; None where either was not timed, ours is wrong, the case is
     dropped, or a CPU took the times, which mean nothing."""
+    ours = timed_as(case, ours)
     mine, theirs = median(case, ours), median(case, provider)
     if mine is None or theirs is None or ours in case["wrong"] or dropped(case) or case["device"] == "cpu":
         return None
@@ -83,7 +97,16 @@ def speedups(group: Group, provider: str, ours: str = "ours") -> list[float]:
     return [ratio for case in group.cases if (ratio := speedup(case, provider, ours)) is not None]
 
 
-def spread(case: dict[str, Any], provider: str) -> tuple[float, float] | None:
+def speedups_over_best(group: Group, ours: str = "ours") -> list[float]:
+    """The same over the fastest peer of each case, of those that are nobody's but others'."""
+    names = [name for name in peers(group) if name not in OURS_IN_PART]
+    found = (
+        [speed for name in names if (speed := speedup(case, name, ours)) is not None] for case in group.cases
+    )
+    return [min(each) for each in found if each]
+
+
+def spread(case: Record, provider: str) -> tuple[float, float] | None:
     """10th and 90th percentile of the ratio of samples that were taken one after the other."""
     if speedup(case, provider) is None:
         return None
@@ -91,7 +114,7 @@ def spread(case: dict[str, Any], provider: str) -> tuple[float, float] | None:
     return percentile(ratios, 0.1), percentile(ratios, 0.9)
 
 
-def memory_gb_per_s(case: dict[str, Any]) -> float | None:
+def memory_gb_per_s(case: Record) -> float | None:
     """What ours reads and writes at least, of a product of so few rows that this is what takes the time; None of
     others."""
     us = median(case, "ours")
@@ -107,11 +130,22 @@ def peers(group: Group) -> list[str]:
     return [p for p in group.providers if not p.startswith("ours") and p not in (*NOT_PEERS, *alone)]
 
 
-def efficiencies(group: Group, provider: str = "ours") -> list[float]:
-    """Overlap efficiencies: floor / time. None are known for a GEMM alone, which has nothing to overlap."""
+def efficiencies(group: Group, provider: str = "ours", clear: bool | None = None) -> list[float]:
+    """Overlap efficiencies: floor / time. None are known for a GEMM alone, which has nothing to overlap. clear: of the
+    cases whose floors are, or aren't (`has_clear_floor`); None: of all."""
     if group.op == "gemm":
         return []
-    return [case["efficiency"][provider] for case in group.cases if provider in case["efficiency"]]
+    cases = (case for case in group.cases if clear is None or has_clear_floor(case) == clear)
+    return [case["efficiency"][provider] for case in cases if provider in case["efficiency"]]
+
+
+def has_clear_floor(case: Record) -> bool:
+    """Whether an op's floor is `CLEAR_FLOOR_US` or more, and its GEMM and its link differ by `CLEAR_FLOOR_RATIO`."""
+    alone = [us for name in ("blas", "ours_gemm") if (us := median(case, name)) is not None]
+    if not alone or not case["floor_us"] or case["floor_us"] < CLEAR_FLOOR_US:
+        return False
+    shorter, longer = sorted((min(alone), 1e6 * (case["link_bytes"] or 0) / LINK_BYTES_PER_S))
+    return longer >= CLEAR_FLOOR_RATIO * shorter
 
 
 def summary(files: Iterable[File]) -> list[dict[str, Any]]:

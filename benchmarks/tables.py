@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pyrocshmem.benchmarks import stats
+from pyrocshmem.benchmarks import chosen, models, seeds, stats
 from pyrocshmem.benchmarks.escape import code, markdown
 from pyrocshmem.benchmarks.notes import NO_NOTES, Notes
-from pyrocshmem.benchmarks.records import File, median
+from pyrocshmem.benchmarks.records import File, Record, median
+from pyrocshmem.benchmarks.schema import SCHEDULES, timed_as
 from pyrocshmem.benchmarks.shapes import (
     COLUMN_NORMS,
     MEMORY_BYTES_PER_S,
@@ -20,11 +21,16 @@ from pyrocshmem.benchmarks.shapes import (
 from pyrocshmem.benchmarks.stats import Group
 
 EFFICIENCY = "efficiency"
-WORKSPACE = "workspace MiB of ours, ours_16bit (allowed with 2-byte partial sums; fp32 ones are twice that)"
+# The default, and the strict mode where partial sums of 16-bit operands are added; and a GEMM by our kernel alone.
+MODES = ("ours", "ours_fp32")
+CHOICES = (*MODES, "ours_no_blas")
 
-# A set with more cases than this is shown by its distribution and its worst cases.
-_ALL_CASES = 40
+# A set with more cases than this is shown by its worst cases; all of a drawn set are.
+_ALL_CASES = models.NUM_CASES
 _WORST_CASES = 20
+_SCHEDULE_WORDS = dict(
+    zip(SCHEDULES, ("the BLAS", "whole tiles", "Stream-K", "equal parts", "separate reduction"), strict=True)
+)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,7 +53,7 @@ def ratio(value: float | None, peer: bool) -> str:
     return f"**{value:.2f}**" if peer and value < 1 else f"{value:.2f}"
 
 
-def shape(case: dict[str, Any]) -> str:
+def shape(case: Record) -> str:
     """Of a product, or of rows that are normed; of another collective, the bytes of the whole tensor."""
     if case["op"] == "barrier":
         return "no data"
@@ -64,8 +70,11 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1024**step:.4g} {('B', 'KiB', 'MiB')[step]}"
 
 
-def cell(case: dict[str, Any], provider: str, peers: Sequence[str]) -> str:
-    """Median, and the speed-up of ours over it; what is wrong or was skipped says so."""
+def cell(case: Record, provider: str, peers: Sequence[str]) -> str:
+    """Median, and the speed-up of ours over it; of what does the same as another one the median alone. What is wrong or
+    was skipped says so."""
+    if (other := timed_as(case, provider)) != provider:
+        return cell(case, other, ()).partition(" ")[0]
     if provider in case["wrong"]:
         return "WRONG"
     if provider in case["failed"]:
@@ -79,10 +88,10 @@ def cell(case: dict[str, Any], provider: str, peers: Sequence[str]) -> str:
     return f"{number(time)} ({ratio(speed, provider in peers)})"
 
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
+Column = tuple[str, Callable[[Record], str]]
 
 
-def columns_of(group: Group, cases: Sequence[dict[str, Any]]) -> list[Column]:
+def columns_of(group: Group, cases: Sequence[Record]) -> list[Column]:
     """What a table of `cases` says of each: headings, and what a row has there. What no record has, has no column."""
     peers, base = stats.peers(group), baseline(group.op)
     kind = TIMED[group.op].kind
@@ -90,6 +99,8 @@ def columns_of(group: Group, cases: Sequence[dict[str, Any]]) -> list[Column]:
         ("size" if kind == "collective" else "M x N x K", _name),
         ("timing", lambda case: case["timing"]),
     ]
+    if any(chosen.text(case) for case in cases):
+        found.append(("chosen", chosen.text))
     found += [(name, lambda case, name=name: cell(case, name, peers)) for name in group.providers]  # type: ignore[misc]
     found.append((f"spread over {base}", lambda case: _spread(case, base)))
     if kind in ("row", "column"):
@@ -99,16 +110,20 @@ def columns_of(group: Group, cases: Sequence[dict[str, Any]]) -> list[Column]:
         found.append(("bus GB/s", lambda case: number(case["bus_gb_per_s"].get("ours"))))
     if any(stats.memory_gb_per_s(case) for case in cases):
         found.append(("memory GB/s (share of peak)", _bandwidth))
-    if any(case["host_us"] for case in cases):
-        found.append(("host us", lambda case: number(case["host_us"].get("ours")) or "-"))
-    if any(case.get("workspace_bytes") for case in cases):
-        found.append((WORKSPACE, _workspace))
+    for name in MODES:
+        if any(name in case["host_us"] for case in cases):
+            heading = "host us" if name == "ours" else f"host us of {name}"
+            found.append((heading, lambda case, name=name: number(case["host_us"].get(name)) or "-"))  # type: ignore[misc]
+    held = [name for name in MODES if any(name in (case.get("workspace_bytes") or {}) for case in cases)]
+    if held:
+        allowed = "allowed with 2-byte partial sums; fp32 ones are twice that" if len(held) > 1 else "allowed"
+        found.append((f"workspace MiB of {', '.join(held)} ({allowed})", _workspace))
     if any(case.get("peak_mib") for case in cases):
         found.append(("peak MiB", lambda case: _peaks(case, group.providers)))
     return found
 
 
-def case_table(group: Group, cases: Sequence[dict[str, Any]]) -> str:
+def case_table(group: Group, cases: Sequence[Record]) -> str:
     """A row a case, a column a provider, and the geometric mean and worst case of the group."""
     columns, peers = columns_of(group, cases), stats.peers(group)
     rows = [[text(case) for _, text in columns] for case in cases]
@@ -121,60 +136,75 @@ def case_table(group: Group, cases: Sequence[dict[str, Any]]) -> str:
     return table([heading for heading, _ in columns], rows)
 
 
-def _name(case: dict[str, Any]) -> str:
+def _name(case: Record) -> str:
     return f"{shape(case)} (dropped)" if stats.dropped(case) else shape(case)
 
 
-def _spread(case: dict[str, Any], base: str) -> str:
+def _spread(case: Record, base: str) -> str:
     between = stats.spread(case, base)
     return f"{between[0]:.2f} to {between[1]:.2f}" if between else ""
 
 
-def _bandwidth(case: dict[str, Any]) -> str:
+def _bandwidth(case: Record) -> str:
     rate, peak = stats.memory_gb_per_s(case), MEMORY_BYTES_PER_S.get(case["device"])
     if rate is None:
         return "-"
     return f"{rate:.0f} ({1e9 * rate / peak:.0%})" if peak is not None else f"{rate:.0f}"
 
 
-def _workspace(case: dict[str, Any]) -> str:
+def _workspace(case: Record) -> str:
     held, allowed = case.get("workspace_bytes") or {}, case.get("workspace_allowed_bytes")
-    texts = [number(None if used is None else used / 2**20) or "-" for used in held.values()]
+    found = [held[name] for name in MODES if name in held]
+    texts = [number(None if used is None else used / 2**20) or "-" for used in found]
     if not texts:
         return "-"
     return f"{', '.join(texts)} ({number(allowed / 2**20) if allowed is not None else '-'})"
 
 
-def _peaks(case: dict[str, Any], providers: Sequence[str]) -> str:
+def _peaks(case: Record, providers: Sequence[str]) -> str:
     peaks = case.get("peak_mib") or {}
     return ", ".join(f"{name} {number(peaks[name])}" for name in providers if name in peaks)
 
 
 def distribution(group: Group) -> str:
-    """Percentiles of the speed-up of every variant of ours over the baseline, and how many cases lose."""
+    """Percentiles of the speed-up of every variant of ours over the baseline, and where there are other peers over the
+    best one of each case; and how many cases lose."""
     base = baseline(group.op)
+    over: dict[str, Callable[[str], list[float]]] = {base: lambda name: stats.speedups(group, base, name)}
+    if set(stats.peers(group)) - {base, *stats.OURS_IN_PART}:
+        over["the best peer"] = lambda name: stats.speedups_over_best(group, name)
     rows = []
     for name in group.providers:
-        found = stats.speedups(group, base, name) if name.startswith("ours") else []
-        if found:
-            percents = [
-                f"{stats.percentile(found, share):.2f}" for share in (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
-            ]
-            losing = sum(value < 1 for value in found)
-            rows.append([name, f"{stats.geometric_mean(found):.3f}", *percents, f"{losing} of {len(found)}"])
-    header = [
-        f"speed over {base}",
-        "geometric mean",
-        "worst",
-        "5%",
-        "25%",
-        "median",
-        "75%",
-        "95%",
-        "best",
-        "losing",
-    ]
-    return table(header, rows)
+        for peer, speeds in over.items() if name.startswith("ours") and name not in stats.NOT_PEERS else ():
+            if found := speeds(name):
+                shares = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
+                percents = [f"{stats.percentile(found, share):.2f}" for share in shares]
+                losing = sum(value < 1 for value in found)
+                mean = f"{stats.geometric_mean(found):.3f}"
+                rows.append([name, peer, mean, *percents, f"{losing} of {len(found)}"])
+    percents = ["worst", "5%", "25%", "median", "75%", "95%", "best"]
+    return table(["speed of", "over", "geometric mean", *percents, "losing"], rows)
+
+
+def seed_text(group: Group) -> str:
+    """Of a drawn set, whose seed it is; "" of any other."""
+    if not (seed := models.seed_of_set(group.shapes)):
+        return ""
+    if reason := seeds.objection(group):
+        return f"Tuning seed {code(seed)}: {markdown(reason)}.\n"
+    return f"Published seed {code(seed)}, which nobody chose: it begins the hash of the commit measured.\n"
+
+
+def choices(group: Group) -> str:
+    """How often each schedule, and the BLAS, was chosen; "" where no record has a configuration."""
+    rows = []
+    for name in [name for name in CHOICES if name in group.providers]:
+        cases = [case for case in group.cases if timed_as(case, name) in case["config"]]
+        found = [chosen.of_case(case, name) for case in cases]
+        counts = [found.count(each) for each in (*SCHEDULES, "")]
+        rows += [[name, str(len(found)), *(str(count or "") for count in counts)]] if found else []
+    words = [_SCHEDULE_WORDS[each] for each in SCHEDULES]
+    return table(["chosen by", "cases", *words, "not in the record"], rows) if rows else ""
 
 
 def behind(group: Group, notes: Notes) -> str:
@@ -192,15 +222,18 @@ def behind(group: Group, notes: Notes) -> str:
 
 
 def group_text(group: Group, notes: Notes) -> str:
-    """Heading, tables, losing cases, clocks, and who was skipped why."""
+    """Heading, whose seed, tables, losing cases, clocks, and who was skipped why."""
     parts = [f"### {markdown(group.title)}\n"]
-    cases: Sequence[dict[str, Any]] = group.cases
+    cases: Sequence[Record] = group.cases
+    if seed := seed_text(group):
+        parts += [seed, *filter(None, [choices(group)]), distribution(group)]
     if len(cases) > _ALL_CASES:
         base = baseline(group.op)
         # What failed first, what is dropped last.
         known = [case for case in cases if not stats.dropped(case)]
         cases = sorted(known, key=lambda case: stats.speedup(case, base) or 0)[:_WORST_CASES]
-        parts += [distribution(group), f"The {len(cases)} worst of {len(group.cases)} cases:\n"]
+        parts += [] if seed else [distribution(group)]
+        parts.append(f"The {len(cases)} worst of {len(group.cases)} cases:\n")
     parts.append(case_table(group, cases))
     if len(group.cases) <= _ALL_CASES and (lost := behind(group, notes)):
         parts.append(lost)
@@ -208,8 +241,9 @@ def group_text(group: Group, notes: Notes) -> str:
     for kind in ("skipped", "failed"):
         reasons: dict[tuple[str, str], int] = {}
         for case in group.cases:
-            for each in case[kind].items():
-                reasons[each] = reasons.get(each, 0) + 1
+            for name, reason in case[kind].items():
+                if timed_as(case, name) == name:
+                    reasons[name, reason] = reasons.get((name, reason), 0) + 1
         if reasons:
             texts = [
                 f"`{name}` ({markdown(reason)}; {count} cases)" for (name, reason), count in reasons.items()
@@ -232,7 +266,11 @@ def _floors(group: Group) -> str:
 
 def _dropped(group: Group) -> str:
     texts = [f"{shape(case)} ({markdown(why)})" for case in group.cases if (why := stats.dropped(case))]
-    return f"Dropped, without ratios and in no mean: {', '.join(texts)}.\n" if texts else ""
+    if not texts:
+        return ""
+    return (
+        f"Dropped, {len(texts)} of {len(group.cases)}, without ratios and in no mean: {', '.join(texts)}.\n"
+    )
 
 
 def _clocks(group: Group) -> str:

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "bits of a number": ({"bits": {"ours": 3}}, "bits.ours is 3, allowed are objects"),
     "workspace of text": ({"workspace_bytes": {"ours": "x"}}, "workspace_bytes.ours is 'x', allowed"),
     "peak of text": ({"peak_mib": {"ours": "x"}}, "peak_mib.ours is 'x', allowed"),
+    "schedule that there is not": ({"schedule": {"ours": "<b>"}}, "schedule.ours is '<b>', allowed are blas, whole"),
     "corpus of another op": ({"shapes": "stream-k-corpus"}, "shapes is stream-k-corpus, allowed for gemm alone"),
     "collective with K": ({**ALL_REDUCE, "K": 1}, "M, N, K are (1, 2048, 1), allowed for all_reduce are M and N of"),
     "collective of nothing": ({**ALL_REDUCE, "N": 0}, "M, N, K are (1, 0, 0), allowed for all_reduce are M and N of"),
@@ -221,7 +222,7 @@ def test_only_files_in_another_format(root: Path, tmp_path: Path) -> None:
     for command in ("summary", "report"):
         done = CliRunner().invoke(commands.app, [command, str(path)])
         assert done.exit_code == 2
-        assert "x.jsonl: not in format 2, left out\nerror: there are no records" in done.output
+        assert "x.jsonl: not in format 2 or 3, left out\nerror: there are no records" in done.output
 
 
 def test_as_a_process_it_ends_in_one_line_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks, values
 
 TIER = 3
 pytestmark = pytest.mark.gpu_a_rank("it times beside NCCL")
-PROVIDERS = ("ours", "ours_16bit", "torch_tp")
+PROVIDERS = ("ours", "ours_fp32", "torch_tp")
 
 
 def measured(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, int]]:

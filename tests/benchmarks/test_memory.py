@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, target
-from pyrocshmem.benchmarks import memory, providers
+from pyrocshmem.benchmarks import chosen, memory, providers
 from pyrocshmem.benchmarks.operands import Operands
-from pyrocshmem.benchmarks.provider import Unavailable
+from pyrocshmem.benchmarks.provider import Unavailable, provided
 from pyrocshmem.benchmarks.shapes import Case
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
+from pyrocshmem.stream_k.run.calls import our_run
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -79,7 +80,7 @@ def held(rank: int, world_size: int) -> list[tuple[str, Config, int, int, float 
         spare = Workspace(heap)
         for op in NEEDS:
             case = Case(op, "custom", M, N, K, "float16", world_size, "eager")
-            for name in ("ours", "ours_16bit", *(f"ours_{each}" for each in placement_names(op))):
+            for name in ("ours", "ours_fp32", *(f"ours_{each}" for each in placement_names(op))):
                 if name not in providers.providers_of(op):
                     continue
                 operands = Operands(case, heap, device)
@@ -88,7 +89,7 @@ def held(rank: int, world_size: int) -> list[tuple[str, Config, int, int, float 
                 except Unavailable:
                     continue  # it is the default
                 config = run.config
-                width = 2 if config.partial_dtype == torch.float16 else 4
+                width = config.wire_dtype(torch.float16).itemsize
                 used = memory.used_by(run, operands, spare)
                 assert used is not None
                 assert spare.nbytes_in_use() == 0
@@ -130,10 +131,9 @@ def alone(rank: int, world_size: int) -> list[tuple[int | None, float | None, bo
     for m, k in ((64, 2048), (64, 64)):
         case = Case("gemm", "custom", m, 64, k, "float16", 1, "eager")
         operands = Operands(case, None, device)
-        run = providers.prepare("ours", operands)
+        config = chosen.own_gemm(m, 64, k, torch.float16, device)
+        run = provided(our_run(operands, None, lambda x=operands: x.workspace, config=config))
         used = memory.used_by(run, operands, Workspace(device=device))
-        config = run.config
-        assert config is not None
         tile = 4 * config.block_m * config.block_n
         found.append((used, memory.allowed_bytes(case, config, device), k > 64, tile))
     return found

@@ -10,7 +10,7 @@ from pyrocshmem.benchmarks import documents, run, stats, tables
 from pyrocshmem.benchmarks import records as records_module
 from pyrocshmem.benchmarks.__main__ import app
 from pyrocshmem.benchmarks.notes import NO_NOTES
-from pyrocshmem.benchmarks.provider import IS_DEFAULT
+from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
 from pyrocshmem.benchmarks.shapes import OPS, SIZES, cases_of, corpus
 from tests.benchmarks import made_up
 from tests.benchmarks.made_up import FUSED
@@ -114,20 +114,46 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_the_corpus_shows_a_point_a_product_and_provider(tmp_path: Path) -> None:
-    """Where whole tiles are the default, they have its reading."""
+    """A provider that would do what another one does has its reading: our own kernel that of the default, whole tiles
+    that of the default or of our own kernel."""
     pytest.importorskip("matplotlib")
     from pyrocshmem.benchmarks import plots
 
     split = made_up.case("gemm", "stream-k-corpus", 300, 200, 100, ours=10, blas=9, ours_whole_tiles=12)
+    split["skipped"] = {"ours_no_blas": IS_DEFAULT}
     whole = made_up.case("gemm", "stream-k-corpus", 301, 200, 100, ours=10, blas=9)
-    whole["skipped"] = {"ours_whole_tiles": IS_DEFAULT}
-    (group,) = stats.groups([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, [split, whole])])
+    whole["skipped"] = {"ours_no_blas": IS_DEFAULT, "ours_whole_tiles": IS_DEFAULT}
+    blas = made_up.case("gemm", "stream-k-corpus", 302, 200, 100, ours=9, blas=9, ours_no_blas=11)
+    blas["skipped"] = {"ours_whole_tiles": same_as("ours_no_blas")}
+    (group,) = stats.groups([records_module.File(tmp_path / "x", made_up.ENVIRONMENT, [split, whole, blas])])
     figure = plots.utilisation(group)
-    assert {axis.get_title(): len(axis.lines[0].get_xdata()) for axis in figure.axes} == {
-        "blas": 2,
-        "ours_whole_tiles": 2,
-        "ours": 2,
+    flops = [2 * case["M"] * 200 * 100 / 1e6 for case in group.cases]
+    times = {"blas": (9, 9, 9), "ours_whole_tiles": (12, 10, 11), "ours_no_blas": (10, 10, 11)}
+    best = max(each / 9 for each in flops)
+    for axis in figure.axes:
+        rates = [each / us for each, us in zip(flops, times.pop(axis.get_title()), strict=True)]
+        assert list(axis.lines[0].get_ydata()) == pytest.approx([100 * rate / best for rate in rates])
+    assert times == {}
+
+
+def test_a_variant_that_is_another_one_has_its_numbers() -> None:
+    """In cells, without a ratio; in means and counts; not among those that were skipped."""
+    taken = made_up.case("gemm", "llama3", 300, 200, 100, ours=10, blas=10, ours_no_blas=20)
+    own = made_up.case("gemm", "llama3", 301, 200, 100, ours=10, blas=20) | {
+        "skipped": {"ours_no_blas": IS_DEFAULT, "ours_whole_tiles": same_as("ours_no_blas")}
     }
+    file = records_module.File(Path("x.jsonl"), made_up.ENVIRONMENT, [taken, own])
+    (group,) = stats.groups([file])
+    assert stats.speedups(group, "blas", "ours_no_blas") == pytest.approx([0.5, 2.0])
+    assert [tables.cell(case, "ours_no_blas", ()) for case in group.cases] == ["20 (2.00)", "10"]
+    assert tables.cell(group.cases[0], "ours_whole_tiles", ()) == ""  # nobody knows
+    text = tables.document([file])
+    assert "ours_no_blas` (it is" not in text
+    wrong = group.cases[1] | {"wrong": ["ours"]}
+    assert stats.speedup(wrong, "blas", "ours_no_blas") is None
+    # Only ours may stand for another one, whatever a record says.
+    lying = own | {"skipped": {"ours": "it is blas", "kraken": IS_DEFAULT}}
+    assert tables.cell(lying, "kraken", ()) == "skipped"
 
 
 def test_sets_of_shapes() -> None:
@@ -188,6 +214,10 @@ def test_sizes_of_less_than_an_element_a_rank(op: str) -> None:
             "gemm_all_reduce has no shapes 'stream-k-corpus'",
         ),
         (("all_reduce", "--shapes", "llama3"), "all_reduce takes sizes or tiny, or bytes, not 'llama3'"),
+        (
+            ("gemm", "--shapes", "models:commit", "--commit", "76403a9"),
+            "got '76403a9': give --commit, 8 digits",
+        ),
         (("gemm", "--shapes", "no-such.toml"), "no-such.toml"),
         (("gemm", "--providers", "ours,nobody"), "no such providers: nobody; there are blas, ours"),
         (("gemm", "--dtype", "int8"), "dtype is 'int8', allowed float16 (fp16)"),

@@ -15,7 +15,18 @@ from tests.scripts import support
 TIER = 0
 pytestmark = pytest.mark.cpu
 
-SETS = ("llama3", "sweep", "decode", "batches", "collectives", "layers", "corpus", "corpus-64")
+SETS = (
+    "models",
+    "models-fp32",
+    "llama3",
+    "sweep",
+    "decode",
+    "batches",
+    "collectives",
+    "layers",
+    "corpus",
+    "corpus-64",
+)
 
 
 def records(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +42,7 @@ def records(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.C
 
 
 def test_commands(tmp_path: Path) -> None:
-    done = records(tmp_path, "there", COMMIT="0123", ITERS="3")
+    done = records(tmp_path, "there", COMMIT="0123456789abcdef", ITERS="3")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "something was wrong in: decode"
     asked = [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
@@ -39,12 +50,15 @@ def test_commands(tmp_path: Path) -> None:
     for name, (_, module, command, op, *options) in zip(SETS, asked, strict=True):
         given = dict(zip(options[::2], options[1::2], strict=True))
         assert (module, command) == ("pyrocshmem", "bench")
-        assert (given["--iters"], given["--commit"]) == ("3", "0123")
+        commit = given["--commit"]
+        assert (given["--iters"], commit) == ("3", "0123456789abcdef")
         assert given["--json"] == f"there/{name}.jsonl"
         assert "--providers" not in given
         ops = list(_SEVERAL.get(op, (op,)))
-        cases = run.plan(ops, given.get("--shapes"), None, int(given.get("-n", "2")), None)
+        ranks = int(given.get("-n", "2"))
+        cases = run.plan(ops, given.get("--shapes"), given.get("--dtype"), ranks, None, commit)
         assert cases
+        assert name[:6] != "models" or {case.shapes for case in cases} == {"models-01234567"}
         measured |= {case.op for case in cases}
     assert set(OPS) <= measured
 

@@ -18,6 +18,7 @@ from pyrocshmem.benchmarks.__main__ import app
 from pyrocshmem.benchmarks.measure import measure_cases
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.providers import Run
+from pyrocshmem.benchmarks.schema import IS_DEFAULT
 from pyrocshmem.benchmarks.shapes import OPS, Case
 from tests import commands
 from tests.benchmarks import made_up
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.num_ranks(2)
 def test_every_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "all.jsonl"
-    names = "ours,ours_16bit,ours_gemm,ours_whole_tiles,blas,unfused,unfused_stacked,blas_ours,"
+    names = "ours,ours_fp32,ours_no_blas,ours_gemm,ours_whole_tiles,blas,unfused,unfused_stacked,blas_ours,"
     names += "blas_torch_one_shot,torch_symm_mem,kraken"
     options = (
         "--shapes",
@@ -70,6 +71,13 @@ def test_every_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ours = [name for name in case["us"] if name.startswith("ours")]
         assert set(case["bits"]) == set(ours) - ({"ours"} if case["op"] == "barrier" else set())
         assert all(bits["runs"] >= 2 and bits["distinct"] == 1 for bits in case["bits"].values())
+        if case["op"] in ("gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_reduce_rms_norm"):
+            assert {"ours", "ours_fp32"} <= case["us"].keys()
+        if case["op"] == "gemm":
+            assert "ours_no_blas" in case["us"] or case["skipped"]["ours_no_blas"] == IS_DEFAULT
+        # Whatever has a configuration says what that chose.
+        assert case["schedule"].keys() == case["config"].keys()
+        assert case["schedule"].get("ours_whole_tiles", "whole") == "whole"
         # Messages take 1 MiB a slot at least, also for a case this small.
         assert case["workspace_bytes"]["ours"] >= (2 << 20 if case["op"] == "all_reduce" else 0)
         if target.interpreted():
