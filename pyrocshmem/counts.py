@@ -6,14 +6,17 @@ count travels as an odd number from 3 on.
 """
 
 import triton
+import triton.language as tl
+
+_FIRST = tl.constexpr(3)
 
 
 def packed(count: int) -> int:
     """`count`, 0 or more, as an argument in a tuple; below 2^30, a kernel gets it as an int32."""
-    return 2 * count + 3
+    return 2 * count + int(_FIRST.value)
 
 
 @triton.jit
 def unpacked(count):
     """The count that came as `count`."""
-    return (count - 3) >> 1
+    return (count - _FIRST) >> 1

@@ -33,6 +33,10 @@ _ALL = repeat(True)
 _known: dict[Hashable, Any] = {}
 
 
+def _current_device() -> int:
+    return int(triton.runtime.driver.active.get_current_device())
+
+
 def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable:
     """All of `args` that Triton compiles a kernel for, and maybe more. specialized: whether the value of each counts,
     if it is an integer."""
@@ -135,8 +139,7 @@ class Launch:
     def _compiled_for(self, arguments: tuple[Any, ...], **options: int) -> Hashable:
         """All that the machine code depends on."""
         specialized = [not parameter.do_not_specialize for parameter in self.kernel.params]
-        device = triton.runtime.driver.active.get_current_device()
-        what = (device, *self._values, *self.options.values(), *options.items())
+        what = (_current_device(), *self._values, *self.options.values(), *options.items())
         return self.kernel, what, kinds(arguments, specialized)
 
     def _events(self, buffer: Any) -> tuple[Any, ...]:

@@ -98,9 +98,8 @@ def gemm_all_reduce_rms_norm(
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     asked = config
     if config is None:
-        K = longest_k(
-            space, f"gemm_all_reduce_rms_norm({N} columns of {a.dtype}, partials {partial_dtype})", K
-        )
+        kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
+        K = longest_k(space, CallName.of(kind_of_sum, M), K)
         facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
         config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:

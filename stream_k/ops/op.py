@@ -367,13 +367,14 @@ def _without_plan(
     return None
 
 
-def longest_k(workspace: Workspace, call: str, K: int) -> int:
+def longest_k(workspace: Workspace, call: CallName, K: int) -> int:
     """The inner size by which all ranks choose the configurations of a sum, since their shares may differ: the largest
-    of those that they had when they first asked, of calls of any number of rows."""
+    of those that they had when they first asked, whatever the rows."""
     assert workspace.heap is not None
-    asked = f"{call}: configuration"
+    asked = f"{call.text}: configuration"
     if asked not in workspace.agreed:
-        workspace.agreed[asked] = max(int(size) for size in workspace.heap.vote(asked, str(K).encode()))
+        votes = workspace.heap.vote(f"{call}: configuration", str(K).encode())
+        workspace.agreed[asked] = max(int(size) for size in votes)
     return workspace.agreed[asked]
 
 
@@ -384,7 +385,7 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     K, N = request.b.shape
     dtype, partial_dtype = request.a.dtype, request.partial_dtype
     if op.sums:
-        K = longest_k(workspace, f"{op.name}({N} columns of {dtype}, partials {partial_dtype})", K)
+        K = longest_k(workspace, CallName.of(f"{op.name}(# x {N} {dtype}, partials {partial_dtype})", M), K)
     # A rank without columns multiplies nothing: any N will do.
     facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
     if request.squared_partials:

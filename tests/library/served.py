@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import ShmemError, heap_for, torch_ops
+from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.reference.accuracy import EPS32, bound
 from tests.stream_k.products import ON_CPU, check_product, random, same_bits
@@ -47,8 +48,8 @@ def made() -> Iterator[list[str]]:
     seen: list[str] = []
     honest = Workspace.begin
 
-    def begin(self: Workspace, call: str | None) -> Any:
-        seen.extend(() if call is None else (call,))
+    def begin(self: Workspace, call: CallName | None) -> Any:
+        seen.extend(() if call is None else (str(call),))
         return honest(self, call)
 
     with mock.patch.object(Workspace, "begin", begin):
@@ -210,7 +211,7 @@ def calls(rank: int, ranks: int, few: bool) -> int:
         (few_calls if few else many_calls)(rank, ranks)
     sums = [call for call in seen if call.startswith("gemm_reduce_scatter(") and f" {FP16}, " in call]
     assert sums
-    assert all(f"partial_dtype={FP16}" in call for call in sums), sums[0]
+    assert all(f"partials={FP16}" in call for call in sums), sums[0]
     return len(seen)
 
 

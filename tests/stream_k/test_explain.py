@@ -16,6 +16,7 @@ from pyrocshmem.stream_k.choice import rules
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import tile_times
 from pyrocshmem.stream_k.choice.placement import Facts, Placement, Verdict, placement_names, placements_by_op
+from pyrocshmem.stream_k.choice.table import choice
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from tests.stream_k.test_tuned import INSIDE, SHAPE, Put, entry
 from tests.stream_k.test_tuned import table as table  # noqa: PLC0414  a fixture
@@ -254,7 +255,7 @@ def test_an_op_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         # The library's ops don't have it.
         with pytest.raises(ValueError, match="'by_carrier', gemm_all_reduce has unfused"):
             stream_k.choose("gemm_all_reduce", 64, 64, 64, HALF, 2, CPU, placement="by_carrier")
-    table.choice.cache_clear()
+    choice.cache_clear()
     with pytest.raises(ValueError, match=r"Config\.placement is 'by_carrier', allowed are"):
         Config(placement="by_carrier")
 

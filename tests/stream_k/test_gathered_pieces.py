@@ -88,6 +88,7 @@ def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None
     for module, name, value in ((tilings, "_GATHERED_PIECE", 1 << 40), (gemm_model, "_LINK", 1e9)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
+            gemm_model._gathering_times.cache_clear()
             assert statistics.geometric_mean(lost()) > 1.03, name
 
 
@@ -119,6 +120,3 @@ def test_a_table_says_how_and_the_model_in_which_pieces() -> None:
     assert op._gathering_as(model, found) == dataclasses.replace(found, chunk=3)
     for other in (dataclasses.replace(found, placement="unfused"), dataclasses.replace(found, block_m=512)):
         assert op._gathering_as(model, other) == model
-    # What is longer than a block is all of it, by any tile.
-    whole = {op._gathering(Config(placement="copy_engine", block_m=m), 200) for m in (64, 128)}
-    assert len(whole) == 1

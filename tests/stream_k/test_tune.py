@@ -14,6 +14,7 @@ from pyrocshmem.benchmarks import trial, tune
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.benchmarks.trial import Case, tune_case
 from pyrocshmem.benchmarks.tune_command import app
+from pyrocshmem.calls import kernel_launch
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
@@ -85,7 +86,7 @@ def test_candidates_around_small_tiles(
 class _Greedy:
     """A kernel that compiles, and then needs more than the device has."""
 
-    arg_names = ()
+    arg_names, params = (), ()
 
     def warmup(self, *args: object, **options: object) -> Any:
         return self
@@ -96,6 +97,7 @@ class _Greedy:
 
 def test_too_much_shared_memory_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "interpreted", lambda: False)
+    monkeypatch.setattr(kernel_launch, "_current_device", lambda: 0)
     kernel = _Greedy()
     kernel.__name__ = "greedy_kernel"  # type: ignore[attr-defined]
     launch = Launch(kernel, 1, {}, 4, 8)

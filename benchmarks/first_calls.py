@@ -1,0 +1,166 @@
+"""How long the first call of an op takes, cold, with a warm cache of Triton and after `warm_up`; and what a call with
+another number of rows costs the host.
+
+    python -m pyrocshmem.benchmarks.first_calls -n 2 --shape 8192,8192,3584      # most rows, N and K of a rank's GEMM
+
+Prints a table in Markdown: seconds of a first call, to the end of what it launched, of ranks that were started for it
+and have formed their heap; then microseconds of the host, medians over 100 calls: of calls with rows that were not seen
+before, and of the same calls again, which replay no graph. All are of the slowest rank. "gemm" is each rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+
+import pyrocshmem
+import pyrocshmem.stream_k  # registers its ops
+from pyrocshmem import Heap, options, target
+from pyrocshmem.benchmarks.records import NO_MULTICAST
+from pyrocshmem.calls.op import Sizes, find
+from pyrocshmem.calls.workspace import local_workspace, workspace_for
+from pyrocshmem.launching import run_ranks
+from pyrocshmem.warming import WarmedUp
+
+OPS = (
+    "gemm",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
+    "gemm_all_scatter",
+    "gemm_all_reduce_rms_norm",
+    "gemm_rms_norm_all_scatter",
+)
+_NEW_ROWS = 100
+# Between calls whose host time counts: the device must not fall behind.
+_CALLS_BETWEEN = 10
+_LIMIT_S = 900.0
+
+
+class Case(NamedTuple):
+    """rows: at most, of all ranks. warms_up: before the first call, whose time the second figure is then."""
+
+    op: str
+    rows: int
+    N: int
+    K: int
+    dtype: str
+    warms_up: bool
+    cache: str
+
+
+class Took(NamedTuple):
+    """Of a rank. warm_up_s: 0 without. first_s: of the first call. kernels: that `warm_up` had compiled. new_us,
+    again_us: of the host, a call with new rows and the same again; 0 where not asked for."""
+
+    warm_up_s: float
+    first_s: float
+    kernels: int
+    new_us: float = 0.0
+    again_us: float = 0.0
+
+
+def measure(rank: int, world_size: int, case: Case) -> Took:
+    """In a rank that was started for it."""
+    # A graph would take the place of what the second figure of the host is about.
+    os.environ.update(TRITON_CACHE_DIR=case.cache, PYROCSHMEM_GRAPHS="0")
+    dtype = getattr(torch, case.dtype)
+    with Heap() as heap, torch.no_grad():
+        space = local_workspace(heap.device) if case.op == "gemm" else workspace_for(heap)
+        call = find(case.op).sized
+        assert call is not None
+        make = call(Sizes(case.N, case.K, case.rows, dtype, space))
+        heap.barrier()
+        done = WarmedUp(0, 0.0)
+        if case.warms_up:
+            named = (case.op, case.N, case.K)
+            group = {"workspace": space} if case.op == "gemm" else {"group": heap}
+            done = pyrocshmem.warm_up(named, rows=case.rows, dtype=dtype, **group)
+            heap.barrier()
+        begin = time.perf_counter()
+        make(case.rows)
+        heap.synchronize()
+        first = time.perf_counter() - begin
+        new = again = 0.0
+        if case.warms_up:
+            draw = random.Random(case.op)
+            numbers = draw.sample(range(1, case.rows), min(_NEW_ROWS, case.rows - 1))
+            new, again = (_host_us(make, numbers, heap) for _ in range(2))
+        return Took(done.seconds, first, done.kernels, new, again)
+
+
+def _host_us(make: object, numbers: list[int], heap: Heap) -> float:
+    assert callable(make)
+    spent = []
+    for turn, rows in enumerate(numbers):
+        begin = time.perf_counter()
+        make(rows)
+        spent.append(1e6 * (time.perf_counter() - begin))
+        if turn % _CALLS_BETWEEN == 0:
+            heap.synchronize()
+    heap.barrier()
+    return statistics.median(spent)
+
+
+def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int) -> list[str]:
+    """The lines of the table."""
+    heads: tuple[str, ...] = (
+        "op",
+        "cold, s",
+        "warm cache, s",
+        "after warm_up, s",
+        "warm_up cold, s",
+        "with a warm cache, s",
+        "kernels",
+    )
+    heads = (*heads, "new rows, us of the host", "the same again, us")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for op in ops:
+        took = []
+        for warms_up in (False, True):
+            with tempfile.TemporaryDirectory() as cache:
+                case = Case(op, rows, N, K, dtype, warms_up, cache)
+                took += [_of_fresh_ranks(case, num_ranks) for _ in range(2)]
+        cold, cached, warmed, warmed_cached = took
+        cells = (
+            op, f"{cold.first_s:.2f}", f"{cached.first_s:.2f}", f"{warmed_cached.first_s:.3f}",
+            f"{warmed.warm_up_s:.2f}", f"{warmed_cached.warm_up_s:.2f}", str(warmed.kernels),
+            f"{warmed_cached.new_us:.0f}", f"{warmed_cached.again_us:.0f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _of_fresh_ranks(case: Case, num_ranks: int) -> Took:
+    """Of the slowest rank, in each figure."""
+    ends = run_ranks(measure, num_ranks, case, timeout=_LIMIT_S)
+    for end in ends:
+        if not end.ok:
+            raise RuntimeError(f"{case.op} failed: {end.exception!r}")
+    return Took(*(max(figures) for figures in zip(*(end.value for end in ends), strict=True)))
+
+
+def main(
+    num_ranks: Annotated[int, typer.Option("-n", "--num-gpus")] = 2,
+    shape: Annotated[str, typer.Option(help="Most rows, N and K of a rank's GEMM.")] = "8192,8192,3584",
+    ops: Annotated[str, typer.Option(help="Names with commas between them.")] = ",".join(OPS),
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16, on a CPU float16.")] = None,
+) -> None:
+    """Print how long first calls take, and what new numbers of rows cost the host."""
+    options.check_ranks(num_ranks)
+    os.environ.update(NO_MULTICAST)
+    rows, N, K = map(int, shape.split(","))
+    name = options.check_dtype(dtype) or ("bfloat16" if target.num_devices() else "float16")
+    for line in table(ops.split(","), rows, N, K, name, num_ranks):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
