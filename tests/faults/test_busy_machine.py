@@ -120,7 +120,7 @@ def test_case_31_beside_two_busy_loops() -> None:
 
 @pytest.mark.alone
 def test_a_wait_that_lasts_too_long_fails_beside_busy_loops_too() -> None:
-    """Sleeping is nothing that the machine took, even where a test beside this one stood in a queue most of the time."""
+    """Sleeping is nothing that the machine took, even where a test beside this one stood in queues most of the time."""
     with busy_loops(), pytest.raises(AssertionError, match=r"limit 0\.2 s"), within(0.2):
         time.sleep(3.0)
 
