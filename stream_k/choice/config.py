@@ -37,7 +37,7 @@ ALGORITHMS = ("one_shot", "two_shot")
 @dataclass(frozen=True)
 class Config:
     """One way to run an op; immutable, changed with `dataclasses.replace`. ValueError for a field that is out of range,
-    TypeError for a size that is no integer.
+    TypeError for a size that is no integer, and a switch that is no bool.
 
     The GEMM:
       block_m, block_n, block_k  the tile and its step along K, in elements: powers of two from 16 on
@@ -89,6 +89,8 @@ class Config:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"Config.{name} must be a power of two, got {value}")
+        if not isinstance(self.flatten, bool):
+            raise TypeError(f"Config.flatten is a {type(self.flatten).__name__}, a bool is needed")
             # Of matrix instructions, and of descriptors, which on one rank alone may read the operands.
             if name.startswith("block") and value < 16:
                 raise ValueError(f"Config.{name} is {value}, at least 16 are needed")

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pyrocshmem.stream_k.choice.cache import one_line
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, with_a_free_multiprocessor
 from pyrocshmem.stream_k.choice.placement import Estimate, Facts, find_placement
 from pyrocshmem.stream_k.choice.rules import Decision
-from pyrocshmem.stream_k.choice.table import Choice, Entry, choice, describe_dtypes, run_of
+from pyrocshmem.stream_k.choice.table import Choice, Entry, choice, describe_dtypes
 from pyrocshmem.stream_k.local_gemm.product import schedule_of, tiles_of_block
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
 
@@ -127,16 +128,17 @@ def explain(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
 ) -> Explanation:
+    allow_tf32: bool = False,
     """Why `stream_k.choose`, with the same arguments, gives the configuration that it gives.
 
     M, N, K: of a rank's GEMM [M, K] x [K, N], as for `choose`: M rows of all ranks, and this rank's share of N or K.
     dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, None: fp32.
-    placement: explain the configuration of this one; None: that of the fastest one known.
+    placement: explain the configuration of this one; None: that of the fastest one known. allow_tf32: as of the call.
     Returns an `Explanation`: which rule decided, with its thresholds and the values compared with them, or which entry
     of the measured table; the schedule; and what the next best would cost, where that was measured or a model gives it,
     in microseconds. Nothing is launched. Raises what `choose` raises.
     """
-    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
     config, decision = found.config, found.rules
     entry = None if found.table is None else found.table.entry
     by_rules = config == decision.config
@@ -184,11 +186,11 @@ def _table_says(found: Choice) -> str:
     entry = found.table.entry
     if entry is None:
         return found.table.why
-    run = run_of(entry)
-    date, machine = str(run.get("date", "")).partition("T")[0], run.get("target", entry.gpu)
+    run = found.table.run or {}
+    date, machine = str(run.get("date", "")).partition("T")[0], run.get("target", "a machine like this")
     times = f"{entry.us:g} us, {entry.timing}, the rules' choice {entry.cost_model_us:g} us"
     away = "this shape" if found.table.factor == 1 else f"a factor of {found.table.factor:.2f} away"
-    return f"{found.table.why}; {away}, measured {date or 'some day'} on {machine}: {times}"
+    return one_line(f"{found.table.why}; {away}, measured {date or 'some day'} on {machine}: {times}")
 
 
 def _schedule(op: str, found: Choice) -> Schedule | None:

@@ -54,6 +54,7 @@ def decide(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Decision:
     """What `cost_model` gives, and why. The arguments are `stream_k.choose`'s. ValueError for an op without placements,
     and for a placement that the op doesn't have."""
@@ -63,7 +64,7 @@ def decide(
     config = replace(first.config, partial_dtype=partial_dtype)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     facts = Facts(
-        M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles
+        M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles, allow_tf32
     )  # fmt: skip
     asked: list[tuple[Placement, Verdict]] = []
     behind: tuple[Placement, ...] = ()
@@ -94,9 +95,10 @@ def cost_model(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Config:
     """What `stream_k.choose`, which has the arguments, gives without a table."""
-    return decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement).config
+    return decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32).config
 
 
 def _target() -> str:

@@ -29,7 +29,7 @@ from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
@@ -96,8 +96,8 @@ def gemm_all_reduce_rms_norm(
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if config is None:
         K = longest_k(space, f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, partials {partial_dtype})", K)
-        facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
-        config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
+        facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32)
+        config = choose_together(heap, "gemm_all_reduce", *facts)
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         call = f"gemm_all_reduce_rms_norm({M} x {N} {a.dtype}, {added}, tf32={allow_tf32}, {recorded=}, {config})"

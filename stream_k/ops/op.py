@@ -41,7 +41,7 @@ from pyrocshmem.stream_k.choice.config import (
 )
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
@@ -368,14 +368,15 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     if op.sums:
         K = longest_k(workspace, f"{op.name}({M} x {N} {dtype}, partials {partial_dtype})", K)
     # A rank without columns multiplies nothing: any N will do.
-    facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
-    config = cost_model(*facts)
+    sizes = (op.name, M, max(N, 1), K, dtype)
+    facts = (*sizes, heap.world_size, heap.device, partial_dtype)
+    config = cost_model(*facts, allow_tf32=request.allow_tf32)
     if request.squared_partials:
         # They have fewer placements than the table was made with.
         if config.placement not in _WITHOUT_SQUARES:
             return config
         return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
-    found = choose(*facts)
+    found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32)
     return _gathering_as(config, found) if op.has_own_columns else found
 
 
