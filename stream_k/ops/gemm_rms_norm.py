@@ -148,6 +148,11 @@ def gemm_rms_norm_all_scatter(
             return plan.run(a, b, weight, bias)[0]
     M, N, _ = check_product(a, b, bias, "none")
     check_config(config)
+    if config is not None and config.placement != "after":
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, gemm_rms_norm_all_scatter has after: its GEMM leaves squares; "
+            "start from stream_k.choose('gemm', .., placement='after')"
+        )
     check_norm(a, (M, N), None, weight, eps)
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
@@ -228,7 +233,7 @@ class _ScatteredPlan:
         gemm: GemmPlan | None = None
         if block.numel() > 0:
             M, N = block.shape
-            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
+            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device, allow_tf32=allow_tf32)
             tiles_n = -(-N // config.block_n)
             sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
             a, b, bias = _computed(a, b, bias)

@@ -332,7 +332,7 @@ def _without_plan(
         )
         return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
-        product = run_gemm(a, b, bias, activation, out, allow_tf32, config, None, residual)
+        product = run_gemm(a, b, bias, activation, out, allow_tf32, _of_one_rank(config), None, residual)
         return (product, a.clone()) if has_second else product
     if ELEMENTS[a.dtype].widened:
         # The same in fp32, rounded once.
@@ -347,6 +347,13 @@ def _without_plan(
             second = second.to(a.dtype)
         return (value, second) if has_second else value
     return None
+
+
+def _of_one_rank(config: Config | None) -> Config | None:
+    """A configuration by hand for the GEMM alone that an op is on one rank, where no placement makes a difference."""
+    if config is None or config.placement == "unfused":  # `gemm` knows where the BLAS can
+        return None
+    return replace(config, placement="after")
 
 
 def longest_k(workspace: Workspace, call: str, K: int) -> int:
