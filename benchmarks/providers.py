@@ -57,7 +57,7 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
     """Ours with these fields of the configuration changed, or with these options where the op takes no configuration;
     Unavailable where that changes nothing."""
     # What the configuration is chosen for; the others are changed in it.
-    asked = [changes.get(name) for name in ("partial_dtype", "placement")]
+    asked = (changes.get("partial_dtype"), changes.get("placement"))
     changed = {name: value for name, value in changes.items() if name not in ("partial_dtype", "placement")}
 
     def prepare_ours(x: Operands) -> Run:

@@ -28,7 +28,6 @@ from pyrocshmem.reference.problems import BY_NAME
 from pyrocshmem.reference.timing import repeated, time_in_turn
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.target import num_sms
 
 _QUICK_ITERS = 2
 # By device: where the cost model's choice takes less, graphs of several calls are timed.
@@ -97,9 +96,6 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
         best = base
     variant = tried[best]
     entry = table.Entry(
-        arch=table.architecture(device),
-        gpu="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        multiprocessors=num_sms(device),
         op=case.op,
         ranks=case.ranks,
         dtype=table.dtype_name(case.dtype),

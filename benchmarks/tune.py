@@ -1,10 +1,10 @@
 """`python -m pyrocshmem tune -n 4`: measure configurations and put the fastest ones into a table.
 
-    python -m pyrocshmem tune -n 4 --out stream_k/choice/tuned.json                     # what is committed
+    python -m pyrocshmem tune -n 4                      # into the user's cache, which `stream_k.choose` looks up
     python -m pyrocshmem tune -n 2 --ops gemm --shapes 512,512,512 --out mine.json
     PYROCSHMEM_TUNED=mine.json ./run.sh ...
 
-`benchmarks.tune_command` has the options.
+`benchmarks.tune_command` has the options, `stream_k.choice.cache` what the cache is.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pyrocshmem.options import check_gpus, parse_sizes
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.choice import table as tuned
+from pyrocshmem.stream_k.choice.cache import default_path, made_here, say_once
 
 OPS = ("gemm", *(problem.op for problem in PROBLEMS.values()))
 _SUMS = tuple(problem.op for problem in PROBLEMS.values() if problem.sums)
@@ -47,7 +48,7 @@ _LIMIT_S = 3600.0
 
 
 def run(
-    out: Path,
+    out: Path | None,
     num_ranks: int | None,
     ops: str | None,
     shapes: list[str],
@@ -56,7 +57,8 @@ def run(
     iters: int,
     commit: str,
 ) -> list[str]:
-    """Measure, write and print; what gave wrong results. ValueError for options that make no sense here."""
+    """Measure, write and print; what gave wrong results. out: None: the user's cache. ValueError for options that make
+    no sense here."""
     on_gpu = target.backend() != "host"
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
     check_gpus(ranks)
@@ -70,12 +72,13 @@ def run(
     )
     console = Console()
     report.print_where(console)
-    table = tuned.Table.read(out) if out.exists() else tuned.Table([], [])
+    path, table = _table(out)
+    console.print(f"table: {path}", soft_wrap=True, markup=False)
     table.runs.append(_run_facts(ranks, commit))
-    table.write(out)
+    table.write(path)
     # As in all measurements here; some machines must not use multicast.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    found = spawn(_rank_main, ranks, cases, iters, out, table, timeout=_LIMIT_S)[0]
+    found = spawn(_rank_main, ranks, cases, iters, path, table, timeout=_LIMIT_S)[0]
     rows = Table(title="medians of the slowest rank", title_justify="left")
     for name in ("case", "timing", "cost model", "fastest", "gain", "what differs"):
         rows.add_column(name, justify="left" if name in ("case", "timing", "what differs") else "right")
@@ -86,6 +89,27 @@ def run(
         rows.add_row(str(case), outcome.entry.timing, *times, differs)
     console.print(rows)
     return [text for outcome in found for text in outcome.wrong]
+
+
+def _table(out: Path | None) -> tuple[Path, tuned.Table]:
+    """(where the entries go, the table that they go into). ValueError for a file that was named and is no table, or
+    one that was measured otherwise; such a file in the user's cache gives way to a new one."""
+    device = target.device()
+    here = made_here(device)
+    path = out or default_path(device)
+    if path is None:
+        raise ValueError("this user has no home folder, so there is no cache: give --out")
+    if out is None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.path.lexists(path):
+        return path, tuned.Table(here, [], [])
+    try:
+        return path, tuned.Table.read(path, here)
+    except ValueError as error:
+        if out is not None:
+            raise ValueError(f"{error}; give another --out") from None
+        say_once(f"{error}; a new one takes its place")
+        return path, tuned.Table(here, [], [])
 
 
 def plan(

@@ -15,7 +15,13 @@ from pyrocshmem import options
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The table; entries of the same kind and shape are replaced.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The table; entries of the same kind and shape are replaced. Default: the user's cache, which "
+            "stream_k.choose looks up."
+        ),
+    ] = None,
     num_ranks: Annotated[
         int | None, typer.Option("-n", "--num-gpus", help="Default: all GPUs; 2 on a CPU.")
     ] = None,

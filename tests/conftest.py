@@ -19,6 +19,7 @@ with up to N ranks on each (`tests/sharing.py`). `--tally FILE` writes the count
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ import pytest
 
 from pyrocshmem import target  # before Triton: decides whether kernels are interpreted
 from tests.faults import guard_list
+
+# What this user has tuned must not count, in ranks and commands that tests start neither.
+os.environ["PYROCSHMEM_TUNED"] = "none"
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE_DIR = ROOT / "tests" / "compile"

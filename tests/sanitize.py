@@ -92,12 +92,16 @@ def alone() -> int:
             expected = a.double() @ b.double()
             squares = expected.square().sum(1)
             for split in ("none", "stream_k"):
-                config = dataclasses.replace(
-                    stream_k.Config(), split=split, num_programs=5, num_comm_programs=1
-                )
+                config = stream_k.Config(placement="after", split=split, num_programs=5)
                 report(f"gemm {M} {N} {K} {split}", close(stream_k.gemm(a, b, config=config), expected))
             config = stream_k.Config(
-                block_m=64, block_n=64, block_k=16, num_warps=4, subtiles=1, split="separate"
+                block_m=64,
+                block_n=64,
+                block_k=16,
+                num_warps=4,
+                subtiles=1,
+                split="separate",
+                placement="after",
             )
             report(f"gemm {M} {N} {K} separate", close(stream_k.gemm(a, b, config=config), expected))
             for op in ("gemm_all_reduce", "gemm_all_scatter"):

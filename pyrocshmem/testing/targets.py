@@ -99,7 +99,7 @@ def pretend(name: str) -> Iterator[Target]:
             f"this process runs kernels ({own_target.describe()}), so it can't compile them for {name}: start one with "
             "TRITON_INTERPRET=0 and PYROCSHMEM_BACKEND=cpu in its environment"
         )
-    from pyrocshmem.stream_k.local_gemm import plan
+    from pyrocshmem.stream_k.local_gemm import blas, plan
 
     target = _TARGETS[name]
     triton.runtime.driver.set_active(_Driver(target))
@@ -109,6 +109,7 @@ def pretend(name: str) -> Iterator[Target]:
         mock.patch.object(own_target, "CPU_PROGRAMS", target.num_sms),
         # Operands lie on the CPU here, whatever the target.
         mock.patch.object(plan, "check_device"),
+        mock.patch.object(blas, "_multiply"),
     ):
         _forget()
         try:

@@ -24,6 +24,8 @@ from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
 BY_ROWS = ("copy_engine", "pull")
 # Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
+# Those whose GEMM is the vendor's BLAS's, where that computes the same (`stream_k.local_gemm.blas`).
+BY_BLAS = ("blas", "unfused")
 
 
 def known_placements() -> tuple[str, ...]:
@@ -33,12 +35,14 @@ def known_placements() -> tuple[str, ...]:
 
 
 ALGORITHMS = ("one_shot", "two_shot")
+# Of 32 threads, 1024 in all; and the 32-bit registers of an SM.
+_MOST_WARPS, _MOST_ELEMENTS = 32, 1 << 16
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to run an op; immutable, changed with `dataclasses.replace`. ValueError for a field that is out of range,
-    TypeError for a size that is no integer.
+    TypeError for a size that is no integer, and a switch that is no bool.
 
     The GEMM:
       block_m, block_n, block_k  the tile and its step along K, in elements: powers of two from 16 on
@@ -86,6 +90,8 @@ class Config:
         for field in fields(self):
             if field.type == "int":
                 as_integer(f"Config.{field.name}", getattr(self, field.name))
+        if not isinstance(self.flatten, bool):
+            raise TypeError(f"Config.flatten is a {type(self.flatten).__name__}, a bool is needed")
         for name in ("block_m", "block_n", "block_k", "num_warps", "comm_rows", "comm_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -93,6 +99,13 @@ class Config:
             # Of matrix instructions, and of descriptors, which on one rank alone may read the operands.
             if name.startswith("block") and value < 16:
                 raise ValueError(f"Config.{name} is {value}, at least 16 are needed")
+            if name.endswith("warps") and value > _MOST_WARPS:
+                raise ValueError(f"Config.{name} is {value}, a program has at most {_MOST_WARPS}")
+        if self.block_m * self.block_n > _MOST_ELEMENTS:
+            raise ValueError(
+                f"Config.block_m x block_n is {self.block_m} x {self.block_n}, a program has registers for a tile of "
+                f"at most {_MOST_ELEMENTS} elements"
+            )
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
             ("split", SPLITS),

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, with_a_free_multiprocessor
+from pyrocshmem.stream_k.choice.cache import one_line
+from pyrocshmem.stream_k.choice.config import BY_BLAS, BY_MESSAGE, Config, with_a_free_multiprocessor
 from pyrocshmem.stream_k.choice.placement import Estimate, Facts, find_placement
 from pyrocshmem.stream_k.choice.rules import Decision
-from pyrocshmem.stream_k.choice.table import Choice, Entry, choice, describe_dtypes, run_of
+from pyrocshmem.stream_k.choice.table import Choice, Entry, choice, describe_dtypes
 from pyrocshmem.stream_k.local_gemm.product import schedule_of, tiles_of_block
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
 
@@ -29,12 +30,12 @@ class Explanation:
 
     config: what `choose` gives. facts: the sizes, dtypes and the device that it was chosen for. decided_by: "table" (an
     entry has the configuration, or says that the rules' choice was the fastest), "rules" or "caller" (the placement was
-    asked for by name). placement: why this placement, a clause; "" for a GEMM alone. tile: why this tile, a clause.
-    table: what the table says, "" where it wasn't asked. entry: the entry that counts; its times, in microseconds, are
-    of its own shape. refused: (name, why not) of the placements that the rules asked before. next_best: (name, why) of
-    the next placement, in the op's order, that suits, too; None: there is none. estimates: times by a model, the chosen
-    tile's first; empty where no model chose the tile. schedule: of the GEMM, of all blocks of rows together where they
-    are launched in turn; None for an empty result, and for placement "unfused", whose GEMM is the BLAS's where it can.
+    asked for by name). placement: why this placement, a clause. tile: why this tile, a clause. table: what the table
+    says, "" where it wasn't asked. entry: the entry that counts; its times, in microseconds, are of its own shape.
+    refused: (name, why not) of the placements that the rules asked before. next_best: (name, why) of the next
+    placement, in the op's order, that suits, too; None: there is none. estimates: times by a model, of our tiles, the
+    chosen one's first; empty where no model chose the tile. schedule: of the GEMM, of all blocks of rows together where
+    they are launched in turn; None for an empty result, and where the BLAS multiplies if it can.
     """
 
     op: str
@@ -52,8 +53,8 @@ class Explanation:
 
     def line(self) -> str:
         """The choice, what decided and why, the schedule and the next best, in one line."""
-        tile = "" if self.config.placement == "unfused" else f"tile {_size(self.config)}"
-        chosen = ", ".join(filter(None, (self.config.placement if self.placement else "", tile)))
+        tile = "" if self.config.placement in BY_BLAS else f"tile {_size(self.config)}"
+        chosen = ", ".join(filter(None, (self.config.placement, tile)))
         parts = [
             f"{chosen}, by {self.decided_by}: {self._because()}",
             self._waves(),
@@ -69,16 +70,15 @@ class Explanation:
         lines = [f"{self.op}, {sizes}, {dtypes}, {where}", f"  chosen by {self.decided_by}: {config}"]
         if self.table:
             lines.append(f"  table: {self.table}")
-        if self.placement:
-            lines.append(f"  placement {config.placement}: {self.placement}")
-            lines += [f"    not {name}: {why}" for name, why in self.refused]
-        blas = ", where the BLAS can't multiply" if config.placement == "unfused" else ""
+        lines.append(f"  placement {config.placement}: {self.placement}")
+        lines += [f"    not {name}: {why}" for name, why in self.refused]
+        blas = ", where the BLAS can't multiply" if config.placement in BY_BLAS else ""
         tile = f"{_size(config)}, {config.num_warps} warps, {config.num_stages} stages"
         lines.append(f"  tile {tile}{blas}: {self.tile}")
         if self.schedule is not None:
             lines.append(f"  schedule: {self._waves()}")
         lines.append(f"  next best: {self._next()}")
-        for each in self.estimates[1 : _SHOWN + 1]:
+        for each in self.estimates[1 : _SHOWN + 1] if not blas else ():
             lines.append(
                 f"    {each.what}: about {each.us:.1f} us, the chosen one {self.estimates[0].us:.1f} us"
             )
@@ -89,11 +89,10 @@ class Explanation:
             entry = self.entry
             times = f"{entry.us:g} us, the rules' choice {entry.cost_model_us:g} us"
             return f"measured at M N K = {' '.join(map(str, entry.shape))}, {times}"
-        if not self.placement:
-            return self.tile
-        # What suits any sizes was chosen since those before it don't.
+        # What suits any sizes was chosen since those before it don't. Of a GEMM alone the tile is the choice.
         name, why_not = self.refused[-1] if self.refused else ("", "")
-        return self.placement + (f"; not {name}: {why_not}" if name else "")
+        alone = find_placement(self.op, self.config.placement).alone and self.config.placement not in BY_BLAS
+        return (self.tile if alone else self.placement) + (f"; not {name}: {why_not}" if name else "")
 
     def _waves(self) -> str:
         if self.schedule is None:
@@ -108,12 +107,14 @@ class Explanation:
             return (
                 f"the rules' choice, which took {self.entry.cost_model_us / self.entry.us:.2f} times as long"
             )
-        if len(self.estimates) > 1:
-            second = self.estimates[1]
-            return f"{second.what}, {second.us / self.estimates[0].us:.2f} times as long by the model"
+        by_blas, times = self.config.placement in BY_BLAS, self.estimates
+        if len(times) > 1 and not by_blas:
+            return f"{times[1].what}, {times[1].us / times[0].us:.2f} times as long by the model"
         if self.next_best is None:
             return "unknown, nothing was estimated or measured"
-        return f"{self.next_best[0]} ({self.next_best[1]}), of unknown time"
+        # Of our GEMM, where the BLAS is the faster one.
+        time = f"about {times[0].us:.1f} us by the model" if times else "of unknown time"
+        return f"{self.next_best[0]} ({self.next_best[1]}), {time}"
 
 
 def explain(
@@ -126,17 +127,18 @@ def explain(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Explanation:
     """Why `stream_k.choose`, with the same arguments, gives the configuration that it gives.
 
     M, N, K: of a rank's GEMM [M, K] x [K, N], as for `choose`: M rows of all ranks, and this rank's share of N or K.
     dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, None: fp32.
-    placement: explain the configuration of this one; None: that of the fastest one known.
+    placement: explain the configuration of this one; None: that of the fastest one known. allow_tf32: as of the call.
     Returns an `Explanation`: which rule decided, with its thresholds and the values compared with them, or which entry
     of the measured table; the schedule; and what the next best would cost, where that was measured or a model gives it,
     in microseconds. Nothing is launched. Raises what `choose` raises.
     """
-    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
     config, decision = found.config, found.rules
     entry = None if found.table is None else found.table.entry
     by_rules = config == decision.config
@@ -144,7 +146,6 @@ def explain(
         decided_by = "table"
     else:
         decided_by = "rules" if placement is None else "caller"
-    alone = decision.placement.alone
     if not by_rules:
         why_placement, why_tile = "the entry of the table has it", "the entry of the table has it"
     else:
@@ -155,7 +156,7 @@ def explain(
         config=config,
         facts=decision.facts,
         decided_by=decided_by,
-        placement="" if alone else why_placement,
+        placement=why_placement,
         tile=why_tile,
         table=_table_says(found),
         refused=tuple((asked.name, verdict.why) for asked, verdict in decision.asked[:-1])
@@ -184,18 +185,18 @@ def _table_says(found: Choice) -> str:
     entry = found.table.entry
     if entry is None:
         return found.table.why
-    run = run_of(entry)
-    date, machine = str(run.get("date", "")).partition("T")[0], run.get("target", entry.gpu)
+    run = found.table.run or {}
+    date, machine = str(run.get("date", "")).partition("T")[0], run.get("target", "a machine like this")
     times = f"{entry.us:g} us, {entry.timing}, the rules' choice {entry.cost_model_us:g} us"
     away = "this shape" if found.table.factor == 1 else f"a factor of {found.table.factor:.2f} away"
-    return f"{found.table.why}; {away}, measured {date or 'some day'} on {machine}: {times}"
+    return one_line(f"{found.table.why}; {away}, measured {date or 'some day'} on {machine}: {times}")
 
 
 def _schedule(op: str, found: Choice) -> Schedule | None:
     """The GEMM's, as the op plans it."""
     facts, config = found.rules.facts, found.config
     placement = find_placement(op, config.placement)
-    if min(facts.M, facts.N) < 1 or config.placement == "unfused":
+    if min(facts.M, facts.N) < 1 or config.placement in BY_BLAS:
         return None
     rows = facts.M
     comm = config.num_comm_programs if config.placement == "beside" and facts.world_size > 1 else 0

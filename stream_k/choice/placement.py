@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pyrocshmem.calls.op import registered
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 
@@ -29,7 +30,7 @@ class Facts(NamedTuple):
     M, N, K: of a rank's GEMM [M, K] x [K, N]: M rows of all ranks, its own share of N or K. dtype: of the operands.
     world_size: ranks of the group. partial_dtype: as in `Config`. target: "sm_90", "hip", "cpu" (interpreted), or
     "host": compiled on a machine without a GPU, for reading. num_sms: of the device. block_m, tiles: height of a tile
-    of the configuration that the op begins with, and how many of them the result has.
+    of the configuration that the op begins with, and how many of them the result has. allow_tf32: as of the call.
     """
 
     M: int
@@ -43,6 +44,12 @@ class Facts(NamedTuple):
     num_sms: int
     block_m: int
     tiles: int
+    allow_tf32: bool = False
+
+    @property
+    def in_tf32(self) -> bool:
+        """Whether products may go through tf32."""
+        return self.allow_tf32 and ELEMENTS[self.dtype].tf32
 
     @property
     def is_narrow(self) -> bool:

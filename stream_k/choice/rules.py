@@ -54,6 +54,7 @@ def decide(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Decision:
     """What `cost_model` gives, and why. The arguments are `stream_k.choose`'s. ValueError for an op without placements,
     and for a placement that the op doesn't have."""
@@ -63,7 +64,7 @@ def decide(
     config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     facts = Facts(
-        M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles
+        M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles, allow_tf32
     )  # fmt: skip
     asked: list[tuple[Placement, Verdict]] = []
     behind: tuple[Placement, ...] = ()
@@ -94,9 +95,10 @@ def cost_model(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Config:
     """What `stream_k.choose`, which has the arguments, gives without a table."""
-    return decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement).config
+    return decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32).config
 
 
 def _target() -> str:
@@ -150,23 +152,36 @@ _COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
 _PAIR_K = 2048
 
 
-def _many_rows_for_blas(facts: Facts) -> Verdict:
-    """Whether the BLAS and an exchange may take less time than a fused kernel: measurements of 2 x H200, 16-bit
-    operands (docs/log.md)."""
+# Rows of 16 bits up to which our GEMM alone is as fast as the BLAS: 0.975 of its speed on average, 1.18 at best; of
+# more 0.914 (one H200, weights as [N, K]).
+_OWN_ROWS = FEW_ROWS
+
+
+def faster_by_blas(facts: Facts) -> Verdict:
+    """A GEMM alone by the BLAS, as measured on one H200 (docs/log.md)."""
+    return _by_blas(facts, _OWN_ROWS)
+
+
+def _by_blas(facts: Facts, own_rows: int) -> Verdict:
+    """Whether the BLAS multiplies faster than our GEMM: float32 always, 16 bits of more than `own_rows` rows."""
     if facts.target != "sm_90":
+        return Verdict(False, f"the BLAS was measured on sm_90 alone, this is {facts.target}")
+    if facts.in_tf32:
         return Verdict(
-            False, f"the BLAS and an exchange were measured on sm_90 alone, this is {facts.target}"
+            False, "products may go through tf32, which for the BLAS a switch of the process decides"
         )
-    if facts.dtype == torch.float32:
-        return Verdict(False, "the BLAS would round float32 operands to tf32")
-    if facts.M <= _SENT_ROWS:
-        return Verdict(False, f"M = {facts.M} is at most {_SENT_ROWS} rows, for which the BLAS gains little")
-    return Verdict(True, f"M = {facts.M} is more than {_SENT_ROWS} rows")
+    if not facts.in_16_bits:
+        return Verdict(True, "of float32 our GEMM has a fifth of the BLAS' speed")
+    if own_rows >= facts.M:
+        return Verdict(False, f"M = {facts.M} is at most {own_rows} rows, for which the BLAS gains little")
+    return Verdict(True, f"M = {facts.M} is more than {own_rows} rows, of which the BLAS is the faster one")
 
 
-def _both(first: Verdict, then: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
-    """`first`, and if that suits, `then`."""
-    if not first.suits:
+def _before_messages(facts: Facts, then: Callable[[Facts], Verdict]) -> Verdict:
+    """Whether the BLAS and an exchange take less time than a fused kernel: of 16 bits, whose GEMMs may overlap with
+    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md)."""
+    first = _by_blas(facts, _SENT_ROWS)
+    if not first.suits or not facts.in_16_bits:
         return first
     second = then(facts)
     return Verdict(True, f"{first.why}, and {second.why}") if second.suits else second
@@ -174,7 +189,7 @@ def _both(first: Verdict, then: Callable[[Facts], Verdict], facts: Facts) -> Ver
 
 def low_for_blas(facts: Facts) -> Verdict:
     """The BLAS and an exchange of columns, where there is little to overlap with."""
-    return _both(_many_rows_for_blas(facts), _low_columns, facts)
+    return _before_messages(facts, _low_columns)
 
 
 def _low_columns(facts: Facts) -> Verdict:
@@ -199,7 +214,7 @@ def _block_rows(facts: Facts) -> int:
 
 def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
     """The same of sums, unless those of whole tiles leave as fast as they are made."""
-    return _both(_many_rows_for_blas(facts), _leaves_late, facts)
+    return _before_messages(facts, _leaves_late)
 
 
 def _leaves_late(facts: Facts) -> Verdict:
@@ -216,7 +231,7 @@ def _leaves_late(facts: Facts) -> Verdict:
 def short_sum_for_blas(facts: Facts) -> Verdict:
     """The same for an all-reduce: also where the GEMM is too short to overlap with, up to two waves of tiles, and of
     fp32 sums `_PAIR_K`."""
-    return _both(_many_rows_for_blas(facts), _short_sum, facts)
+    return _before_messages(facts, _short_sum)
 
 
 def _short_sum(facts: Facts) -> Verdict:
@@ -254,7 +269,7 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
     """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
     unequally many, which would be stored by pointers."""
-    return _both(_many_rows_for_blas(facts), _little_gathered, facts)
+    return _before_messages(facts, _little_gathered)
 
 
 def _little_gathered(facts: Facts) -> Verdict:

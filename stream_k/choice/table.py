@@ -1,36 +1,44 @@
 """Measured configurations: the table that `python -m pyrocshmem tune` fills and `stream_k.choose` looks up.
 
-    {"runs": [{"command": .., "commit": .., ...}], "entries": [{"arch": "sm_90", "op": "gemm", "M": 4096, ...}]}
+    {"made_with": {"arch": "sm_90", ..}, "runs": [{"command": .., ..}], "entries": [{"op": "gemm", "M": 4096, ..}]}
 
-An entry counts for its architecture, number of SMs, op, ranks and dtypes alone, and for shapes within a
-factor of two of its own, in M, N and K taken together; of the nearest ones the largest is taken. What does not fit the
-shape at hand is left to the rules. PYROCSHMEM_TUNED names another table, or "none".
+It is the user's own (`stream_k.choice.cache`), or the file that PYROCSHMEM_TUNED names; "none": there is none. An entry
+counts for its op, ranks and dtypes alone, and for shapes within a factor of two of its own, in M, N and K taken
+together; of the nearest ones the largest is taken. What does not fit the shape at hand is left to the rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from pyrocshmem import target
 from pyrocshmem.checks import as_integer
 from pyrocshmem.elements import DTYPES
+from pyrocshmem.heap import Heap
+from pyrocshmem.stream_k.choice.cache import Made, default_path, made_here, one_line, read_json, say_once
 from pyrocshmem.stream_k.choice.config import Config, with_a_free_multiprocessor
 from pyrocshmem.stream_k.choice.placement import Variant, find_placement, num_tiles, placements_of
 from pyrocshmem.stream_k.choice.rules import Decision, decide
-
-FILE = Path(__file__).with_name("tuned.json")
+from pyrocshmem.stream_k.choice.tilings import SHARED_BYTES
 
 # Largest distance of an entry, in log2 of M, N and K.
 _REACH = 1.0
+# What no measurement chooses: an entry beyond it is none. Of counts that grow with the device: so many times its SMs.
+_MOST = {"block_m": 256, "block_n": 256, "block_k": 256, "num_warps": 16, "comm_warps": 16, "num_stages": 16}
+_MOST_AN_SM = {"num_programs": 8, "num_comm_programs": 8}
+_LARGEST = (1 << 31) - 1
 
 Shape = tuple[int, int, int]
 
@@ -39,16 +47,12 @@ Shape = tuple[int, int, int]
 class Entry:
     """A line of the table: the fastest configuration of `op` for a local GEMM [M, K] x [K, N].
 
-    arch: as `architecture` gives it. gpu: its name, for people. partial_dtype: None is fp32. config: the fields of
-    a `Config` but for partial_dtype; None: the rules' choice is the fastest. most_programs, comm_each: as in
-    `Variant`. us, cost_model_us: medians of it and of the rules' choice, on the slowest rank, in
-    microseconds. run: number of the run, in the table's list, that measured it. timing: "eager", or "graph" (replays of
-    many calls), as in the records of benchmarks.
+    partial_dtype: None is fp32. config: the fields of a `Config` but for partial_dtype; None: the rules' choice is the
+    fastest. most_programs, comm_each: as in `Variant`. us, cost_model_us: medians of it and of the rules' choice, on
+    the slowest rank, in microseconds. run: number of the run, in the table's list, that measured it. timing: "eager",
+    or "graph" (replays of many calls), as in the records of benchmarks.
     """
 
-    arch: str
-    gpu: str
-    multiprocessors: int
     op: str
     ranks: int
     dtype: str
@@ -64,6 +68,25 @@ class Entry:
     run: int
     timing: str = "eager"
 
+    def __post_init__(self) -> None:
+        """TypeError or ValueError for what no run wrote: the file is read as data, whoever made it."""
+        for name in ("op", "dtype", "timing"):
+            _require(name, getattr(self, name), str)
+        _require("partial_dtype", self.partial_dtype, str | None)
+        _require("config", self.config, dict | None)
+        for least, names in enumerate((("most_programs", "comm_each", "run"), ("ranks", "M", "N", "K"))):
+            for name in names:
+                if not least <= as_integer(name, getattr(self, name)) <= _LARGEST:
+                    raise ValueError(
+                        f"an entry's {name} is {getattr(self, name)}, allowed are {least} to {_LARGEST}"
+                    )
+        for name in ("us", "cost_model_us"):
+            _require(name, getattr(self, name), int | float)
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"an entry's {name} is {getattr(self, name)}, allowed are finite numbers above 0"
+                )
+
     @property
     def shape(self) -> Shape:
         """(M, N, K)."""
@@ -72,41 +95,61 @@ class Entry:
     @property
     def kind(self) -> tuple[object, ...]:
         """What must be equal for the entry to count."""
-        return self.arch, self.multiprocessors, self.op, self.ranks, self.dtype, self.partial_dtype
+        return self.op, self.ranks, self.dtype, self.partial_dtype
+
+
+def _require(name: str, value: object, allowed: Any) -> None:
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise TypeError(f"an entry's {name} is a {type(value).__name__}")
+
+
+class OtherVersions(ValueError):
+    """A table that was measured on another GPU, with other versions, or with other sources of this library."""
 
 
 class Table:
-    """Entries and the runs that measured them."""
+    """Entries, the runs that measured them, and what they were measured with."""
 
-    def __init__(self, runs: list[dict[str, Any]], entries: list[Entry]) -> None:
+    def __init__(self, made: Made, runs: list[dict[str, Any]], entries: Iterable[Entry]) -> None:
+        self.made = made
         self.runs = runs
         self.entries = {(entry.kind, entry.shape): entry for entry in entries}
 
     @classmethod
-    def read(cls, path: Path) -> Table:
-        """The table in a file. ValueError, with the file's name, for what is none."""
+    def read(cls, path: Path, here: Made) -> Table:
+        """The table in a file, made with what `here` says. `OtherVersions` for one that was made with anything else,
+        ValueError for what is none, both with the file's name."""
         try:
-            found = json.loads(path.read_text())
-            entries = [Entry(**entry) for entry in found["entries"]]
-            for entry in entries:
-                if min(entry.shape) < 1:
-                    raise ValueError(f"an entry's M, N, K are {entry.shape}, allowed are 1 or more")
-            return cls(list(found["runs"]), entries)
+            found = read_json(path)
+            made = Made(**found["made_with"])
+            if different := made.differs(here):
+                raise OtherVersions(f"{path} was measured {different}")
+            runs = [dict(run) for run in found["runs"]]
+            return cls(made, runs, [Entry(**entry) for entry in found["entries"]])
+        except OtherVersions:
+            raise
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path} is no table of configurations: {type(error).__name__}: {error}"
             ) from None
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same entries, whatever runs they are of."""
+        plain = [self.made, sorted(json.dumps(dataclasses.asdict(each)) for each in self.entries.values())]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
     def add(self, entry: Entry) -> None:
         """Put an entry in, in the place of one of the same kind and shape."""
         self.entries[entry.kind, entry.shape] = entry
 
     def write(self, path: Path) -> None:
-        """An entry a line, in order, so that differences can be read. Raises OSError. Whoever reads meanwhile, or after
-        a Ctrl-C, finds the old table or the new one."""
+        """An entry a line, in order, so that differences can be read; what may read it, the umask says. Raises OSError.
+        Whoever reads meanwhile, or after a Ctrl-C, finds the old table or the new one."""
         entries = sorted(self.entries.values(), key=lambda entry: (*map(str, entry.kind), entry.shape))
         lists = {"runs": self.runs, "entries": [dataclasses.asdict(entry) for entry in entries]}
-        parts = [
+        parts = [f'"made_with": {json.dumps(self.made._asdict())}']
+        parts += [
             f'"{name}": [' + ",".join("\n" + json.dumps(item) for item in items) + "\n]"
             for name, items in lists.items()
         ]
@@ -119,15 +162,98 @@ class Table:
             new.unlink(missing_ok=True)
 
 
+class InUse(NamedTuple):
+    """The table that `choose` asks, and why there is none where it is None."""
+
+    table: Table | None
+    why: str = ""
+
+
+@lru_cache(maxsize=16)
+def _in_use(named: str, device: torch.device) -> InUse:
+    """The table for `device`, where PYROCSHMEM_TUNED is `named`. ValueError where that names what is no table."""
+    if named == "none":
+        return InUse(None, "PYROCSHMEM_TUNED is none")
+    path = Path(named) if named else default_path(device)
+    try:
+        if path is None or not (named or _is_there(path)):
+            return InUse(None, "there is none: `python -m pyrocshmem tune` makes one")
+        return InUse(Table.read(path, made_here(device)))
+    except (ValueError, OSError) as error:
+        if named and not isinstance(error, OtherVersions):
+            raise
+        why = one_line(str(error))
+        say_once(f"{why}; it is ignored until `python -m pyrocshmem tune` has measured anew")
+        return InUse(None, f"it is ignored: {why}")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything in this place, even what can't be read."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def in_use(device: torch.device) -> InUse:
+    """The table that `choose` asks on `device`. ValueError where PYROCSHMEM_TUNED names what is no table."""
+    return _in_use(os.environ.get("PYROCSHMEM_TUNED", ""), device)
+
+
+# By heap: whether all its ranks read the same table.
+_alike: WeakKeyDictionary[Heap, bool] = WeakKeyDictionary()
+
+
+def choose_together(
+    heap: Heap,
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    partial_dtype: torch.dtype | None,
+    allow_tf32: bool,
+) -> Choice:
+    """What `choice` gives all ranks of `heap`: by the table where all of them read the same. Collective the first time.
+
+    Ranks must choose alike, but each reads a file of its own: of another home, or one that was tuned meanwhile.
+    """
+    facts = (op, M, N, K, dtype, heap.world_size, heap.device, partial_dtype)
+    if heap.world_size == 1 or _is_read_by_all(heap, op):
+        return choice(*facts, allow_tf32=allow_tf32)
+    rules = decide(*facts, allow_tf32=allow_tf32)
+    return Choice(rules.config, rules, None)
+
+
+def _is_read_by_all(heap: Heap, op: str) -> bool:
+    """Whether all ranks of `heap` read the same table: a vote, the first time. op: of the call, for `CallMismatch`."""
+    if heap not in _alike:
+        table = in_use(heap.device).table
+        mine = "" if table is None else table.digest
+        digests = heap.vote(f"{op}: table of configurations", mine.encode())
+        _alike[heap] = len(set(digests)) == 1
+        if not _alike[heap] and heap.rank == 0:
+            others = ", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0])
+            say_once(
+                f"rank 0 reads another table of measured configurations than ranks {others}: none is used where they "
+                "work together. Give all of them the same file (PYROCSHMEM_TUNED), or none"
+            )
+    return _alike[heap]
+
+
 class Lookup(NamedTuple):
     """What the table says of a call: its configuration and the entry that gave it, None where there is none that
     counts; and in words which entry, or why none. factor: how many times as large, or as small, the shape is as the
-    nearest entry's, in M, N and K taken together; 0 where there is no such entry."""
+    nearest entry's, in M, N and K taken together; 0 where there is no such entry. run: the run that measured it."""
 
     config: Config | None
     entry: Entry | None
     why: str
     factor: float = 0.0
+    run: dict[str, Any] | None = None
 
 
 class Choice(NamedTuple):
@@ -149,17 +275,19 @@ def choose(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Config:
     """The configuration for a rank's GEMM [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
     M, N, K: of this rank's GEMM: M rows of all ranks (also of `all_gather_gemm`), and its share of N or K. dtype: of
     the operands. world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of the op's; None: the
-    fastest known: the table's (`tuned.json`) where that has a similar GEMM, else that of the rules.
+    fastest known: that of the table which `python -m pyrocshmem tune` made here, where it has a similar GEMM, else that
+    of the rules. allow_tf32: as of the call: float32 operands may go through tf32.
     Returns a frozen `Config`; change it with `dataclasses.replace`. `stream_k.explain` says why it is this one. Raises
     ValueError for an unknown op, a placement that the op doesn't have, sizes below 0 and fewer than one rank, TypeError
     for a dtype that the ops don't take, or a number that is no integer.
     """
-    return choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement).config
+    return choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32).config
 
 
 @lru_cache(maxsize=512, typed=True)  # 8.0 would find what 8 gave
@@ -173,6 +301,7 @@ def choice(
     device: torch.device,
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
+    allow_tf32: bool = False,
 ) -> Choice:
     """What `choose` gives, which has the arguments, and how it came about."""
     placements_of(op)
@@ -182,10 +311,13 @@ def choice(
         if as_integer(name, number) < least:
             raise ValueError(f"{name} is {number}, allowed are {least} or more")
     device = torch.device(device)
-    decision = decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    decision = decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
     if placement is not None:
         return Choice(decision.config, decision, None)
-    found = _look_up(decision.config, op, (M, N, K), dtype, world_size, device)
+    if decision.facts.in_tf32:
+        found = Lookup(None, None, "its entries are of products without tf32")
+    else:
+        found = _look_up(decision.config, op, (M, N, K), dtype, world_size, device)
     return Choice(decision.config if found.config is None else found.config, decision, found)
 
 
@@ -196,19 +328,16 @@ def _look_up(
 
     Raises ValueError where PYROCSHMEM_TUNED names what is no table.
     """
-    path = table_path()
-    if path is None:
-        return Lookup(None, None, "PYROCSHMEM_TUNED is none")
+    table, why = in_use(device)
+    if table is None:
+        return Lookup(None, None, why)
     if min(shape) < 1:
         return Lookup(None, None, "it has no entries for empty operands")
-    num_sms = target.num_sms(device)
-    kind = (architecture(device), num_sms, op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
-    entries = [entry for entry in _read(str(path)).entries.values() if entry.kind == kind]
+    kind = (op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
+    entries = [entry for entry in table.entries.values() if entry.kind == kind]
     if not entries:
         dtypes = describe_dtypes(dtype, config.partial_dtype)
-        return Lookup(
-            None, None, f"it has no entry for {op} of {dtypes}, {ranks} ranks, {kind[0]} with {num_sms} SMs"
-        )
+        return Lookup(None, None, f"it has no entry for {op} of {dtypes}, {ranks} ranks")
     entry = min(entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)))
     factor = 2 ** _distance(shape, entry.shape)
     nearest = f"the nearest of {len(entries)} entries, M N K = {' '.join(map(str, entry.shape))}"
@@ -216,14 +345,27 @@ def _look_up(
         return Lookup(
             None, None, f"{nearest}, is a factor of {factor:.1f} away, more than {2**_REACH:g}", factor
         )
+    run = table.runs[entry.run] if entry.run < len(table.runs) else {}
     if entry.config is None:
-        return Lookup(config, entry, f"{nearest}, says that the rules' choice was the fastest", factor)
+        return Lookup(config, entry, f"{nearest}, says that the rules' choice was the fastest", factor, run)
     try:
-        found = _for_shape(entry, config, shape, num_sms)
+        found = _for_shape(entry, config, shape, target.num_sms(device))
+        _check_measured(found, dtype, device)
         check(op, found, device)
     except (ValueError, TypeError) as error:
         return Lookup(None, None, f"{nearest}, can't be used here: {error}", factor)
-    return Lookup(found, entry, f"{nearest}, has it", factor)
+    return Lookup(found, entry, f"{nearest}, has it", factor, run)
+
+
+def _check_measured(config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError for what no run measured, since it would not fit on `device`."""
+    most = _MOST | {name: each * target.num_sms(device) for name, each in _MOST_AN_SM.items()}
+    for name, limit in most.items():
+        if getattr(config, name) > limit:
+            raise ValueError(f"Config.{name} is {getattr(config, name)}, measured are up to {limit}")
+    staged = config.num_stages * (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+    if target.backend() == "cuda" and staged > SHARED_BYTES:
+        raise ValueError(f"{staged} bytes of stages, an SM has {SHARED_BYTES}")
 
 
 def check(op: str, config: Config, device: torch.device) -> None:
@@ -241,29 +383,6 @@ def check(op: str, config: Config, device: torch.device) -> None:
         )
 
 
-def table_path() -> Path | None:
-    """Where the table is; None where PYROCSHMEM_TUNED is "none"."""
-    path = os.environ.get("PYROCSHMEM_TUNED") or str(FILE)
-    return None if path == "none" else Path(path)
-
-
-def run_of(entry: Entry) -> dict[str, Any]:
-    """The run that measured an entry of the table in use."""
-    path = table_path()
-    runs = _read(str(path)).runs if path is not None else []
-    return runs[entry.run] if 0 <= entry.run < len(runs) else {}
-
-
-def architecture(device: torch.device) -> str:
-    """What kernels are compiled for: "sm_90", "gfx942", ...; "cpu" in the interpreter."""
-    if device.type == "cpu":
-        return "cpu"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":", maxsplit=1)[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """As in the table: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
@@ -278,11 +397,6 @@ def describe_dtypes(dtype: torch.dtype, partial_dtype: torch.dtype | None) -> st
     """For people: "bfloat16", or "bfloat16 with float16 partial sums"."""
     wire = wire_name(partial_dtype)
     return dtype_name(dtype) + (f" with {wire} partial sums" if wire else "")
-
-
-@lru_cache(maxsize=16)
-def _read(path: str) -> Table:
-    return Table.read(Path(path))
 
 
 def _distance(shape: Shape, other: Shape) -> float:

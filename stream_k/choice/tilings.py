@@ -127,7 +127,7 @@ _TILES_128 = ((64, 64), (128, 64), (128, 128))
 _TILES = ((64, 32), (64, 64), (128, 64), (64, 128), (128, 128), (64, 256))
 
 # What a program has of shared memory on sm_90, but for a few words of its own.
-_SHARED_BYTES = 229_000
+SHARED_BYTES = 229_000
 
 
 @lru_cache(maxsize=64)
@@ -136,7 +136,7 @@ def small_tile(block_m: int, block_n: int) -> Config:
     large = block_m * block_n >= 128 * 128
     block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
     subtiles = 2 if block_m * block_n >= 128 * 64 else 1
-    stages = (_SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
+    stages = (SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
     return Config(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
         subtiles=subtiles,

@@ -64,7 +64,8 @@ def half_tiles(config: Config, facts: Facts) -> Iterator[Variant]:
 
 
 def alone(config: Config, facts: Facts) -> Iterator[Variant]:
-    """A GEMM alone: other splits, fewer programs, other orders of tiles; narrow tiles."""
+    """A GEMM alone: itself, other splits, fewer programs, other orders of tiles; narrow tiles."""
+    yield Variant(config)
     yield from _other_schedules(config, facts)
     if facts.in_16_bits:
         narrow = replace(config, block_n=128, num_warps=4, num_stages=4, subtiles=1, num_programs=0)

@@ -1,51 +1,147 @@
-"""Products by the vendor's BLAS, through PyTorch: the GEMM of placement "unfused".
+"""GEMMs by the vendor's BLAS, through PyTorch: those of placements "blas" and "unfused".
 
-From 129 to some 1000 rows its tiles, whose heights need not be powers of two, are up to a third faster than ours
-(docs/log.md).
+Its tiles may be of any multiple of 8 columns, and clusters of its programs share what they read by multicast: of more
+than 64 rows of 16 bits our GEMM has 0.914 of its speed on average (one H200, docs/log.md).
+
+What it computes must be what `gemm` promises, an IEEE product summed over K in fp32 and rounded once. Part of that is
+known when a call is planned (`why_not`); part of it switches of the process decide, which are read at each call, never
+written: then our own GEMM multiplies, which is planned beside it, since loading a kernel waits for those that spin.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.calls import planning
+from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
 from pyrocshmem.elements import ELEMENTS
+
+# Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
+# (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
+# of split K that were looked at (docs/log.md). True: while PyTorch lets it, our own GEMM multiplies.
+ROUNDS_PARTS = False
+
+
+class OwnGemm(Protocol):
+    """Our GEMM for the same operands: `stream_k.local_gemm.plan.GemmPlan`."""
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue it."""
+
+
+def why_not(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    allow_tf32: bool,
+) -> str:
+    """Why the BLAS can't compute what `gemm` does with these arguments: a clause; "" where it can. bias: [N], or a
+    residual [M, N]; the BLAS adds a bias of the operands' dtype to the sum in fp32."""
+    if activation != "none":
+        return f"activation {activation!r} would follow the rounding"
+    if bias is not None and (bias.ndim != 1 or bias.dtype != a.dtype or out.dtype != a.dtype):
+        what = "bias" if bias.ndim == 1 else "residual"
+        return f"a {what} of {bias.dtype} would be added after the rounding to {out.dtype}"
+    if not out.is_contiguous():
+        return f"out has strides {out.stride()}, rows one behind another are needed"
+    if allow_tf32 and ELEMENTS[a.dtype].tf32:
+        return "allow_tf32 is True, and whether the BLAS goes through tf32 a switch of the process decides"
+    if out.dtype != a.dtype and not target.interpreted() and target.backend() != "cuda":
+        return f"results of {out.dtype} are asked of NVIDIA's BLAS alone"
+    return ""
+
+
+def is_slow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether lines of 16-bit operands or results begin between multiples of 16 bytes: cuBLAS takes 2.1 times as long
+    as our GEMM then, which copies such operands first (H200, 500 sizes; docs/log.md)."""
+    if target.backend() != "cuda" or ELEMENTS[a.dtype].wide:
+        return False
+    return POINTER in (how_to_read(a), how_to_read(b), how_to_write(out))
+
+
+def _fp32_is_ieee() -> bool:
+    # The public attribute takes a microsecond. What interprets kernels has oneDNN for a BLAS.
+    library = "mkldnn" if target.interpreted() else "cuda"
+    return torch._C._get_fp32_precision_getter(library, "matmul") in ("ieee", "none")
+
+
+def _fp16_is_summed_in_fp32() -> bool:
+    return not torch._C._get_cublas_allow_fp16_accumulation() and not _rounds_parts("fp16")
+
+
+def _bf16_is_summed_in_fp32() -> bool:
+    return not _rounds_parts("bf16")
+
+
+def _rounds_parts(dtype: str) -> bool:
+    return ROUNDS_PARTS and getattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction")
+
+
+def _check_of(dtype: torch.dtype) -> Callable[[], bool] | None:
+    """What says at each call whether the switches of the process let the BLAS compute what `gemm` promises; None where
+    none of them concerns operands of `dtype`."""
+    if dtype == torch.float32:
+        return _fp32_is_ieee
+    if dtype == torch.float16:
+        return _fp16_is_summed_in_fp32
+    return _bf16_is_summed_in_fp32 if ROUNDS_PARTS else None
 
 
 class BlasPlan:
-    """A product in the place of `stream_k.gemm.GemmPlan`, for operands of one kind: stored whole to results like
-    `out`, which is contiguous, of their dtype or float32."""
+    """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
+    like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
+    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
     replayable = False
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        # Once, so that the library and its kernels are loaded before any kernel of the op can wait.
-        if planning.here.mode != "sizes":
-            self.run(a, b, None, torch.empty_like(out))
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        own: Callable[[], OwnGemm],
+        waits: bool,
+    ) -> None:
+        self._exact = _check_of(a.dtype)
+        self._own = None if self._exact is None else own()
+        if waits and out.device.type != "cpu" and planning.here.mode != "sizes":
+            _multiply(a, b, bias, torch.empty_like(out))
 
-    @staticmethod
-    def can_run(a: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None, activation: str) -> bool:
-        """Whether it computes what `gemm` does, as accurately: the sum over K rounded once. A bias or an activation
-        would follow that rounding; whether float32 goes through tf32 is a switch of the process; and fp32 results of
-        16-bit operands are asked of NVIDIA's alone."""
-        if bias is not None or activation != "none":
-            return False
-        if target.interpreted():
-            return True
-        return not ELEMENTS[a.dtype].tf32 and (out_dtype == a.dtype or target.backend() == "cuda")
+    def multiplies(self) -> bool:
+        """Whether the BLAS does, by the switches of the process as they are."""
+        return self._exact is None or self._exact()
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Enqueue a call on tensors of this kind; there is no bias."""
-        trace.product(lambda: self._multiply(a, b, out))
-
-    @staticmethod
-    def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if out.device.type == "cpu":
-            # PyTorch on a CPU has no fp32 results of 16-bit operands.
-            out.copy_(a.float() @ b.float())
-        elif out.dtype == a.dtype:
-            torch.mm(a, b, out=out)
+        """Enqueue a call on tensors of this kind."""
+        if self.multiplies():
+            trace.product(lambda: _multiply(a, b, bias, out))
         else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
+            assert self._own is not None
+            self._own.run(a, b, bias, out)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        # Elsewhere PyTorch writes to no such tensor; kernels of ours do.
+        with torch.inference_mode():
+            _multiply(a, b, bias, out)
+    elif out.device.type == "cpu" and a.dtype != torch.float32:
+        # PyTorch on a CPU has no fp32 results of 16-bit operands.
+        wide = torch.empty(out.shape, dtype=torch.float32)
+        _multiply(a.float(), b.float(), None if bias is None else bias.float(), wide)
+        out.copy_(wide)
+    # Calls with an `out` autocast leaves alone.
+    elif bias is not None:
+        torch.addmm(bias, a, b, out=out)
+    elif out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)

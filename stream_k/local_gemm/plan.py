@@ -1,8 +1,9 @@
-"""`gemm`: one product on one GPU, by the Stream-K kernel."""
+"""`gemm`: one product on one GPU, by the Stream-K kernel or by the vendor's BLAS."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,10 @@ from pyrocshmem.collectives.epilogue import (
     store_with_squares,
 )
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice.config import Config, check_config
+from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
+from pyrocshmem.stream_k.choice.placement import find_placement
 from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -186,6 +189,41 @@ class GemmPlan:
         return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead
 
 
+def plan_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    allow_tf32: bool,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    workspace: Workspace,
+    sent: Sent | None = None,
+    by_hand: bool = False,
+) -> GemmPlan | BlasPlan:
+    """As for `GemmPlan`, but by the BLAS where the placement asks for that, it can, and it isn't slow or the caller's
+    own choice (by_hand)."""
+    given = (a, b, config, allow_tf32, bias, activation, out, workspace, sent)
+    own = config.placement not in BY_BLAS or (not by_hand and is_slow(a, b, out))
+    if own or why_not(a, b, bias, activation, out, allow_tf32):
+        return GemmPlan(*given)
+    return BlasPlan(a, b, bias, out, partial(GemmPlan, *given), waits=workspace.heap is not None)
+
+
+def _check_by_hand(
+    config: Config, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor,
+    allow_tf32: bool,
+) -> None:  # fmt: skip
+    """ValueError for a caller's configuration that a GEMM alone can't run with."""
+    try:
+        find_placement("gemm", config.placement)
+    except ValueError as error:
+        raise ValueError(f"{error}; start from stream_k.choose('gemm', ..)") from None
+    reason = why_not(a, b, bias, activation, out, allow_tf32) if config.placement == "blas" else ""
+    if reason:
+        raise ValueError(f"Config.placement is 'blas', but {reason}; leave config out, or take 'after'")
+
+
 def run_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -202,6 +240,7 @@ def run_gemm(
     residual: [M, N], like the result, contiguous, checked; added to the GEMM's result before that is rounded, where
     there is no activation.
     """
+    in_turn = workspace is not None
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     recorded = trace.current.get() is not None
@@ -236,10 +275,13 @@ def run_gemm(
             wide_residual = None if residual is None else residual.float()
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
             return out.copy_(run_gemm(*wide, wide_residual))
-        chosen = config if config is not None else choose("gemm", M, N, K, a.dtype, 1, a.device)
+        added = in_one(bias, residual)
+        if config is not None:
+            _check_by_hand(config, a, b, added, activation, out, allow_tf32)
+        chosen = config or choose("gemm", M, N, K, a.dtype, 1, a.device, allow_tf32=allow_tf32)
         with on_device(workspace.device):
-            added = in_one(bias, residual)
-            plan = GemmPlan(*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
+            given = (*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
+            plan = plan_gemm(*given, by_hand=config is not None)
         if planning.keeps_plans():
             workspace.plans[key] = plan
     elif out is not None:
@@ -250,6 +292,11 @@ def run_gemm(
     if planning.here.mode is not None:
         return out
     a, b = with_inner_size(a, b)
+    added = bias if residual is None else in_one(bias, residual)
+    if not in_turn and isinstance(plan, BlasPlan) and plan.multiplies():
+        # It takes nothing of the device's workspace, so it waits for no other call there.
+        plan.run(a, b, added, out)
+        return out
     with workspace.begin(None):  # type: ignore[union-attr]
-        plan.run(a, b, bias if residual is None else in_one(bias, residual), out)
+        plan.run(a, b, added, out)
     return out

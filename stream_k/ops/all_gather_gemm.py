@@ -38,7 +38,7 @@ from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.operands import check_product
-from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
 from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -259,15 +259,13 @@ class _MessagePlan(FusedPlan):
         self.gathered = held[: M * K].view(M, K)
         # A rank without columns only sends its rows.
         self.gemm: GemmPlan | BlasPlan | None = None
-        options = (request.bias, request.activation)
-        unfused = config.placement == "unfused" and call.out.is_contiguous()
-        if N > 0 and unfused and BlasPlan.can_run(call.a, call.out.dtype, *options):
-            self.gemm, self.blas = BlasPlan(self.gathered, call.b, call.out), True
-        elif N > 0:
-            self.gemm = GemmPlan(
-                self.gathered, call.b, config, request.allow_tf32, *options, call.out, workspace
-            )
-            self.product = self.gemm.product
+        if N > 0:
+            options = (request.allow_tf32, request.bias, request.activation)
+            self.gemm = plan_gemm(self.gathered, call.b, config, *options, call.out, workspace)
+            if isinstance(self.gemm, BlasPlan):
+                self.blas = True
+            else:
+                self.product = self.gemm.product
         op = status.Op.ALL_GATHER_GEMM
         self.exchange = Exchange(workspace, op, "all_gather", call.a, self.gathered, rows=M)
 

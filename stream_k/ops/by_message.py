@@ -27,7 +27,7 @@ from pyrocshmem.collectives.message_tiles import Options, Parts, send_tile
 from pyrocshmem.message_slots import QUAD_BYTES
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
-from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, Sent
+from pyrocshmem.stream_k.local_gemm.plan import Sent, plan_gemm
 from pyrocshmem.stream_k.ops.op import Call, GemmOp
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 
@@ -89,11 +89,7 @@ class SentProduct:
                 Parts,
                 self.exchange.part_of_tiles(),
             )
-        self.gemm: GemmPlan | BlasPlan
-        if unfused and BlasPlan.can_run(a, dtype, bias, activation):
-            self.gemm = BlasPlan(a, b, self.place)
-        else:
-            self.gemm = GemmPlan(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
+        self.gemm = plan_gemm(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
 
     def run(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, after: AfterSum

@@ -1,4 +1,4 @@
-"""`gemm`: one product on one GPU, by the Stream-K kernel."""
+"""`gemm`: one product on one GPU, by the Stream-K kernel or by the vendor's BLAS."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def gemm(
     and not used.
     bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any
     strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32
-    matrix units, where there are any (NVIDIA). config: None: what `stream_k.choose` gives. workspace: of the same
-    device; None: the device's own, on which calls run one after another where tiles are split.
+    matrix units, where there are any (NVIDIA); otherwise they don't, whatever PyTorch's switches say. config: None:
+    what `stream_k.choose` gives; where its placement is "blas", the vendor's BLAS multiplies if it computes the same
+    (`stream_k.local_gemm.blas`). workspace: of the same device; None: the device's own, on which calls run one after
+    another where tiles are split.
 
     Returns out. Has a gradient (`stream_k.ops.gradients`); where one is needed, and where torch.compile traces the
-    call, out and config are a ValueError. Raises TypeError and ValueError before anything is launched, `PeerTimeout`
-    where a fix-up waited in vain because the device stood still. Algorithm: Stream-K, Osama et al., PPoPP 2023; see
-    docs/schedule.md.
+    call, out and config are a ValueError. Raises TypeError and ValueError before anything is launched, also for a
+    config that a GEMM alone can't run with, `PeerTimeout` where a fix-up waited in vain because the device stood still.
+    Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
     if is_batched(a):
         more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32}
@@ -102,7 +104,9 @@ def _sized(sizes: Sizes) -> Callable[[int], object]:
     return lambda rows: gemm(sizes.empty(rows, sizes.K), b, workspace=sizes.workspace)
 
 
+# In the order in which they are asked. What the sizes don't tell, `local_gemm.blas.why_not` looks at.
 _PLACEMENTS = (
+    Placement("blas", rules.faster_by_blas, tile=tilings.alone, alone=True),
     Placement("after", rules.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
 )
 

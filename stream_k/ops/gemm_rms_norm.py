@@ -31,7 +31,7 @@ from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
@@ -100,8 +100,8 @@ def gemm_all_reduce_rms_norm(
     if config is None:
         kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
         K = longest_k(space, CallName.of(kind_of_sum, M), K)
-        facts = (a.dtype, heap.world_size, heap.device, partial_dtype)
-        config = choose("gemm_all_reduce", max(M, 1), max(N, 1), K, *facts)
+        facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32)
+        config = choose_together(heap, "gemm_all_reduce", *facts).config
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
         wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
@@ -165,6 +165,11 @@ def gemm_rms_norm_all_scatter(
             return plan.run(a, b, weight, bias)[0]
     M, N, _ = check_product(a, b, bias, "none")
     check_config(config)
+    if config is not None and config.placement != "after":
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, gemm_rms_norm_all_scatter has after: its GEMM leaves squares; "
+            "start from stream_k.choose('gemm', .., placement='after')"
+        )
     check_norm(a, (M, N), None, weight, eps)
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
@@ -254,7 +259,7 @@ class _ScatteredPlan:
         gemm: GemmPlan | None = None
         if block.numel() > 0:
             M, N = block.shape
-            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
+            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device, allow_tf32=allow_tf32)
             tiles_n = -(-N // config.block_n)
             sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
             a, b, bias = _computed(a, b, bias)

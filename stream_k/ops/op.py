@@ -43,7 +43,7 @@ from pyrocshmem.stream_k.choice.config import (
 )
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.choice.table import choice
+from pyrocshmem.stream_k.choice.table import choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
@@ -350,7 +350,7 @@ def _without_plan(
         )
         return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
-        product = run_gemm(a, b, bias, activation, out, allow_tf32, config, None, residual)
+        product = run_gemm(a, b, bias, activation, out, allow_tf32, _of_one_rank(config), None, residual)
         return (product, a.clone()) if has_second else product
     if ELEMENTS[a.dtype].widened:
         # The same in fp32, rounded once.
@@ -365,6 +365,13 @@ def _without_plan(
             second = second.to(a.dtype)
         return (value, second) if has_second else value
     return None
+
+
+def _of_one_rank(config: Config | None) -> Config | None:
+    """A configuration by hand for the GEMM alone that an op is on one rank, where no placement makes a difference."""
+    if config is None or config.placement == "unfused":  # `gemm` knows where the BLAS can
+        return None
+    return replace(config, placement="after")
 
 
 def longest_k(workspace: Workspace, call: CallName, K: int) -> int:
@@ -387,14 +394,16 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     if op.sums:
         K = longest_k(workspace, CallName.of(f"{op.name}(# x {N} {dtype}, partials {partial_dtype})", M), K)
     # A rank without columns multiplies nothing: any N will do.
-    facts = (op.name, M, max(N, 1), K, dtype, heap.world_size, heap.device, partial_dtype)
+    sizes = (op.name, M, max(N, 1), K, dtype)
     if request.squared_partials:
         # They have fewer placements than the table was made with.
-        config = cost_model(*facts)
+        facts = (*sizes, heap.world_size, heap.device, partial_dtype)
+        config = cost_model(*facts, allow_tf32=request.allow_tf32)
         if config.placement not in _WITHOUT_SQUARES:
             return config
-        return cost_model(*facts, placement="after" if config.placement in BY_MESSAGE else "own_stream")
-    found = choice(*facts)
+        placement = "after" if config.placement in BY_MESSAGE else "own_stream"
+        return cost_model(*facts, placement=placement, allow_tf32=request.allow_tf32)
+    found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32)
     return _gathering_as(found.rules.config, found.config) if op.has_own_columns else found.config
 
 

@@ -177,7 +177,8 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     alone = case.op in ("gemm", "gemm_rms_norm_all_scatter")
     op, world = ("gemm", 1) if alone else (case.op.removesuffix("_rms_norm"), case.world_size)
     facts = (op, *case.shape, dtype, world, device, partial_dtype)
-    config = stream_k.choose(*facts)
+    # Of GEMMs alone our own.
+    config = stream_k.choose(*facts, placement="after" if alone else None)
     placement = changes.get("placement", config.placement)
     if dict(case.arguments).get("squared_partials") and placement in BY_ROWS:
         placement = "own_stream"

@@ -136,6 +136,8 @@ def forward(heap: Heap, cases: list[Case]) -> tuple[list[str], list[str]]:
             continue  # which the other op doesn't have
         whole = Whole(case, heap, seed, scattered=True)
         config = case.options().get("config")
+        if config is not None:
+            config = dataclasses.replace(config, placement="after")
         y = whole.all_scatter(config=config)
         heap.synchronize()
         wrong += [

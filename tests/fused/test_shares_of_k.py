@@ -15,11 +15,11 @@ import torch
 
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.choice.cache import made_here
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.table import Entry, Table, choose
 from pyrocshmem.stream_k.ops import op as fused
-from pyrocshmem.target import num_sms
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, integers, small_config
@@ -132,10 +132,9 @@ def test_ranks_choose_alike(tmp_path: Path, gathering: str) -> None:
         other = cost_model(op, rows, width, 64, torch.float32, 2, cpu, placement=placement)
         assert other.placement != model.placement
         fields = {name: value for name, value in dataclasses.asdict(other).items() if name != "partial_dtype"}
-        facts = ("cpu", "cpu", num_sms(cpu), op, 2, "float32", None, rows, width, 64)
-        entries.append(Entry(*facts, fields, 0, 0, 1.0, 2.0, 0))
+        entries.append(Entry(op, 2, "float32", None, rows, width, 64, fields, 0, 0, 1.0, 2.0, 0))
     path = tmp_path / "tuned.json"
-    Table([], entries).write(path)
+    Table(made_here(cpu), [], entries).write(path)
     where = (M, N, 128, torch.float32, 2, cpu)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYROCSHMEM_TUNED", str(path))

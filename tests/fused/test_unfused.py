@@ -9,6 +9,7 @@ import torch
 
 from pyrocshmem import Heap, stream_k, target
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.graph_standins import replay_what_was_enqueued
@@ -22,19 +23,27 @@ M, N, K = 34, 40, 24
 # (op, dtype, arguments, whether the BLAS may: what it rounds is a sum, or the result of the op).
 CASES: list[tuple[str, torch.dtype, dict[str, Any], bool]] = [
     ("gemm_all_reduce", F16, {}, True),
-    ("gemm_all_reduce", F16, {"bias": True, "activation": "relu"}, True),
-    ("gemm_reduce_scatter", F16, {"bias": True}, True),
+    ("gemm_all_reduce", F16, {"bias": F16, "activation": "relu"}, True),
+    ("gemm_reduce_scatter", F16, {"bias": F16}, True),
     ("gemm_all_scatter", F16, {}, True),
-    ("gemm_all_scatter", F16, {"bias": True}, False),
+    ("gemm_all_scatter", F16, {"bias": F16}, True),
+    ("gemm_all_scatter", F16, {"bias": F32}, False),
     ("gemm_all_scatter", F16, {"activation": "relu"}, False),
     ("all_gather_gemm", F16, {}, True),
-    ("all_gather_gemm", F16, {"bias": True}, False),
-    ("gemm_all_reduce", F32, {}, target.interpreted()),
+    ("all_gather_gemm", F16, {"bias": F16}, True),
+    ("all_gather_gemm", F16, {"bias": F32}, False),
+    ("gemm_all_reduce", F32, {}, True),
+    ("gemm_all_reduce", F32, {"allow_tf32": True}, False),
+    ("gemm_reduce_scatter", F32, {"bias": F32}, True),
+    ("all_gather_gemm", F32, {"bias": F32}, True),
+    ("gemm_all_scatter", F32, {}, True),
 ]
+SWITCH = torch.backends.mkldnn.matmul if target.interpreted() else torch.backends.cuda.matmul
 
 
-def who_multiplies(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """(calls that the BLAS made, whether the result is exact) of each case."""
+def who_multiplies(rank: int, world_size: int, in_tf32: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+    """(products by the BLAS, by our own GEMM, whether the result is exact) of two calls of each case. in_tf32: ranks
+    whose switch lets fp32 products of the BLAS go through tf32 at the second one."""
     found = []
     with Heap(HEAP_BYTES) as heap:
         for number, (op, dtype, more, _) in enumerate(CASES):
@@ -45,7 +54,7 @@ def who_multiplies(rank: int, world_size: int) -> list[tuple[int, bool]]:
                         M // world_size if gathers else M, K, dtype, 50 if scatters else 10 * number + r
                     ),
                     integers(K, N, dtype, 100 + 10 * number + r),
-                    integers(1, N, dtype, 200 + (r if scatters or gathers else 0))[0],
+                    integers(1, N, more.get("bias", dtype), 200 + (r if scatters or gathers else 0))[0],
                 )
                 for r in range(world_size)
             ]
@@ -54,17 +63,18 @@ def who_multiplies(rank: int, world_size: int) -> list[tuple[int, bool]]:
             if gathers:
                 options["num_rows"] = M
             config = small_config(placement="unfused", algorithm="one_shot")
-            calls = 0
-            run = BlasPlan.run
-
-            def counted(self: BlasPlan, *given: Any, run: Any = run) -> None:
-                nonlocal calls
-                calls += 1
-                run(self, *given)
-
-            with mock.patch.object(BlasPlan, "run", counted):
+            with (
+                mock.patch.object(
+                    BlasPlan, "multiplies", autospec=True, side_effect=BlasPlan.multiplies
+                ) as asked,
+                mock.patch.object(GemmPlan, "run", autospec=True, side_effect=GemmPlan.run) as own,
+            ):
+                getattr(stream_k, op)(a, b, group=heap, config=config, **options)
+                SWITCH.fp32_precision = "tf32" if rank in in_tf32 else "ieee"
                 out = getattr(stream_k, op)(a, b, group=heap, config=config, **options)
+                SWITCH.fp32_precision = "ieee"
             heap.synchronize()
+            both = asked.call_count + own.call_count
             if gathers:
                 exact = torch.cat([each[0] for each in every]).double() @ b.double()
             elif scatters:
@@ -77,16 +87,20 @@ def who_multiplies(rank: int, world_size: int) -> list[tuple[int, bool]]:
                 exact = exact.relu()
             if op == "gemm_reduce_scatter":
                 exact = exact.tensor_split(world_size)[rank]
-            found.append((calls, torch.equal(out.double(), exact)))
+            # A plan of the BLAS that is asked and may not runs our own.
+            blas = asked.call_count - max(0, both - 2)
+            found.append((blas, own.call_count, torch.equal(out.double(), exact)))
     return found
 
 
 @pytest.mark.num_ranks(2)
-def test_the_blas_multiplies_where_it_may() -> None:
-    for found in values(run_ranks(who_multiplies, 2, timeout=TIMEOUT_S)):
-        for (calls, right), case in zip(found, CASES, strict=True):
-            # Once to load it, once for the call.
-            assert (calls, right) == (2 if case[3] else 0, True), case
+@pytest.mark.parametrize("in_tf32", [(), (1,), (0, 1)], ids=str)
+def test_the_blas_multiplies_where_it_may(in_tf32: tuple[int, ...]) -> None:
+    """Who does, ranks need not agree on: what they exchange is the same."""
+    for rank, found in enumerate(values(run_ranks(who_multiplies, 2, in_tf32, timeout=TIMEOUT_S))):
+        for (blas, own, right), case in zip(found, CASES, strict=True):
+            expected = 0 if not case[3] else 1 if case[1] == F32 and rank in in_tf32 else 2
+            assert (blas, own, right) == (expected, 2 - expected, True), case
 
 
 def what_is_replayed(rank: int, world_size: int) -> dict[str, str]:

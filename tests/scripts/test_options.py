@@ -83,7 +83,7 @@ def start(path: str, *arguments: str, **environment: str) -> subprocess.Complete
         ("bench gemm --iters 0", "iters is 0, allowed 1 or more"),
         ("bench gemm --json nowhere/x", "nowhere/x can't be written"),
         ("bench summary nowhere.jsonl", "nowhere.jsonl"),
-        ("tune", "Missing option '--out'"),
+        ("tune -n 99", "99 ranks asked for, allowed are 1 to 8"),
         ("tune --out nowhere/x", "nowhere/x can't be written"),
         ("tune --out x.json -n 99", "99 ranks asked for, allowed are 1 to 8"),
         ("tune --out x.json --dtype fp8", "dtype is 'fp8', allowed float16"),

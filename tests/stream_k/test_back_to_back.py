@@ -6,7 +6,6 @@ SMs, where the next one is there early (dependent launch), where another kernel 
 programs run one after another (the CPU target).
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -34,7 +33,7 @@ BUDGET_S = 5.0
 def config_of(tile: str, split: str) -> stream_k.Config:
     if ON_CPU:
         return small_config(split=split, num_programs=5)
-    return dataclasses.replace(stream_k.Config(), split=split, num_programs=132, **TILES[tile])  # type: ignore[arg-type]
+    return stream_k.Config(placement="after", split=split, num_programs=132, **TILES[tile])  # type: ignore[arg-type]
 
 
 class Calls:

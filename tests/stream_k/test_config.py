@@ -35,6 +35,12 @@ WRONG = [
         r"placement is 'before', allowed are \(.*'copy_engine'.*\)",
     ),
     ({"comm_warps": 3}, "comm_warps must be a power of two, got 3"),
+    ({"comm_warps": 64}, "comm_warps is 64, a program has at most 32"),
+    ({"num_warps": 64}, "num_warps is 64, a program has at most 32"),
+    (
+        {"block_m": 512},
+        "block_m x block_n is 512 x 256, a program has registers for a tile of at most 65536 elements",
+    ),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"algorithm": "ring"}, r"algorithm is 'ring', allowed are \('one_shot', 'two_shot'\)"),
     ({"partial_dtype": torch.float64}, "partial_dtype is torch.float64, allowed are"),
@@ -50,6 +56,12 @@ WRONG = [
 def test_refuses(change: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         dataclasses.replace(Config(), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.cpu
+def test_a_switch_is_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"Config\.flatten is a int, a bool is needed"):
+        Config(flatten=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.cpu

@@ -154,12 +154,21 @@ def test_a_threshold_that_is_crossed(
 
 
 def test_other_tiles_have_the_model_s_times(h200: torch.device) -> None:
-    found = stream_k.explain("gemm", 4096, 1792, 4096, BF16, 1, h200)
+    found = stream_k.explain("gemm", 4096, 1792, 4096, BF16, 1, h200, placement="after")
     times = tile_times(4096, 1792, 4096, 132)
     assert [each.us for each in found.estimates] == [each.us for each in times]
     assert f"about {times[1].us:.1f} us, the chosen one {times[0].us:.1f} us" in str(found)
     assert f"{times[1].tile}, {times[1].us / times[0].us:.2f} times as long" in found.line()
     assert found.schedule == schedule_of(found.config, 4096, 1792, 4096, h200)
+    # Where the BLAS is the faster one, ours is the next best.
+    found = stream_k.explain("gemm", 4096, 1792, 4096, BF16, 1, h200)
+    assert found.line().startswith("blas, by rules: M = 4096 is more than 64 rows")
+    assert (
+        f"next best: after (nothing consumes its tiles), about {times[0].us:.1f} us by the model"
+        in found.line()
+    )
+    assert "where the BLAS can't multiply: it takes the least time" in str(found)
+    assert found.schedule is None
     # Few rows have a rule of their own, which the model knows nothing of.
     assert stream_k.explain("gemm", 64, 1792, 4096, BF16, 1, h200).estimates == ()
 

@@ -118,5 +118,8 @@ def test_a_table_says_how_and_the_model_in_which_pieces() -> None:
     model = Config(placement="copy_engine", chunk=6)
     found = Config(placement="copy_engine", block_m=256, chunk=1, group_m=4)
     assert op._gathering_as(model, found) == dataclasses.replace(found, chunk=3)
-    for other in (dataclasses.replace(found, placement="unfused"), dataclasses.replace(found, block_m=512)):
+    for other in (
+        dataclasses.replace(found, placement="unfused"),
+        dataclasses.replace(found, block_m=512, block_n=64),
+    ):
         assert op._gathering_as(model, other) == model

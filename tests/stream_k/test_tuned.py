@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k, target
+from pyrocshmem.stream_k.choice import cache
 from pyrocshmem.stream_k.choice import table as tuned
 from pyrocshmem.stream_k.choice.config import Config
-from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.choice.rules import cost_model
 
 TIER = 0
@@ -36,22 +36,8 @@ def fields_of(config: Config) -> dict[str, Any]:
 
 def entry(config: Config | None = INSIDE, shape: tuple[int, int, int] = SHAPE, **changes: Any) -> tuned.Entry:
     M, N, K = shape
-    fields = {
-        "arch": "cpu",
-        "gpu": "cpu",
-        "multiprocessors": NUM_SMS,
-        "op": "gemm_all_scatter",
-        "ranks": 2,
-    }
-    fields |= {
-        "dtype": "float16",
-        "partial_dtype": None,
-        "M": M,
-        "N": N,
-        "K": K,
-        "most_programs": 0,
-        "comm_each": 0,
-    }
+    fields = {"op": "gemm_all_scatter", "ranks": 2, "dtype": "float16", "partial_dtype": None}
+    fields |= {"M": M, "N": N, "K": K, "most_programs": 0, "comm_each": 0}
     plain = None if config is None else fields_of(config)
     return tuned.Entry(**{**fields, "config": plain, "us": 1.0, "cost_model_us": 2.0, "run": 0, **changes})
 
@@ -60,7 +46,8 @@ def forget() -> None:
     """What `choose` remembers of a table and of a device."""
     tuned.choice.cache_clear()
     target.num_sms.cache_clear()
-    tuned._read.cache_clear()
+    tuned._in_use.cache_clear()
+    cache.say_once.cache_clear()
 
 
 @pytest.fixture
@@ -71,8 +58,8 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
     monkeypatch.setattr(target, "CPU_PROGRAMS", NUM_SMS)
 
     def put(*entries: tuned.Entry) -> None:
-        tuned.Table([{}], list(entries)).write(path)
         forget()
+        tuned.Table(cache.made_here(CPU), [{}], entries).write(path)
 
     forget()
     yield put
@@ -98,8 +85,6 @@ def test_an_entry_of_the_shape_is_taken(table: Put) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"arch": "sm_90"},
-        {"multiprocessors": 132},
         {"op": "gemm_all_reduce"},
         {"ranks": 4},
         {"dtype": "bfloat16"},
@@ -196,6 +181,12 @@ def test_programs_that_share_an_sm_are_those_of_a_size() -> None:
         {"block_m": 48},
         {"num_stages": "4"},
         {"warp_groups": 2},
+        {"flatten": []},
+        {"block_m": 512},
+        {"num_warps": 32},
+        {"num_stages": 10**6},
+        {"num_programs": 10**9},
+        {"num_comm_programs": 10**9, "placement": "after"},
     ],
     ids=str,
 )
@@ -231,30 +222,31 @@ def test_a_placement_that_is_asked_for_is_the_cost_models(table: Put) -> None:
     )
 
 
-def test_which_table(table: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_table(table: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     table(entry())
+    assert choose() == INSIDE
     monkeypatch.setenv("PYROCSHMEM_TUNED", "none")
     forget()
     assert choose() == usual()
-    for text in (None, "not JSON", "[]", '{"runs": [], "entries": [{"op": "gemm"}]}'):
-        path = tmp_path / "other.json"
-        if text is not None:
-            path.write_text(text)
-        monkeypatch.setenv("PYROCSHMEM_TUNED", str(path))
-        forget()
-        with pytest.raises(ValueError, match=r"other\.json is no table of configurations"):
-            choose()
+
+
+def test_entries_are_of_products_without_tf32(table: Put) -> None:
+    table(entry(dtype="float32"), entry(dtype="float16"))
+    assert choose(dtype=WIDE) == INSIDE
+    assert choose(dtype=WIDE, allow_tf32=True) == usual(dtype=WIDE)
+    assert choose(allow_tf32=True) == INSIDE
 
 
 def test_equal_kinds_are_replaced_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     old, other = entry(), entry(ranks=4)
-    tuned.Table([{"commit": "a"}], [old, other]).write(path)
-    again = tuned.Table.read(path)
+    made = cache.made_here(CPU)
+    tuned.Table(made, [{"commit": "a"}], [old, other]).write(path)
+    again = tuned.Table.read(path, made)
     new = entry(TINY, run=1)
     again.add(new)
     again.write(path)
-    found = tuned.Table.read(path)
+    found = tuned.Table.read(path, made)
     assert sorted(found.entries.values(), key=lambda entry: entry.ranks) == [new, other]
     assert found.runs == [{"commit": "a"}]
 
@@ -262,7 +254,8 @@ def test_equal_kinds_are_replaced_and_others_stay(tmp_path: Path) -> None:
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C in the middle leaves it: a part of a table would be the end of every `choose`."""
     path = tmp_path / "table.json"
-    tuned.Table([], [entry(None)]).write(path)
+    made = cache.made_here(CPU)
+    tuned.Table(made, [], [entry(None)]).write(path)
     before, whole = path.read_text(), Path.write_text
 
     def half(self: Path, text: str) -> None:
@@ -271,24 +264,6 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(KeyboardInterrupt):
-        tuned.Table([], [entry(), entry(None, op="gemm")]).write(path)
+        tuned.Table(made, [], [entry(), entry(None, op="gemm")]).write(path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("M", [0, -8, "8", None])
-def test_sizes_of_nothing_are_no_table(table: Put, tmp_path: Path, M: Any) -> None:
-    table(entry(None, M=M))
-    with pytest.raises(ValueError, match=r"table\.json is no table of configurations"):
-        stream_k.choose("gemm_all_scatter", *SHAPE, torch.float16, 2, torch.device("cpu"))
-
-
-def test_the_committed_table_is_fit() -> None:
-    """Made by runs that it names."""
-    found = tuned.Table.read(tuned.FILE)
-    for one in found.entries.values():
-        assert one.op in placements_by_op()
-        assert found.runs[one.run]["commit"]
-        assert 0 < one.us <= one.cost_model_us
-        if one.config is not None:
-            assert Config(**one.config).placement in placement_names(one.op)

@@ -69,9 +69,16 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
 
 
 def placement(
-    op: str, M: int, N: int, K: int, wire: torch.dtype | None, dtype: torch.dtype = BF16, ranks: int = RANKS
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    wire: torch.dtype | None,
+    dtype: torch.dtype = BF16,
+    allow_tf32: bool = False,
 ) -> str:
-    return rules.cost_model(op, M, N, K, dtype, ranks, torch.device("cpu"), wire).placement
+    facts = (op, M, N, K, dtype, RANKS, torch.device("cpu"), wire)
+    return rules.cost_model(*facts, allow_tf32=allow_tf32).placement
 
 
 def lost() -> float:
@@ -89,8 +96,11 @@ def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_ranks_may_have_of_their_own_does_not_matter() -> None:
-    """Columns of an all-gather; and float32, which the BLAS would round to tf32, is never its."""
+    """Columns of an all-gather; and float32 is the BLAS' whatever the sizes, unless it may go through tf32."""
     for M, K in ((200, 7168), (1024, 4096), (2048, 3584)):
         assert len({placement("all_gather_gemm", M, N, K, None) for N in (1, 64, 4096, 100_000)}) == 1
     for case in MEASURED:
-        assert placement(*case, dtype=torch.float32) != "unfused"
+        assert placement(*case, dtype=torch.float32) == "unfused"
+        assert placement(*case, dtype=torch.float32, allow_tf32=True) != "unfused"
+    for op in ("gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_scatter", "all_gather_gemm"):
+        assert placement(op, 1, 4096, 4096, None, dtype=torch.float32) == "unfused"
