@@ -200,7 +200,7 @@ class Call:
         row_blocks: int = 0,
         keeps_a: bool = False,
         num_blocks: int | None = None,
-        sums_fp32: bool = False,
+        peer_bytes: int = 0,
     ) -> Product:
         """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
@@ -211,7 +211,7 @@ class Call:
             self.request.allow_tf32,
             comm,
             stores_fp32=stores_fp32,
-            sums_fp32=sums_fp32,
+            peer_bytes=peer_bytes,
             longest_k=self.longest_k,
             num_rows=self.num_rows,
             row_blocks=row_blocks,

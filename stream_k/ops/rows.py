@@ -69,7 +69,7 @@ class RowsPlan(FusedPlan):
         own = replace(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
         # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
         self.product = product = replace(call, config=own).product(
-            True, row_blocks=self.world, num_blocks=1, sums_fp32=ELEMENTS[dtype].wide and peers > 2
+            True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
         self.num_steps = -(-self.tiles // self.chunk)
