@@ -86,7 +86,7 @@ class _Plan(FusedPlan):
         world = heap.world_size
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
-        dtype = config.wire_dtype(call.out.dtype)
+        dtype = call.wire
         product = call.product(stores_fp32=ELEMENTS[dtype].wide)
         self.product = product
         tile_elements = config.block_m * config.block_n

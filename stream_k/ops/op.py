@@ -194,6 +194,13 @@ class Call:
     num_rows: int
     longest_k: int
 
+    @property
+    def wire(self) -> torch.dtype:
+        """What partial sums travel in. One rank has none: its sums are rounded once, at the end."""
+        if self.heap.world_size == 1:
+            return torch.float32
+        return self.config.wire_dtype(self.out.dtype)
+
     def product(
         self,
         stores_fp32: bool,

@@ -59,8 +59,7 @@ class RowsPlan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
-        dtype = config.wire_dtype(call.out.dtype)
-        peers = self.world - 1
+        dtype, peers = call.wire, self.world - 1
         self.for_peers = call.product(ELEMENTS[dtype].wide, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
