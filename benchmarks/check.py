@@ -2,12 +2,12 @@
 
 For each sampled element of our own ops, with ref64 the exact result:
 
-    |out - ref64| <= |rounded ref64 - ref64| + sqrt(K) 2^-23 (|A| |B|) + one rounding + roundings x partials
+    |out - ref64| <= |rounded ref64 - ref64| + sqrt(K) 2^-23 (|A| |B|) + one rounding
 
-which is `reference.accuracy`'s bound with the best baseline there can be. Partials that travel in 16 bits add a
-rounding of every rank's partial, a norm one of the value that is normalized. Libraries may round while they add,
-within a rank too (split-K in 16 bits), so theirs are also allowed a few roundings of a value of typical size,
-|A| |B| / sqrt(K).
+which is `reference.accuracy`'s bound with the best baseline there can be. Where partials travel in 16 bits, a rounding
+of every rank's takes the place of the baseline's error; a norm adds one of the value that is normalized. Libraries may
+round while they add, within a rank too (split-K in 16 bits), so theirs are allowed several roundings of the partials,
+and a few of a value of typical size, |A| |B| / sqrt(K).
 """
 
 from __future__ import annotations

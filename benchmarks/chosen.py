@@ -14,16 +14,12 @@ import torch
 from pyrocshmem import stream_k
 from pyrocshmem.benchmarks.records import Record
 from pyrocshmem.benchmarks.schema import timed_as
-from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.config import BY_BLAS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
-
-# The one place of the benchmarks that names them.
-_BY_BLAS = ("blas", "unfused")
-
 
 def takes_blas(op: str, placement: object) -> bool:
     """Whether the BLAS multiplies in this placement of `op`; False for what is none of its placements."""
-    return placement in _BY_BLAS and placement in _placements(op)
+    return placement in BY_BLAS and placement in _placements(op)
 
 
 def own_placement(op: str) -> str:

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from pyrocshmem import stream_k
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.heap import Heap
-from pyrocshmem.reference.accuracy import bound, compare
+from pyrocshmem.reference.accuracy import Partials, bound, compare
 from pyrocshmem.reference.operands import Operands
 from pyrocshmem.reference.problems import BY_NAME
 from pyrocshmem.reference.timing import repeated, time_in_turn
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.placement import wire_of
 
 _QUICK_ITERS = 2
 # By device: where the cost model's choice takes less, graphs of several calls are timed.
@@ -44,7 +45,7 @@ _TWO_RESULTS = 2.05
 
 @dataclass(frozen=True)
 class Case:
-    """An op at one shape: M, N, K of a rank's product, on `ranks` ranks. partial_dtype: None is fp32."""
+    """An op at one shape: M, N, K of a rank's product, on `ranks` ranks. partial_dtype: as in `Config`."""
 
     op: str
     M: int
@@ -54,9 +55,14 @@ class Case:
     ranks: int
     partial_dtype: torch.dtype | None = None
 
+    @property
+    def wire(self) -> torch.dtype | None:
+        """What partial sums travel in; None: there are none."""
+        return wire_of(self.op, self.dtype, self.partial_dtype)
+
     def __str__(self) -> str:
-        wire = f", {table.dtype_name(self.partial_dtype)} partials" if self.partial_dtype else ""
-        return f"{self.op} {self.M} x {self.N} x {self.K}{wire}"
+        partials = f", {table.dtype_name(self.wire)} partials" if self.wire else ""
+        return f"{self.op} {self.M} x {self.N} x {self.K}{partials}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
         op=case.op,
         ranks=case.ranks,
         dtype=table.dtype_name(case.dtype),
-        partial_dtype=table.wire_name(case.partial_dtype),
+        partial_dtype=table.wire_name(case.wire),
         M=case.M,
         N=case.N,
         K=case.K,
@@ -140,7 +146,7 @@ class _Trial:
             return x.a.abs() @ x.b.abs(), None
         run = x.absolute().reference()
         run.call()
-        if self.case.partial_dtype is None:
+        if table.wire_name(self.case.wire) is None:
             return run.result(), None
         partials = (x.a @ x.b).abs()
         dist.all_reduce(partials)
@@ -183,13 +189,12 @@ class _Trial:
         step = max(1, _BLOCK_ELEMENTS // max(1, self.out.shape[1]))
         for first in range(0, self.out.shape[0], step):
             rows = slice(first, first + step)
-            truth = expected[rows].double()
-            allowed = bound(
-                truth, truth, self.magnitude[rows].double(), self.operands.shape[2], self.case.dtype
-            )
+            truth, magnitude = expected[rows].double(), self.magnitude[rows].double()
+            terms = None
             if self.partials is not None:
-                assert self.case.partial_dtype is not None
-                allowed += torch.finfo(self.case.partial_dtype).eps / 2 * self.partials[rows].double()
+                assert self.case.wire is not None
+                terms = Partials(self.partials[rows].double(), self.case.ranks, self.case.wire)
+            allowed = bound(truth, truth, magnitude, self.operands.shape[2], self.case.dtype, terms)
             if not compare(self.out[rows], truth, truth, _TWO_RESULTS * allowed).ok:
                 return False
         return bool(expected.isfinite().all())

@@ -125,8 +125,8 @@ def plan(
     )
     cases = []
     for op in ops:
-        for wire in wires if op in _SUMS else ["float32"]:
-            sent = getattr(torch, wire) if wire != "float32" else None
+        for wire in wires if op in _SUMS else [None]:
+            sent = None if wire is None else getattr(torch, wire)
             for text in shapes:
                 for shape in _shapes_of(op, text):
                     cases.append(Case(op, *shape, getattr(torch, dtype), ranks if op != "gemm" else 1, sent))

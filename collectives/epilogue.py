@@ -4,6 +4,7 @@
 that feed collectives are in their files. To write another, give a jit function with the signature that
 `stream_k.local_gemm.kernel` describes to `Product.launch`. What is done to a finished tile is one thing, a `Finish`,
 which every epilogue has in its `extra`; `scaled`, `finished`, `add_residual`, `row_squares` and `store_block` do it.
+Before a sum over ranks every rank's tile becomes a `partial_sum`, the owner's like the others'.
 """
 
 from __future__ import annotations
@@ -148,6 +149,13 @@ def row_squares(value, col, N, WIDTH: tl.constexpr):
 def rounded(value, DTYPE: tl.constexpr):
     """fp32 values, or such as are rounded already, as DTYPE, to nearest, ties to even."""
     return value.to(DTYPE)
+
+
+@triton.jit
+def partial_sum(part, finish, DTYPE: tl.constexpr):
+    """This rank's term of a sum over ranks, of an fp32 block of its product: rounded once to DTYPE, in which terms
+    travel. An owner adds its own term as it would have travelled, or a row's bits would depend on who owns the row."""
+    return rounded(scaled(part, finish), DTYPE)
 
 
 @triton.jit

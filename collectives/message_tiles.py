@@ -47,7 +47,8 @@ def send_tile(
     """Epilogue: send the tile, finished, to each rank of whose part of the product it has elements.
 
     `c` is the messages (`pyrocshmem.message`), as elements of the dtype that travels. `extra` is `Parts`, OPTIONS are
-    `Options`. There is no residual. N and all parts are whole units.
+    `Options`. There is no residual. N and all parts are whole units. A term of a sum has no bias and no activation
+    either: it is the `epilogue.partial_sum`, rounded here as it is packed.
 
     Example, M = N = 16, two ranks that sum 128 elements each, units of 8: row 9, columns 8 to 15, is unit 3 of rank 1.
     """

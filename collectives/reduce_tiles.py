@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
-from pyrocshmem.collectives.epilogue import finished, rounded, scaled
+from pyrocshmem.collectives.epilogue import finished, partial_sum, rounded
 from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others, remote
 
@@ -130,7 +130,7 @@ def publish_partial(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     top = ((epoch & 1) * (extra.slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
-        c.store([top, i * PART_N], rounded(scaled(parts[i], extra.finish), c.dtype))
+        c.store([top, i * PART_N], partial_sum(parts[i], extra.finish, c.dtype))
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def push_partial(
     number = _slot_tile(tile, tiles, rank, OPTIONS.one_shot, WORLD)
     for i in tl.static_range(len(parts)):
         offsets = _packed(number, rows, i * PART_N + tl.arange(0, PART_N), BLOCK_M, BLOCK_N)
-        value = rounded(scaled(parts[i], extra.finish), extra.partials.dtype.element_ty)
+        value = partial_sum(parts[i], extra.finish, extra.partials.dtype.element_ty)
         if OPTIONS.one_shot:
             for k in tl.static_range(WORLD):
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)

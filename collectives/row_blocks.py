@@ -11,8 +11,9 @@ either a GEMM's program leaves room for it, or a multiprocessor is free.
     1. GEMM of the peers' rows        --tile flags-->     2.
     2. step_kernel, then copies of a step's partial rows to their owner
                                       --partial flags-->  3. at the owner
-    3. GEMM of this rank's rows, with epilogue `sum_rows`: when the partials of a tile have come, sums them in rank
-       order in fp32, adds the bias, activates; into the result or, in an all-reduce, into `sums`
+    3. GEMM of this rank's rows, with epilogue `sum_rows`: when the partials of a tile have come, rounds its own as
+       they are, sums all in rank order in fp32, adds the bias, activates, adds the residual; into the result or, in an
+       all-reduce, into `sums`
                                       --tile flags-->     4.
     4. all-reduce: step_kernel        --sum flags-->      4. at every rank
        then copies of the step's sums of all ranks into this rank's result
@@ -35,12 +36,21 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, trace
-from pyrocshmem.collectives.epilogue import Output, add_residual, finished, scaled, store_block, store_output
+from pyrocshmem.calls.tensors import POINTER
+from pyrocshmem.collectives.epilogue import (
+    Output,
+    add_residual,
+    finished,
+    partial_sum,
+    store_block,
+    store_output,
+)
 from pyrocshmem.collectives.order import block_start, block_tiles
 from pyrocshmem.counts import unpacked
 from pyrocshmem.device import remote
 
 _LANES = tl.constexpr(256)
+_POINTER = tl.constexpr(POINTER)
 
 
 class PeersRows(NamedTuple):
@@ -89,8 +99,9 @@ def store_rows(
     `epilogue.Options`."""
     N = problem.N
     PART_N: tl.constexpr = BLOCK_N // len(parts)
+    DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS.c_how == _POINTER else c.dtype
     for i in tl.static_range(len(parts)):
-        col, value = tile_n * BLOCK_N + i * PART_N, scaled(parts[i], extra.finish)
+        col, value = tile_n * BLOCK_N + i * PART_N, partial_sum(parts[i], extra.finish, DTYPE)
         store_block(c, row, col, value, row_end, N, N, 1, OPTIONS.c_how, BLOCK_M, PART_N)
 
 
@@ -148,8 +159,9 @@ def sum_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile in rank order in fp32, into
-    this rank's rows. Writes nothing once a wait has given up. `extra` is `OwnRows`, OPTIONS are `SumOptions`."""
+    """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile, rounded as they are, in
+    rank order in fp32, into this rank's rows. Writes nothing once a wait has given up. `extra` is `OwnRows`, OPTIONS
+    are `SumOptions`."""
     M, N, partials = problem.M, problem.N, extra.partials
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     PEERS: tl.constexpr = WORLD - 1
@@ -164,8 +176,7 @@ def sum_rows(
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        own = scaled(parts[part], extra.finish)
-        own = add_residual(own, residual, row, row_end, col, N, BLOCK_M, PART_N)
+        own = partial_sum(parts[part], extra.finish, partials.dtype.element_ty).to(tl.float32)
         blocks = ()
         for peer in tl.static_range(PEERS):
             block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
@@ -176,6 +187,7 @@ def sum_rows(
             total += blocks[peer].to(tl.float32)
         total = tl.where(rank == PEERS, total + own, total)
         total = finished(total, extra.finish, col, N, PART_N, OPTIONS.activation)
+        total = add_residual(total, residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(
             c, row, col, total, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
         )  # fmt: skip

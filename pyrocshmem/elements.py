@@ -14,19 +14,15 @@ import torch
 
 from pyrocshmem import target
 
-# What partial sums between ranks may travel in; the first unless a caller asks for another. 16 bits halve the traffic
-# at the price of one rounding a rank.
-_FULL = (torch.float32,)
-_FULL_OR_HALF = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Element:
     """An element type of operands.
 
     results: what their GEMM may store, the first unless an `out` says otherwise. biases: what a bias may be of. wire:
-    what partial sums of results of this type may travel in. tf32: whether operands may be multiplied as tf32, where the
-    caller allows it. interpreted: whether Triton's interpreter computes with it rightly.
+    what each rank's partial sum of a result of this type may be rounded to for its way between ranks, the first unless
+    the caller asks for another. tf32: whether operands may be multiplied as tf32, where the caller allows it.
+    interpreted: whether Triton's interpreter computes with it rightly.
     """
 
     dtype: torch.dtype
@@ -45,26 +41,29 @@ class Element:
 
     def wire_dtype(self, asked: torch.dtype | None) -> torch.dtype:
         """What partial sums of results of this type travel in, where the caller asked for `asked`."""
+        if self.widened:
+            return torch.float32
         return asked if asked in self.wire else self.wire[0]
 
     @property
     def widened(self) -> bool:
-        """Whether ops compute in float32 what has this type: in the interpreter, where it would be wrong."""
+        """Whether ops compute in float32 what has this type, its partial sums included: in the interpreter, where it
+        would be wrong."""
         return target.interpreted() and not self.interpreted
 
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _ROWS = (
     #       dtype  results   biases          wire
-    Element(_FP16, (_FP16,), (_FP16, _FP32), _FULL_OR_HALF),
-    Element(_BF16, (_BF16,), (_BF16, _FP32), _FULL_OR_HALF, interpreted=False),
+    Element(_FP16, (_FP16,), (_FP16, _FP32), (_FP16, _FP32, _BF16)),
+    Element(_BF16, (_BF16,), (_BF16, _FP32), (_BF16, _FP32, _FP16), interpreted=False),
     # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
-    Element(_FP32, (_FP32,), (_FP32,), _FULL, tf32=True),
+    Element(_FP32, (_FP32,), (_FP32,), (_FP32,), tf32=True),
 )
 ELEMENTS = {row.dtype: row for row in _ROWS}
 DTYPES = tuple(ELEMENTS)
-# Of all types.
-WIRE_DTYPES = _FULL_OR_HALF
+# What a caller may ask for, whatever the results.
+WIRE_DTYPES = (_FP32, _BF16, _FP16)
 
 # What collectives reduce, and what they move: the latter as bits, whatever these mean.
 REDUCED = (*DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -275,8 +275,7 @@ def _matmul_reduce_scatter(
         )
     # Rows of the transposed product are columns of this one.
     left, right = (b.t(), rows.t()) if by_columns else (rows, b)
-    partial = a.dtype if a.element_size() < 4 else None
-    request = Request(left, right, None, None, "none", False, _tf32(a), None, partial)
+    request = Request(left, right, None, None, "none", False, _tf32(a), None)
     found = run(SCATTER, request, heap, workspace)
     if reduce_op == "avg":
         found.div_(world)

@@ -13,8 +13,14 @@ The bound, for each element, with ref64 = A @ B in float64 and baseline the refe
 
     |out - ref64| <= |baseline - ref64| + sqrt(K) * 2**-23 * (|A| @ |B|) + one rounding of the output dtype
 
-One rounding is its unit roundoff times |ref64|, plus half its smallest subnormal. Where the baseline is NaN
-or infinite the bound means nothing: there `out` must be NaN, or the same infinity, and nowhere else.
+That is also the bound of a sum over ranks whose partial sums travel in fp32, the strict mode. By default those of a
+16-bit result travel in its dtype, each rounded once; then, with P_r the exact partial sum of rank r:
+
+    |out - ref64| <= one rounding of each P_r + sqrt(K) * 2**-23 * (|A| @ |B|) + one rounding of the output dtype
+
+One rounding is the dtype's unit roundoff (2**-11 of float16, 2**-8 of bfloat16) times the absolute value, plus half its
+smallest subnormal (2**-25 of float16), which each P_r has of its own. Where the baseline is NaN or infinite the bound
+means nothing: there `out` must be NaN, or the same infinity, and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -68,19 +75,34 @@ class Accuracy:
         return f"{text}; {self.num_bad} of {self.num_elements} elements bad, the first at {self.first_bad}"
 
 
+class Partials(NamedTuple):
+    """The ranks' terms of a sum, as they were rounded before they were added: of each element the sum over ranks of
+    their exact absolute values, in float64; how many terms these are; and to what they were rounded."""
+
+    size: torch.Tensor
+    terms: float | torch.Tensor
+    dtype: torch.dtype
+
+    def times(self, roundings: int) -> Partials:
+        """The same terms, rounded so many times each."""
+        return Partials(roundings * self.size, roundings * self.terms, self.dtype)
+
+
 @dataclass(frozen=True)
 class Truth:
     """What a result must be, where it is looked at, and how far it may be off; all [m, n] in float64.
 
     value: exact. slack: what sums in fp32 may add up to. own: of what the op itself rounds to its dtype on the way, the
-    error that one unit of it makes of the result; partials: the same of every rank's partial result; typical: of a
-    value of typical size, |A| @ |B| / sqrt(K). moved: values are only moved, so that no error is allowed.
+    error that one unit of it makes of the result; partials: the same of every rank's partial result, and count: what
+    the result moves by where each of these does by one; typical: of a value of typical size, |A| @ |B| / sqrt(K).
+    moved: values are only moved, so that no error is allowed.
     """
 
     value: torch.Tensor
     slack: torch.Tensor
     own: torch.Tensor
     partials: torch.Tensor
+    count: torch.Tensor
     typical: torch.Tensor
     moved: bool = False
 
@@ -94,30 +116,54 @@ class Truth:
     ) -> Accuracy:
         """Hold a result [m, n] to the bound with the best baseline there can be, the exact result rounded.
 
-        roundings: of each partial result, to `partial_dtype`, None: out's. library: roundings of a value of typical
-        size that are allowed besides: libraries may round while they add, within a rank too (split-K in 16 bits).
+        roundings: of each partial result, to `partial_dtype`, None: out's; 1 in our sums over ranks where that has 16
+        bits, R where a library rounds after every addition. library: roundings of a value of typical size that are
+        allowed besides: libraries may round while they add, within a rank too (split-K in 16 bits).
         """
         if not out.dtype.is_floating_point:
             return compare(out, self.value, self.value, torch.zeros_like(self.value))
         unit = torch.finfo(out.dtype).eps / 2
         rounded = self.value.to(out.dtype)
-        allowed = bound(self.value, rounded, torch.zeros_like(self.value), 0, out.dtype)
+        terms = Partials(self.partials, self.count, partial_dtype or out.dtype).times(roundings)
+        allowed = bound(
+            self.value, rounded, torch.zeros_like(self.value), 0, out.dtype, terms if roundings else None
+        )
         allowed += self.slack + unit * (self.own + library * self.typical)
-        allowed += roundings * torch.finfo(partial_dtype or out.dtype).eps / 2 * self.partials
         return compare(out, self.value, rounded, torch.zeros_like(allowed) if self.moved else allowed)
 
 
+def rounding(size: torch.Tensor, dtype: torch.dtype, count: float | torch.Tensor = 1) -> torch.Tensor:
+    """The most that rounding to `dtype` may move the sum of `count` values whose absolute values add up to `size`,
+    elementwise, float64."""
+    info = torch.finfo(dtype)
+    return info.eps / 2 * size + info.smallest_normal * info.eps / 2 * count
+
+
 def bound(
-    ref64: torch.Tensor, baseline: torch.Tensor, magnitude: torch.Tensor, k: int, dtype: torch.dtype
+    ref64: torch.Tensor,
+    baseline: torch.Tensor,
+    magnitude: torch.Tensor,
+    k: int,
+    dtype: torch.dtype,
+    partials: Partials | None = None,
 ) -> torch.Tensor:
-    """The largest allowed |out - ref64|, elementwise, float64; inf or NaN where the baseline is.
+    """The largest allowed |out - ref64|, elementwise, float64; unless partials are rounded, inf or NaN where the
+    baseline is.
 
     ref64: the result in float64. baseline: the reference implementation's, any floating dtype. magnitude:
-    |A| @ |B| in float64. All of one shape. k: the global K. dtype: the output's, whose rounding is allowed.
+    |A| @ |B| in float64. All of one shape. k: the global K. dtype: the output's, whose rounding is allowed. partials:
+    of a sum over ranks; None, or of float32: the strict mode.
     """
-    info = torch.finfo(dtype)
-    rounding = info.eps / 2 * ref64.abs() + info.smallest_normal * info.eps / 2
-    return (baseline.double() - ref64).abs() + math.sqrt(k) * EPS32 * magnitude + rounding
+    if partials is None or partials.dtype == torch.float32:
+        off = (baseline.double() - ref64).abs()
+    else:
+        off = rounding(partials.size, partials.dtype, partials.terms)
+    return off + math.sqrt(k) * EPS32 * magnitude + rounding(ref64.abs(), dtype)
+
+
+def root_mean_square(out: torch.Tensor, ref64: torch.Tensor) -> float:
+    """Of out - ref64, over all elements."""
+    return float((out.double() - ref64).square().mean().sqrt())
 
 
 def compare(
@@ -166,9 +212,8 @@ def check(
     """Hold `out` [M, N] against the full a [M, K] @ b [K, N], and the reference's `baseline` [M, N].
 
     num_partials, partial_roundings: for sums over ranks whose partial products travel in `partial_dtype`, None: the
-    output's. The bound then also allows that many roundings of each partial (K cut by `shard_range`): 1 where partials
-    are rounded to be sent and added in fp32, R where a library rounds after every addition. By default 0: the
-    bound as it stands in the module's docstring.
+    output's, with so many roundings of each (K cut by `shard_range`): 1 where partials are rounded to be sent and
+    added in fp32, R where a library rounds after every addition. By default 0: the bound of the strict mode.
 
     Works on out's device, in blocks of about `block_elements` float64 elements, so that large shapes fit; the
     operands may lie elsewhere. Raises ValueError for shapes that don't fit one another, TypeError for an
@@ -189,9 +234,10 @@ def check(
             a64 = a[m : m + step_m].to(out.device, torch.float64)
             part = (slice(m, m + step_m), slice(n, n + step_n))
             expected = baseline[part].to(out.device)
-            ref64, wire = sum_of_partials(a64, b64, num_partials)
-            allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype)
-            allowed += partial_roundings * torch.finfo(partial_dtype or out.dtype).eps / 2 * wire
+            ref64, sizes = sum_of_partials(a64, b64, num_partials)
+            terms = Partials(sizes, num_partials, partial_dtype or out.dtype).times(partial_roundings)
+            rounded = terms if partial_roundings else None
+            allowed = bound(ref64, expected, a64.abs() @ b64.abs(), depth, out.dtype, rounded)
             results.append(compare(out[part], ref64, expected, allowed).moved(m, n))
     return merged(results)
 

@@ -59,11 +59,10 @@ def check_name(collective: str) -> None:
 
 def describe_bound(job: Job, num_ranks: int) -> str:
     """What the error is held to, in words."""
-    text = job.problem.describe_bound(job.dtype)
-    if job.problem.moves or not job.dtype.is_floating_point:
-        return text
-    rounded = f"{num_ranks} roundings of each rank's part + " if job.problem.sums else ""
-    return f"{text} + {rounded}what a library rounds while it adds"
+    rounded = f"{num_ranks} roundings of each rank's part" if job.problem.sums else ""
+    text = job.problem.describe_bound(job.dtype, rounded)
+    exact = job.problem.moves or not job.dtype.is_floating_point
+    return text if exact else f"{text} + what a library rounds while it adds"
 
 
 def run_rank(rank: int, world_size: int, job: Job) -> Result:

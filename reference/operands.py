@@ -272,7 +272,7 @@ class Operands:
     def local_truth(self, rows: torch.Tensor) -> Truth:
         """These rows of the GEMM that this rank computes."""
         value, magnitude = self._block(self.rank, rows)
-        return _of_terms(value, magnitude, value.abs(), self._sizes(self.problem.b_cut, self.rank)[2])
+        return _of_terms(value, magnitude, value.abs(), 1, self._sizes(self.problem.b_cut, self.rank)[2])
 
     def _gathered(self, rows: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
         """What is only moved."""
@@ -299,34 +299,28 @@ class Operands:
                 value += part
                 magnitude += size
                 partials += part.abs_()
-            terms = self.shape[2] if problem.gemm else self.num_ranks
+            count, terms = self.num_ranks, self.shape[2] if problem.gemm else self.num_ranks
         else:
             ranks = range(self.num_ranks) if problem.joins == "columns" else (self.rank,)
             blocks = [self._block(rank, rows, columns) for rank in ranks]
             value, magnitude = (torch.cat(each, dim=1) for each in zip(*blocks, strict=True))
-            partials, terms = value.abs(), self.shape[2] if problem.gemm else 0
+            partials, count, terms = value.abs(), 1, self.shape[2] if problem.gemm else 0
         if not problem.norm:
-            return _of_terms(value, magnitude, partials, terms)
+            return _of_terms(value, magnitude, partials, count, terms)
         if problem.norm == "sum":
             residual = self.residual_of(self.rank)[rows].double()
-            value, magnitude, partials = (
-                value + residual,
-                magnitude + residual.abs(),
-                partials + residual.abs(),
-            )
-        return self._normalized(value, magnitude, partials, terms)
+            value, magnitude = value + residual, magnitude + residual.abs()
+        return self._normalized(_of_terms(value, magnitude, partials, count, terms), terms > 0)
 
-    def _normalized(
-        self, h: torch.Tensor, magnitude: torch.Tensor, partials: torch.Tensor, terms: int
-    ) -> Truth:
-        """RMSNorm of whole rows h. Sums and GEMMs are rounded before it, which moves value and root."""
-        weight = self.whole_weight()
+    def _normalized(self, before: Truth, rounded: bool) -> Truth:
+        """RMSNorm of whole rows, `before`. rounded: sums and GEMMs are, before it, which moves value and root."""
+        weight, h = self.whole_weight(), before.value
         value = rms_norm.in_float64(h, weight, EPS)
         passed = partial(rms_norm.passed, h=h, weight=weight, eps=EPS)
-        before = _of_terms(h, magnitude, partials, terms)
-        own = passed(h.abs()) if terms else torch.zeros_like(h)
+        own = passed(h.abs()) if rounded else torch.zeros_like(h)
         slack = passed(before.slack) + math.sqrt(h.shape[1] + 16) * EPS32 * value.abs()
-        found = Truth(value, slack, own, passed(partials), passed(before.typical))
+        terms = passed(before.partials), passed(before.count)
+        found = Truth(value, slack, own, *terms, passed(before.typical))
         if self.problem.out_cut != "N":
             return found
         mine = self.problem.part(self.shape, self.rank, self.num_ranks)[1]
@@ -356,16 +350,18 @@ def first(made: Any) -> torch.Tensor:
 
 def _exact(value: torch.Tensor) -> Truth:
     nothing = torch.zeros_like(value)
-    return Truth(value, nothing, nothing, value.abs(), nothing, moved=True)
+    return Truth(value, nothing, nothing, value.abs(), torch.ones_like(value), nothing, moved=True)
 
 
-def _of_terms(value: torch.Tensor, magnitude: torch.Tensor, partials: torch.Tensor, terms: int) -> Truth:
-    """Sums of so many terms in fp32, rounded once."""
+def _of_terms(
+    value: torch.Tensor, magnitude: torch.Tensor, partials: torch.Tensor, count: int, terms: int
+) -> Truth:
+    """Sums of so many terms in fp32, rounded once, of `count` ranks."""
     slack, typical = math.sqrt(terms) * EPS32 * magnitude, magnitude / math.sqrt(max(terms, 1))
-    return Truth(value, slack, torch.zeros_like(value), partials, typical)
+    return Truth(value, slack, torch.zeros_like(value), partials, torch.full_like(value, count), typical)
 
 
 def _of_columns(truth: Truth, columns: torch.Tensor | slice) -> Truth:
-    parts = (truth.value, truth.slack, truth.own, truth.partials, truth.typical)
-    value, slack, own, partials, typical = (part[:, columns] for part in parts)
-    return Truth(value, slack, own, partials, typical, truth.moved)
+    parts = (truth.value, truth.slack, truth.own, truth.partials, truth.count, truth.typical)
+    value, slack, own, partials, count, typical = (part[:, columns] for part in parts)
+    return Truth(value, slack, own, partials, count, typical, truth.moved)

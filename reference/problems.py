@@ -136,9 +136,9 @@ class Problem:
         )
         return f"A {a[0]} x {a[2]}, B {b[2]} x {b[1]}; result {out[0]} x {out[1]}, {self.words}"
 
-    def describe_bound(self, dtype: torch.dtype, wire: str = "") -> str:
-        """What the error of a result of `dtype` is held to, in words. wire: the dtype to which each rank's part of a
-        sum is rounded, "" where it is not."""
+    def describe_bound(self, dtype: torch.dtype, partials: str = "") -> str:
+        """What the error of a result of `dtype` is held to, in words. partials: how those of a sum over ranks are
+        rounded, "" where they are not."""
         if self.moves:
             return "none: the values are moved, not computed"
         if not dtype.is_floating_point:
@@ -147,8 +147,7 @@ class Problem:
         if self.norm:
             before = "errors of the GEMM, normalized + " if self.gemm else "errors of the sum, normalized + "
             terms = (before if terms else "") + "sqrt(N + 16) 2^-23 |result|"
-        text = f"rounding error of the exact result + {terms} + one rounding"
-        return f"{text} + a rounding of each rank's partial to {wire}" if wire and self.sums else text
+        return f"{partials or 'rounding error of the exact result'} + {terms} + one rounding"
 
     def link_bytes(self, M: int, N: int, K: int, num_ranks: int, itemsize: int) -> float:
         """Bytes that each rank must send at least, without multicast. M, N, K of a rank's own GEMM, or x."""

@@ -9,14 +9,12 @@ Sums are fp32; h = x + residual is rounded to the residual's dtype, the result o
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from pyrocshmem.reference import accuracy
-from pyrocshmem.reference.accuracy import EPS32, Accuracy
+from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.reference.ops import Group, all_reduce, gather_columns, gemm_all_reduce
 from pyrocshmem.shards import shard_range
 
@@ -129,8 +127,10 @@ def check_product(
     magnitude = a.abs() @ b.abs()
     if residual is not None:
         h, magnitude = h + residual.double(), magnitude + residual.double().abs()
-    roundings = torch.finfo(out.dtype).eps / 2 * (h.abs() + partial_roundings * partials)
-    error = math.sqrt(max(a.shape[1], 1)) * EPS32 * magnitude + roundings
+    terms = accuracy.Partials(partials, num_partials, out.dtype).times(partial_roundings)
+    error = accuracy.bound(
+        h, h, magnitude, max(a.shape[1], 1), out.dtype, terms if partial_roundings else None
+    )
     ref64 = in_float64(h, weight, eps)
     allowed = accuracy.bound(ref64, baseline, ref64.abs(), h.shape[1] + 16, out.dtype)
     return accuracy.compare(out, ref64, baseline, allowed + passed(error, h, weight, eps))

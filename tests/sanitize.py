@@ -287,19 +287,23 @@ _PRODUCT: Facts = {"K": 128, "layout": "row", "bias": "own", "activation": "none
 
 
 def _calls() -> Iterator[tuple[str, Facts]]:
-    """Every op of several ranks, in every placement and algorithm."""
+    """Every op of several ranks, in every placement and algorithm, with partial sums of 16 bits and of fp32."""
     for name in OPS:
         if name in placements_by_op() and name != "gemm":
-            for placement in placement_names(name):
+            sums = name in ("gemm_all_reduce", "gemm_reduce_scatter")
+            modes: tuple[Facts, ...] = ({}, {"partial_dtype": "float32"}) if sums else ({},)
+            for placement, mode in itertools.product(placement_names(name), modes):
                 both = name == "gemm_all_reduce" and placement not in BY_ROWS
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
-                    yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more}}
+                    yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more, **mode}}
                     if name == "all_gather_gemm":  # unequal blocks of rows take other kernels
                         yield name, {**_FACTS, **_PRODUCT, "M": 97, "config": {"placement": placement}}
         elif name == "gemm_all_reduce_rms_norm":
-            for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
+            # By copy engines the GEMM that sums adds the residual.
+            ways = [*itertools.product(BY_MESSAGE, ("one_shot", "two_shot")), ("copy_engine", "two_shot")]
+            for (placement, algorithm), wire in itertools.product(ways, (None, "fp32")):
                 config = {"placement": placement, "algorithm": algorithm}
-                yield name, {**_FACTS, **_NORM, "residual": True, "config": config}
+                yield name, {**_FACTS, **_NORM, "wire": wire, "residual": True, "config": config}
         elif name == "gemm_rms_norm_all_scatter":
             yield name, {**_FACTS, **_NORM, "residual": False, "config": {"split": "stream_k"}}
         elif name in ("all_reduce", "all_reduce_rms_norm"):

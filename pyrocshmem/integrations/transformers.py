@@ -167,7 +167,7 @@ def register(partial_dtype: torch.dtype | None = None) -> Registration:
     """Add the styles to transformers' registry, where a model's `tp_plan` can name them, until they are unregistered.
 
     They are needed only while models are made or loaded. partial_dtype: what partial sums travel in, forward and
-    backward; None: fp32; a 16-bit type halves the traffic, for one rounding a rank.
+    backward: None: the activations' dtype, as with transformers' styles; torch.float32: not rounded, twice the bytes.
 
     Raises ValueError for a version of transformers, or a partial_dtype, that is not supported, and where the names are
     taken: styles are registered already. ImportError where transformers is not installed.

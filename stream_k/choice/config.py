@@ -63,9 +63,10 @@ class Config:
       chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
                                  an all-scatter, of the whole result. The rows are as many on all ranks, whatever
                                  their tiles
-      partial_dtype              what partial sums travel in, of ops that sum over ranks. None: fp32, as accurate as one
-                                 GPU's sums. torch.bfloat16 and torch.float16 halve the bytes and round every rank's
-                                 partial once; partial sums of fp32 results stay fp32
+      partial_dtype              what partial sums travel in, of ops that sum over ranks. None: the result's dtype, to
+                                 which every rank's partial is rounded once, as other libraries do. torch.float32: the
+                                 strict mode, as accurate as one GPU's sums, at twice the bytes. torch.bfloat16 or
+                                 torch.float16: that, whatever 16 bits the result has. Those of fp32 results stay fp32
     """
 
     block_m: int = 128

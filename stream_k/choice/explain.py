@@ -66,7 +66,7 @@ class Explanation:
         facts, config = self.facts, self.config
         sizes = f"M N K = {facts.M} {facts.N} {facts.K} of a rank"
         where = f"{_ranks(facts.world_size)}, {facts.target} with {facts.num_sms} SMs"
-        dtypes = describe_dtypes(facts.dtype, facts.partial_dtype)
+        dtypes = describe_dtypes(facts.dtype, facts.wire)
         lines = [f"{self.op}, {sizes}, {dtypes}, {where}", f"  chosen by {self.decided_by}: {config}"]
         if self.table:
             lines.append(f"  table: {self.table}")
@@ -132,7 +132,7 @@ def explain(
     """Why `stream_k.choose`, with the same arguments, gives the configuration that it gives.
 
     M, N, K: of a rank's GEMM [M, K] x [K, N], as for `choose`: M rows of all ranks, and this rank's share of N or K.
-    dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, None: fp32.
+    dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, as in `Config`.
     placement: explain the configuration of this one; None: that of the fastest one known. allow_tf32: as of the call.
     Returns an `Explanation`: which rule decided, with its thresholds and the values compared with them, or which entry
     of the measured table; the schedule; and what the next best would cost, where that was measured or a model gives it,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyrocshmem.calls.op import registered
+from pyrocshmem.calls.op import find, registered
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
@@ -28,9 +28,10 @@ class Facts(NamedTuple):
     """What rules decide by.
 
     M, N, K: of a rank's GEMM [M, K] x [K, N]: M rows of all ranks, its own share of N or K. dtype: of the operands.
-    world_size: ranks of the group. partial_dtype: as in `Config`. target: "sm_90", "hip", "cpu" (interpreted), or
-    "host": compiled on a machine without a GPU, for reading. num_sms: of the device. block_m, tiles: height of a tile
-    of the configuration that the op begins with, and how many of them the result has. allow_tf32: as of the call.
+    world_size: ranks of the group. wire: what partial sums travel in; None: the op sums nothing over ranks. target:
+    "sm_90", "hip", "cpu" (interpreted), or "host": compiled on a machine without a GPU, for reading. num_sms: of the
+    device. block_m, tiles: height of a tile of the configuration that the op begins with, and how many of them the
+    result has. allow_tf32: as of the call.
     """
 
     M: int
@@ -39,7 +40,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     world_size: int
     device: torch.device
-    partial_dtype: torch.dtype | None
+    wire: torch.dtype | None
     target: str
     num_sms: int
     block_m: int
@@ -54,7 +55,7 @@ class Facts(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether partial sums travel in 16 bits."""
-        return (self.partial_dtype or torch.float32) != torch.float32
+        return self.wire is not None and self.wire.itemsize == 2
 
     @property
     def in_16_bits(self) -> bool:
@@ -160,6 +161,11 @@ def find_placement(op: str, name: str) -> Placement:
             return placement
     names = ", ".join(each.name for each in placements)
     raise ValueError(f"Config.placement is {name!r}, {op} has {names}")
+
+
+def wire_of(op: str, dtype: torch.dtype, partial_dtype: torch.dtype | None) -> torch.dtype | None:
+    """`Facts.wire` of an op of operands of `dtype`. partial_dtype: as in `Config`. ValueError for an unknown op."""
+    return ELEMENTS[dtype].wire_dtype(partial_dtype) if getattr(find(op), "sums", False) else None
 
 
 def placement_names(op: str | None = None) -> tuple[str, ...]:

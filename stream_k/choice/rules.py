@@ -24,6 +24,7 @@ from pyrocshmem.stream_k.choice.placement import (
     Verdict,
     find_placement,
     placements_of,
+    wire_of,
 )
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS, first_tile, piece_rows
 
@@ -63,9 +64,8 @@ def decide(
     first = first_tile(M, N, dtype, num_sms, where)
     config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    facts = Facts(
-        M, N, K, dtype, world_size, device, partial_dtype, where, num_sms, config.block_m, tiles, allow_tf32
-    )  # fmt: skip
+    wire = wire_of(op, dtype, partial_dtype)
+    facts = Facts(M, N, K, dtype, world_size, device, wire, where, num_sms, config.block_m, tiles, allow_tf32)
     asked: list[tuple[Placement, Verdict]] = []
     behind: tuple[Placement, ...] = ()
     if placement is not None:
@@ -327,8 +327,9 @@ def busy_links(facts: Facts) -> Verdict:
 
 def fewest_hops(config: Config, facts: Facts) -> Config:
     """An all-reduce with little to overlap with: the fewest hops, or the fewest bytes."""
-    partial_bytes = facts.M * facts.N * (facts.partial_dtype or torch.float32).itemsize
-    return changed(config, algorithm=cheaper_algorithm(partial_bytes, facts.world_size))
+    assert facts.wire is not None
+    sent = facts.M * facts.N * facts.wire.itemsize
+    return changed(config, algorithm=cheaper_algorithm(sent, facts.world_size))
 
 
 def _shares_sms(facts: Facts) -> bool:

@@ -47,10 +47,10 @@ Shape = tuple[int, int, int]
 class Entry:
     """A line of the table: the fastest configuration of `op` for a local GEMM [M, K] x [K, N].
 
-    partial_dtype: None is fp32. config: the fields of a `Config` but for partial_dtype; None: the rules' choice is the
-    fastest. most_programs, comm_each: as in `Variant`. us, cost_model_us: medians of it and of the rules' choice, on
-    the slowest rank, in microseconds. run: number of the run, in the table's list, that measured it. timing: "eager",
-    or "graph" (replays of many calls), as in the records of benchmarks.
+    partial_dtype: what partial sums travel in; None: fp32, or there are none. config: the fields of a `Config` but for
+    partial_dtype; None: the rules' choice is the fastest. most_programs, comm_each: as in `Variant`. us, cost_model_us:
+    medians of it and of the rules' choice, on the slowest rank, in microseconds. run: number of the run, in the table's
+    list, that measured it. timing: "eager", or "graph" (replays of many calls), as in the records of benchmarks.
     """
 
     op: str
@@ -317,14 +317,14 @@ def choice(
     if decision.facts.in_tf32:
         found = Lookup(None, None, "its entries are of products without tf32")
     else:
-        found = _look_up(decision.config, op, (M, N, K), dtype, world_size, device)
+        found = _look_up(decision, op, (M, N, K), dtype, world_size, device)
     return Choice(decision.config if found.config is None else found.config, decision, found)
 
 
 def _look_up(
-    config: Config, op: str, shape: Shape, dtype: torch.dtype, ranks: int, device: torch.device
+    decision: Decision, op: str, shape: Shape, dtype: torch.dtype, ranks: int, device: torch.device
 ) -> Lookup:
-    """What the table has for a local GEMM of `shape`, (M, N, K); `config`: the rules' choice.
+    """What the table has for a local GEMM of `shape`, (M, N, K); `decision`: the rules'.
 
     Raises ValueError where PYROCSHMEM_TUNED names what is no table.
     """
@@ -333,11 +333,13 @@ def _look_up(
         return Lookup(None, None, why)
     if min(shape) < 1:
         return Lookup(None, None, "it has no entries for empty operands")
-    kind = (op, ranks, dtype_name(dtype), wire_name(config.partial_dtype))
+    config, wire = decision.config, decision.facts.wire
+    kind = (op, ranks, dtype_name(dtype), wire_name(wire))
     entries = [entry for entry in table.entries.values() if entry.kind == kind]
     if not entries:
-        dtypes = describe_dtypes(dtype, config.partial_dtype)
-        return Lookup(None, None, f"it has no entry for {op} of {dtypes}, {ranks} ranks")
+        return Lookup(
+            None, None, f"it has no entry for {op} of {describe_dtypes(dtype, wire)}, {ranks} ranks"
+        )
     entry = min(entries, key=lambda found: (_distance(shape, found.shape), -math.prod(found.shape)))
     factor = 2 ** _distance(shape, entry.shape)
     nearest = f"the nearest of {len(entries)} entries, M N K = {' '.join(map(str, entry.shape))}"
@@ -388,15 +390,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wire_name(partial_dtype: torch.dtype | None) -> str | None:
-    """As in the table, where fp32 partials are None."""
-    return None if partial_dtype in (None, torch.float32) else dtype_name(partial_dtype)
+def wire_name(wire: torch.dtype | None) -> str | None:
+    """What partial sums travel in, as in the table; None: fp32, or there are none."""
+    return None if wire in (None, torch.float32) else dtype_name(wire)
 
 
-def describe_dtypes(dtype: torch.dtype, partial_dtype: torch.dtype | None) -> str:
-    """For people: "bfloat16", or "bfloat16 with float16 partial sums"."""
-    wire = wire_name(partial_dtype)
-    return dtype_name(dtype) + (f" with {wire} partial sums" if wire else "")
+def describe_dtypes(dtype: torch.dtype, wire: torch.dtype | None) -> str:
+    """For people: "bfloat16", or "bfloat16 with float32 partial sums", where these travel in another type."""
+    return dtype_name(dtype) + ("" if wire in (None, dtype) else f" with {dtype_name(wire)} partial sums")
 
 
 def _distance(shape: Shape, other: Shape) -> float:

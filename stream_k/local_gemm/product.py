@@ -38,6 +38,8 @@ from pyrocshmem.target import num_sms
 
 Order = Literal["", "PEERS", "GATHERS", "SUMS"]
 
+# Peers' terms of an element, in bytes, up to which quarters of a tile leave registers for its sum (docs/log.md).
+_QUARTERS_BYTES = 8
 # Of an sm_90 multiprocessor's 65,536 registers, those that a helper of 4 warps and 32 registers a thread leaves.
 _BESIDE_A_HELPER = 65_536 - 4_096
 
@@ -207,7 +209,7 @@ def make_product(
     comm_programs: int = 0,
     *,
     stores_fp32: bool = False,
-    sums_fp32: bool = False,
+    peer_bytes: int = 0,
     longest_k: int = 0,
     num_rows: int | None = None,
     row_blocks: int = 0,
@@ -218,7 +220,7 @@ def make_product(
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
     comm_programs: how many of the device's programs are left to a consumer. stores_fp32: the epilogue stores
-    fp32 tiles. sums_fp32: it adds fp32 tiles of three or more peers.
+    fp32 tiles. peer_bytes: what all peers' terms take that it adds to an element.
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
     into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
@@ -232,8 +234,7 @@ def make_product(
     fp32_parts = stores_fp32 or schedule.has_shared_tiles
     subtiles = config.subtiles
     if fp32_parts and config.block_n >= 256:
-        # Peers' parts take registers, too: with quarters of three peers they run out (docs/log.md).
-        subtiles = 8 if sums_fp32 else 4
+        subtiles = 8 if peer_bytes > _QUARTERS_BYTES else 4
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
     tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"

@@ -55,7 +55,7 @@ def column_product(
     """x @ weight.T + bias, of an `x` that all ranks hold: the gradient of `x` is the sum over ranks.
 
     x: [M, in], the same on all ranks. weight: [out/R, in], bias: [out/R]: this rank's. partial_dtype: what that sum's
-    parts travel in; None: fp32. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
+    parts travel in, as in `stream_k.Config`. Returns [M, out/R]. Raises as `stream_k.gemm`; its backward as
     `stream_k.gemm_all_reduce`. NotImplementedError under a transform of torch.func.
     """
     _refuse_transforms()

@@ -92,7 +92,7 @@ class ParallelLinear(OnGroup, nn.Module):
     in_features, out_features: of the unsharded layer. group: a 1-D DeviceMesh: parameters are DTensors; a ProcessGroup
     or a Heap: they are this rank's shares; None: the default process group. sequence_parallel: activations outside are
     divided along sequence_dim (a dimension of the tokens) over the ranks; otherwise whole on each. partial_dtype: what
-    partial sums travel in, forward and backward; None: fp32; a 16-bit type halves the traffic, for one rounding a rank.
+    partial sums travel in, forward and backward, as in `stream_k.Config`.
     device, dtype: of the parameters, as of `nn.Linear`. name: for error messages; None: the class's.
     """
 

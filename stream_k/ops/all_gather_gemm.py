@@ -82,7 +82,7 @@ def all_gather_gemm(
     `torch.tensor_split(A, R)`. D is always a multiple of R.
     out: [M, N/R], any strides. None: a new tensor.
     activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
-    sums of a's gradient travel in; None: fp32. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
+    sums of a's gradient travel in, as there. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
     more then.
 
     Returns out. `a` may be overwritten once the call is done on the caller's stream. Nothing waits for the device: a

@@ -124,7 +124,7 @@ class MessagePlan(FusedPlan):
             call.b,
             config,
             request.allow_tf32,
-            config.wire_dtype(call.out.dtype) if self.sums else call.out.dtype,
+            call.wire if self.sums else call.out.dtype,
             written,
             self._after(request.bias),
             bias,

@@ -61,7 +61,8 @@ def gemm_all_reduce(
     squared_partials: also return fp32 [M, tiles_n]: for each tile column and row, the sum of the squares of the result
     before it is rounded. Not in placements "copy_engine", "messages" and "unfused".
     config: as `stream_k.choose` makes it; None: its choice. partial_dtype: what partial sums travel in where there is
-    no config; None: fp32. 16 bits halve the traffic at the price of one rounding a rank. workspace: see `Workspace`.
+    no config. None: the result's dtype, to which each rank's is rounded once; in float16 one beyond its range makes the
+    sum infinite. torch.float32: the strict mode, at twice the bytes. More in `Config`. workspace: see `Workspace`.
     Has a gradient (`stream_k.ops.gradients`: a replicated result has a replicated gradient). Where one is needed,
     and where torch.compile traces the call, out, config and squared_partials are a ValueError.
 
@@ -85,7 +86,7 @@ class _Plan(FusedPlan):
         world = heap.world_size
         self.one_shot = config.algorithm == "one_shot"
         pushed = config.placement == "inside"
-        dtype = config.wire_dtype(call.out.dtype)
+        dtype = call.wire
         product = call.product(stores_fp32=ELEMENTS[dtype].wide)
         self.product = product
         tile_elements = config.block_m * config.block_n

@@ -54,7 +54,7 @@ def gemm_all_scatter(
     squared_partials: also return fp32 [M, R x tiles_n]: for each tile column and row, the sum of the squares of the
     result before it is rounded. Not in placements "copy_engine", "pull", "messages" and "unfused".
     activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
-    sums of a's gradient travel in; None: fp32.
+    sums of a's gradient travel in, as there.
 
     Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,

@@ -210,13 +210,20 @@ class Call:
     num_rows: int
     longest_k: int
 
+    @property
+    def wire(self) -> torch.dtype:
+        """What partial sums travel in. One rank has none: its sums are rounded once, at the end."""
+        if self.heap.world_size == 1:
+            return torch.float32
+        return self.config.wire_dtype(self.out.dtype)
+
     def product(
         self,
         stores_fp32: bool,
         row_blocks: int = 0,
         keeps_a: bool = False,
         num_blocks: int | None = None,
-        sums_fp32: bool = False,
+        peer_bytes: int = 0,
     ) -> Product:
         """The GEMM of the call; the arguments are `make_product`'s."""
         comm = _comm_programs(self.config)
@@ -227,7 +234,7 @@ class Call:
             self.request.allow_tf32,
             comm,
             stores_fp32=stores_fp32,
-            sums_fp32=sums_fp32,
+            peer_bytes=peer_bytes,
             longest_k=self.longest_k,
             num_rows=self.num_rows,
             row_blocks=row_blocks,

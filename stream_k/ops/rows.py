@@ -61,8 +61,7 @@ class RowsPlan(FusedPlan):
         config, heap, workspace = call.config, call.heap, call.workspace
         self.workspace, self.everywhere = workspace, everywhere
         self.rank, self.world = heap.rank, heap.world_size
-        dtype = config.wire_dtype(call.out.dtype)
-        peers = self.world - 1
+        dtype, peers = call.wire, self.world - 1
         self.for_peers = call.product(ELEMENTS[dtype].wide, row_blocks=self.world, num_blocks=peers)
         self.tiles = tiles_of_block(call.num_rows, self.world, config.block_m)
         self.chunk = min(config.chunk, self.tiles)
@@ -71,7 +70,7 @@ class RowsPlan(FusedPlan):
         own = replace(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
         # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
         self.product = product = replace(call, config=own).product(
-            True, row_blocks=self.world, num_blocks=1, sums_fp32=ELEMENTS[dtype].wide and peers > 2
+            True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
         self.num_steps = -(-self.tiles // self.chunk)

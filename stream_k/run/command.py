@@ -50,7 +50,7 @@ def run(
     calls = iters if iters is not None else 20 if on_gpu else 3
     if trace_path is not None:
         timeline_files.check_path(trace_path)
-    wire = getattr(torch, partial_dtype) if partial_dtype not in (None, "float32") else None
+    wire = None if partial_dtype is None else getattr(torch, partial_dtype)
     problem = find_problem(collective, len(sizes) if sizes else None)
     job = fused.Job(
         collective,
@@ -122,21 +122,25 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
     """What is printed before the run."""
     problem = job.problem
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
-    dtype = str(job.dtype).removeprefix("torch.")
-    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}"
-    chosen, wire = _chosen(job, num_ranks) if problem.configured else ({}, "")
+    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}, {_name(job.dtype)}"
+    rounded = job.rounds_to(num_ranks)
+    partials = f"a rounding of each rank's partial to {_name(rounded)}" if rounded else ""
     return {
         "runs on": target.describe(),
         "reference": f"{problem.steps} ({library})",
-        "C = A x B" if problem.gemm else "sizes": f"{sizes}, {dtype}, {num_ranks} ranks, seed {job.seed}",
+        "C = A x B" if problem.gemm else "sizes": f"{sizes}, {num_ranks} ranks, seed {job.seed}",
         "per rank": problem.describe_share(job.shape, num_ranks),
-        **chosen,
-        "bound": problem.describe_bound(job.dtype, wire),
+        **(_chosen(job, num_ranks) if problem.configured else {}),
+        "bound": problem.describe_bound(job.dtype, partials),
     }
 
 
-def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
-    """(facts of the configuration, what partial sums are rounded to, "" for fp32)."""
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _chosen(job: fused.Job, num_ranks: int) -> dict[str, object]:
+    """Facts of the configuration."""
     problem, device = job.problem, target.device(0)
     config = fused.make_config(job, num_ranks, device)
     schedule = fused.make_schedule(job, num_ranks, device)
@@ -154,7 +158,8 @@ def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
     where = ways.get(config.placement, f"{config.placement} the GEMM")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
     steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
-    wire = str(config.wire_dtype(job.dtype)).removeprefix("torch.").replace("float32", "fp32")
+    rounded = job.rounds_to(num_ranks)
+    wire = "fp32" if rounded is None else _name(rounded)
     facts: dict[str, object] = {
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
@@ -165,4 +170,4 @@ def _chosen(job: fused.Job, num_ranks: int) -> tuple[dict[str, object], str]:
         placement = None if job.placement == "auto" else job.placement
         why = explain(problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype, placement)
         facts["why"] = why.line()
-    return facts, "" if wire == "fp32" else wire
+    return facts

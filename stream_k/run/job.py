@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pyrocshmem import target
 from pyrocshmem.calls.timeline import Timeline, record_call
 from pyrocshmem.collectives.exchange import PIECE_BYTES
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.reference import report
 from pyrocshmem.reference.accuracy import Accuracy
@@ -40,7 +41,7 @@ class Job:
     dtype, how many calls to time.
 
     trace: record a timeline of one more call. Of a problem that is `configured`: placement: one of the op's, or "auto".
-    partial_dtype: what partial sums travel in; None: fp32. block: the tile, (M, N, K); None: the configuration's.
+    partial_dtype: what partial sums travel in, as in `Config`. block: the tile, (M, N, K); None: the configuration's.
     """
 
     collective: str
@@ -57,6 +58,13 @@ class Job:
     def problem(self) -> Problem:
         """Of that name, with as many sizes."""
         return find_problem(self.collective, len(self.shape))
+
+    def rounds_to(self, num_ranks: int) -> torch.dtype | None:
+        """What each rank's partial sum is rounded to; None: there are none, or they are not rounded."""
+        if num_ranks == 1 or not (self.problem.gemm and self.problem.sums):
+            return None
+        wire = ELEMENTS[self.dtype].wire_dtype(self.partial_dtype)
+        return None if wire == torch.float32 else wire
 
 
 @dataclass(frozen=True)
@@ -147,12 +155,8 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     shape = problem.even_shape(job.shape, world_size)
     operands = Operands(problem, shape, job.dtype, job.seed, rank, world_size, device)
     options: dict[str, Any] = {}
-    bound: dict[str, Any] = {}
     if problem.configured:
-        config = make_config(job, world_size, device)
-        wire = config.wire_dtype(job.dtype)
-        options = {"config": config}
-        bound = {"roundings": int(wire != torch.float32), "partial_dtype": wire}
+        options = {"config": make_config(job, world_size, device)}
     with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
         ours, reference = our_run(operands, heap, **options), _reference(operands, heap)
         runs = {"ours": ours, "reference": reference}
@@ -166,7 +170,8 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         timeline = record_call(ours.call, heap) if job.trace else None
         heap.synchronize()
         say("checking against float64")
-        accuracy = operands.check(ours.result(), **bound)
+        rounded = job.rounds_to(world_size)
+        accuracy = operands.check(ours.result(), roundings=int(rounded is not None), partial_dtype=rounded)
         used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
         seconds = {name: tuple(each) for name, each in samples.seconds.items()}
         return Result(accuracy, seconds, used, timeline if rank == 0 else None)

@@ -20,6 +20,8 @@ FULL_PIPELINE_BYTES = 229_408
 GATHERED_PIPELINE_BYTES = 196_648
 # Those stages alone: (128 + 256) x 64 elements of 2 bytes.
 FOUR_STAGES_BYTES = 4 * 49_152
+# Partial sums in fp32, also of 16-bit results.
+STRICT = (("partial_dtype", "float32"),)
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,12 @@ _SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 _COPIED = (("placement", "copy_engine"),)
 
 
-def _by_copy_engine(op: str, dtype: str, partial: str | None = None, hot: bool = True) -> Case:
-    changes = (("partial_dtype", partial),) if partial else ()
-    return Case(op, dtype, changes=(*_COPIED, *changes), hot=hot)
-
-
 BLOCKS = [
-    *(_by_copy_engine(op, "bfloat16", partial) for op in _SUMS for partial in (None, "bfloat16")),
-    *(_by_copy_engine(op, "float16", "float16") for op in _SUMS),
-    *(_by_copy_engine(op, "float32", hot=False) for op in _SUMS),
-    Case("gemm_reduce_scatter", "float16", changes=_COPIED, hot=True),
-    Case("gemm_reduce_scatter", shape=EVEN, world_size=8),
+    *(Case(op, changes=(*_COPIED, *changes), hot=True) for op in _SUMS for changes in ((), STRICT)),
+    *(Case(op, "float16", changes=_COPIED, hot=True) for op in _SUMS),
+    *(Case(op, "float32", changes=_COPIED) for op in _SUMS),
+    Case("gemm_reduce_scatter", "float16", changes=(*_COPIED, *STRICT), hot=True),
+    Case("gemm_reduce_scatter", shape=EVEN, world_size=8, hot=True),
     Case("gemm_reduce_scatter", shape=SMALL),
     *(
         Case("gemm_all_scatter", dtype, changes=(("placement", "copy_engine"),), hot=dtype != "float32")
@@ -126,9 +123,9 @@ BLOCKS = [
 STREAMS = [
     Case(op, dtype, changes=(("placement", "own_stream"), *changes), hot=True)
     for op, dtype, changes in (
-        ("gemm_all_reduce", "bfloat16", (("partial_dtype", "bfloat16"),)),
+        ("gemm_all_reduce", "bfloat16", STRICT),
         ("gemm_all_reduce", "float16", ()),
-        ("gemm_all_reduce", "float16", (("partial_dtype", "float16"),)),
+        ("gemm_all_reduce", "float16", STRICT),
         ("gemm_all_scatter", "float16", ()),
     )
 ]
@@ -170,11 +167,11 @@ _ONCE = [
     Case("gemm_all_scatter", shape=SMALL, hot=True),
     # In two shots.
     Case("gemm_all_reduce", shape=FEW, hot=True),
-    Case("gemm_all_reduce", shape=FEW, changes=(("partial_dtype", "bfloat16"),), hot=True),
+    Case("gemm_all_reduce", shape=FEW, changes=STRICT, hot=True),
     Case("gemm_all_reduce", changes=(("placement", "beside"), ("split", "stream_k")), hot=True),
     # Not held to "no spills": on sm_90 it uses all 255 registers and 8 bytes of stack.
     Case("gemm_all_scatter", changes=(("placement", "beside"), ("split", "stream_k"))),
-    Case("gemm_all_reduce", changes=(("placement", "beside"), ("partial_dtype", "bfloat16")), hot=True),
+    Case("gemm_all_reduce", changes=(("placement", "beside"), *STRICT), hot=True),
     Case("gemm_all_reduce", world_size=8, changes=(("placement", "own_stream"),)),
     # Messages of two lengths.
     Case("all_gather_gemm", shape=UNEVEN, hot=True),
@@ -200,6 +197,7 @@ _ONCE = [
         Case("gemm_all_reduce_rms_norm", changes=(("placement", placement),), hot=True)
         for placement in ("own_stream", "copy_engine", "inside")
     ),
+    Case("gemm_all_reduce_rms_norm", world_size=8, changes=_COPIED, hot=True),
     Case("gemm_all_reduce_rms_norm", world_size=1, hot=True),
     Case("gemm_all_reduce_rms_norm", shape=SMALL, world_size=1, hot=True),
     Case(

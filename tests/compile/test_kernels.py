@@ -18,6 +18,7 @@ from tests.compile.cases import (
     GATHERED_PIPELINE_BYTES,
     LARGE,
     ONE_OF_EACH,
+    STRICT,
     UNEVEN,
     Case,
 )
@@ -198,6 +199,22 @@ def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
         return
     assert first == (GATHERED_PIPELINE_BYTES if gathered else FULL_PIPELINE_BYTES) + squares
     assert all(FOUR_STAGES_BYTES < shared <= FULL_PIPELINE_BYTES for shared in second), second
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_an_owner_rounds_as_its_peers_do(op: str, compiled: Compile) -> None:
+    """The GEMM that sums has the roundings of one that sends, beside those of its result, which are all that it has in
+    the strict mode: no compiler has taken a rounding and its way back for nothing."""
+    for dtype in ("bfloat16", "float16"):
+        default = Case(op, dtype, changes=(("placement", "copy_engine"),), hot=True)
+        strict = Case(op, changes=(*default.changes, *STRICT), hot=True)
+        assert {default, strict} <= {*BLOCKS}
+        (sends, sums), (sends_wide, sums_wide) = (
+            [gemm.count(r"\bcvt\.rn\.(?:bf16|f16)(?:x2)?\.f32") for gemm in _gemms(compiled(case, "sm_90"))]
+            for case in (default, strict)
+        )
+        assert sends > sends_wide == 0
+        assert sums == sends + sums_wide
 
 
 # An sm_90 multiprocessor: registers (a warp gets whole 256s), bytes of shared memory, of which a program takes some for

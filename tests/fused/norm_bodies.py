@@ -14,9 +14,17 @@ from torch.nn import functional
 
 from pyrocshmem import CallMismatch, Heap, message, stream_k
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.errors import WorkspaceBusy
 from pyrocshmem.reference import rms_norm as reference
-from pyrocshmem.reference.accuracy import EPS32, bound, compare, make_operand
+from pyrocshmem.reference.accuracy import (
+    EPS32,
+    Partials,
+    bound,
+    compare,
+    make_operand,
+    sum_of_partials,
+)
 from pyrocshmem.shards import shard_range
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU, check_product, device, small_config
@@ -29,7 +37,7 @@ DELAY_S, CALLS = 0.1, 4 if ON_CPU else 20
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Global sizes; `columns` are one rank's where it holds columns, `hidden` then all ranks', if given. config:
-    changes to small_config; None: what the op chooses. wire: what partial sums travel in."""
+    changes to small_config; None: what the op chooses. wire: what partial sums are asked to travel in."""
 
     M: int
     columns: int
@@ -99,13 +107,12 @@ class Whole:
         exact = sum(parts, self.a.double() @ self.b.double())
         size = sum((x.abs() for x in parts), self.a.double().abs() @ self.b.double().abs())
         plain = sum((x.float() for x in parts), self.a.float() @ self.b.float()).to(case.dtype)
-        allowed = bound(exact, plain, size, max(case.K, 1), case.dtype)
-        if case.wire is not None:
-            world = self.heap.world_size
-            for rank in range(world):
-                part = slice(*shard_range(case.K, rank, world))
-                partial = self.a[:, part].double() @ self.b[part].double()
-                allowed += torch.finfo(case.wire).eps / 2 * partial.abs()
+        world = self.heap.world_size
+        terms = None
+        if world > 1:
+            sizes = sum_of_partials(self.a.double(), self.b.double(), world)[1]
+            terms = Partials(sizes, world, ELEMENTS[case.dtype].wire_dtype(case.wire))
+        allowed = bound(exact, plain, size, max(case.K, 1), case.dtype, terms)
         found = compare(total, exact, plain, allowed)
         return "" if found.ok and total.shape == exact.shape else f"the sum: {found}"
 

@@ -86,10 +86,10 @@ def test_two_ranks() -> None:
         for (op, placement), dtype in itertools.product(WAYS, (FP16, BF16, FP32))
         for out in (OUTS if dtype == FP16 else OUTS[:1])
     ]
-    # Sums that travel in half the bytes keep the bound with one rounding a rank.
+    # The strict mode, whose partial sums are not rounded, and those that travel in the other 16 bits.
     cases += [
-        Case(op, 71, 50, 66, FP16).with_config(placement=placement, partial_dtype=FP16)
-        for op, placement in WAYS
+        Case(op, 71, 50, 66, FP16).with_config(placement=placement, partial_dtype=dtype)
+        for (op, placement), dtype in itertools.product(WAYS, (FP32, BF16))
         if op == "reduce_scatter"
     ]
     assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))

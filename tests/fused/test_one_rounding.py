@@ -1,5 +1,6 @@
 """A residual meets a sum over ranks before the sum is rounded, whatever sums it: ops with a residual, elementwise
-against float64, within one rounding and what sums in fp32 may be off."""
+against float64, within one rounding and what sums in fp32 may be off. In the strict mode, where no partial sum is
+rounded: a second rounding shows there. `test_partial_sums.py` has every bit of the other one."""
 
 import dataclasses
 import math
@@ -102,10 +103,12 @@ def products(rank: int, world_size: int, seed: int) -> list[str]:
         for number, case in enumerate(cases(seed, few=world_size > 2)):
             whole = Operands(case, seed + number)
             part = slice(*shard_range(case.shape[2], rank, world_size))
-            config = None if case.changes is None else small_config(**dict(case.changes))
+            options: dict[str, Any] = {"partial_dtype": torch.float32}
+            if case.changes is not None:
+                options = {"config": small_config(**dict(case.changes), **options)}
             y, total = stream_k.gemm_all_reduce_rms_norm(
                 whole.a[:, part], whole.b[part], whole.residual, whole.weight, EPS, group=heap, bias=whole.bias,
-                config=config,
+                **options,
             )  # fmt: skip
             heap.synchronize()
             if bad := whole.beyond(total):

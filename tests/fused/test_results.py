@@ -130,13 +130,13 @@ def test_one_rank() -> None:
 
 
 @pytest.mark.num_ranks(2)
-def test_rounded_partials() -> None:
-    """Sums that travel in half the bytes keep the bound with one rounding a rank."""
+def test_partials_of_other_dtypes() -> None:
+    """The strict mode, whose partial sums are not rounded, and those that travel in the other 16 bits."""
     cases = [
-        Case("all_reduce", 70, 50, 256, FP16, squares=False).with_config(
-            placement=placement, algorithm=algorithm, partial_dtype=FP16
+        Case("all_reduce", 70, 50, 256, FP16).with_config(
+            placement=placement, algorithm=algorithm, partial_dtype=dtype
         )
-        for op, placement, algorithm in WAYS
+        for (op, placement, algorithm), dtype in itertools.product(WAYS, (FP32, BF16))
         if op == "all_reduce"
     ]
     assert_right(values(run_ranks(run_cases, 2, cases, timeout=TIMEOUT_S)))

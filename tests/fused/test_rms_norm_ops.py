@@ -39,7 +39,7 @@ def cases(few: bool) -> list[Case]:
         Case(4, 3, 24, F32, F16, residual=False, config=ONE),
         Case(5, 40, 33, F32, F32, wire=F16, config=ONE),
         Case(6, 33, 25, BF16, F32, residual=False),
-        Case(34, 40, 130, F16, F32, wire=F16, config=TWO),
+        Case(34, 40, 130, F16, F32, wire=F32, config=TWO),
         Case(6, 9, 25, F16, F32, residual=False, bias=F32, hidden=11),
         Case(4, 5, 8, F32, F32, residual=False, hidden=1),
         Case(
@@ -62,7 +62,7 @@ def cases(few: bool) -> list[Case]:
                 Case(3, 24, 0, F16, F32, bias=F16),
                 Case(6, 33, 25, BF16, BF16, bias=F32, config=TWO),
                 Case(6, 33, 25, F16, F32, config=(("placement", "after"), *TWO)),
-                Case(7, 37, 25, F16, F32, wire=F16, config=(("placement", "unfused"), *TWO)),
+                Case(7, 37, 25, F16, F32, wire=F32, config=(("placement", "unfused"), *TWO)),
                 Case(6, 33, 25, F32, F32, bias=F32, config=(("placement", "unfused"), *ONE)),
                 Case(9, 40, 24, F16, F32, residual=False, config=None),
                 Case(3, 2100, 8, F16, F16, config=TWO),

@@ -9,7 +9,8 @@ import torch
 
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls import operators
-from pyrocshmem.reference.accuracy import bound
+from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.reference.accuracy import Partials, bound
 from tests.fused.cases import HEAP_BYTES
 from tests.fused.test_batches import tensor
 from tests.fused.test_gather_scatter_ops import outcome
@@ -47,23 +48,26 @@ class Model:
         left: torch.Tensor,
         right: torch.Tensor,
         shift: Any = None,
-        wire: float = 0.0,
+        partials: Partials | None = None,
     ) -> bool:
-        """Whether it is left @ right + shift, but for one rounding and what fp32 and the wire lose."""
+        """Whether it is left @ right + shift, within the bound. partials: of a sum over ranks."""
         left, right = left.double(), right.double()
         added = torch.zeros(1, device=left.device) if shift is None else shift.double()
         exact, size = left @ right + added, left.abs() @ right.abs() + added.abs()
-        allowed = bound(exact, exact.to(self.dtype), size, left.shape[1], self.dtype) + wire * size
+        allowed = bound(exact, exact.to(self.dtype), size, left.shape[1], self.dtype, partials)
         return found.shape == exact.shape and bool(((found.double() - exact).abs() <= allowed).all())
 
     def right_gradient_of_a(
-        self, found: torch.Tensor, grads: list[list[torch.Tensor]], wire: float = 0.0
+        self, found: torch.Tensor, grads: list[list[torch.Tensor]], asked: torch.dtype | None = None
     ) -> bool:
-        """As the sum over all products of all ranks; the control: twice that would be noticed."""
-        left = torch.cat([g for of in grads for g in of], 1)[ROWS * self.rank :][:ROWS]
-        right = torch.cat([b.t() for of in self.bs for b in of])
-        rows = found.flatten(0, -2)
-        return self.close(rows, left, right, wire=wire) and not self.close(2 * rows, left, right, wire=wire)
+        """As the sum over all products of all ranks, whose terms travel in what was asked for; the control: twice that
+        would be noticed."""
+        lefts = [torch.cat(of, 1)[ROWS * self.rank :][:ROWS].double() for of in grads]
+        rights = [torch.cat([b.t() for b in of]).double() for of in self.bs]
+        size = sum((left @ right).abs() for left, right in zip(lefts, rights, strict=True))
+        terms = Partials(size, len(lefts), ELEMENTS[self.dtype].wire_dtype(asked))
+        both, rows = (torch.cat(lefts, 1), torch.cat(rights)), found.flatten(0, -2)
+        return self.close(rows, *both, partials=terms) and not self.close(2 * rows, *both, partials=terms)
 
 
 def results(model: Model) -> list[str]:
@@ -85,20 +89,20 @@ def results(model: Model) -> list[str]:
 
 
 def gradients(model: Model, save_gathered: bool) -> list[str]:
-    """Of all factors; the second B is a weight, read transposed."""
+    """Of all factors; the second B is a weight, read transposed. Partial sums are rounded where the rows are kept."""
     heap, dtype = model.heap, model.dtype
+    asked = None if save_gathered else FP32
     given = [model.a, *model.bs[model.rank], tensor(1, 8, dtype=dtype)[0]]
     given[2] = given[2].t().contiguous().t()
     a, *bs, bias = (x.detach().requires_grad_() for x in given)
     products = stream_k.all_gather_gemm(
-        a, bs, bias=[bias, None, None], group=heap, save_gathered=save_gathered, partial_dtype=dtype
+        a, bs, bias=[bias, None, None], group=heap, save_gathered=save_gathered, partial_dtype=asked
     )
     grads = model.grads[model.rank]
     pairs = [(c, g.view_as(c)) for c, g in zip(products, grads, strict=True) if g.any()]
     assert len(pairs) == (2 if model.rank == 0 else 3)
     torch.autograd.backward([c for c, _ in pairs], [g for _, g in pairs])
-    wire = torch.finfo(dtype).eps / 2 if dtype != FP32 else 0.0
-    wrong = [] if model.right_gradient_of_a(a.grad, model.grads, wire) else ["a's gradient"]
+    wrong = [] if model.right_gradient_of_a(a.grad, model.grads, asked) else ["a's gradient"]
     for number, (b, g) in enumerate(zip(bs, grads, strict=True)):
         wrong += [] if model.close(b.grad, model.whole.t(), g) else [f"gradient {number} of b"]
     assert bs[1].grad.stride() == bs[1].stride()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrocshmem import Heap, stream_k
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.reference.accuracy import EPS32, make_operand
 from pyrocshmem.reference.problems import PROBLEMS, Problem
 from pyrocshmem.stream_k.ops import all_gather_gemm
@@ -114,12 +115,12 @@ class Model:
 
     def allowed(self) -> dict[str, torch.Tensor]:
         """How far each element of the gradients may be from float64: the sums' rounding in fp32, one of the result, of
-        each rank's partial where those travel in 16 bits, and, with an activation, of what it bends."""
+        each rank's partial where those are rounded, and, with an activation, of what it bends."""
         unit = torch.finfo(self.case.dtype).eps
         a, b = self.whole["a"].double().abs(), self.whole["b"].double().abs()
         ones = torch.ones(1, self.case.M, dtype=torch.float64, device=a.device)
-        partial = dict(self.case.options).get("partial_dtype")
-        wire = 0.0 if partial is None else torch.finfo(partial).eps
+        wire = ELEMENTS[self.case.dtype].wire_dtype(dict(self.case.options).get("partial_dtype"))
+        rounded = 0.0 if wire == torch.float32 or self.world_size == 1 else torch.finfo(wire).eps
         found = {}
         for name, product, length in (
             ("a", lambda x: x @ b.t(), self.case.N),
@@ -128,7 +129,7 @@ class Model:
         ):
             if name not in self.whole:
                 continue
-            each = 2 * max(length, 1) ** 0.5 * EPS32 + wire
+            each = 2 * max(length, 1) ** 0.5 * EPS32 + rounded
             rounding = torch.finfo(self.whole[name].dtype).eps
             found[name] = (
                 rounding * self.gradients[name].abs()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from pyrocshmem import ShmemError, heap_for, torch_ops
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.reference.accuracy import EPS32, bound
+from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.reference.accuracy import EPS32, Partials, bound
 from tests.stream_k.products import ON_CPU, check_product, random, same_bits
 
 HEAP_BYTES = 32 << 20
@@ -127,11 +128,14 @@ def scatter(
     exact = sum(x.double() @ y.double() for x, y in pairs)
     size = sum(x.double().abs() @ y.double().abs() for x, y in pairs)
     divisor = ranks if op == "avg" else 1
-    exact, size, mine = (x.chunk(ranks, dim)[rank] / divisor for x in (exact, size, exact))
-    # Of the sum; of each rank's partial, which travels in 16 bits; of the division.
-    allowed = bound(exact, exact.to(dtype), size, ranks * shape[-1], dtype)
+    partials = sum((x.double() @ y.double()).abs() for x, y in pairs)
+    exact, size, partials, mine = (
+        x.chunk(ranks, dim)[rank] / divisor for x in (exact, size, partials, exact)
+    )
+    # Of the sum; of each rank's partial, which is rounded; of the division.
+    terms = Partials(partials, ranks / divisor, ELEMENTS[dtype].wire_dtype(None))
+    allowed = bound(exact, exact.to(dtype), size, ranks * shape[-1], dtype, terms)
     unit = torch.finfo(dtype).eps / 2
-    allowed += unit * size if dtype != FP32 else 0.0
     allowed += unit * mine.abs() + torch.finfo(dtype).smallest_normal * unit if ranks & (ranks - 1) else 0.0
     for _ in range(2):
         args = (a, b, op, dim, world())

@@ -18,8 +18,8 @@ RATE = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """batch sequences of tokens each; the ranks need not divide their product. frugal: partial sums travel in 16 bits,
-    gathered rows are gathered once more."""
+    """batch sequences of tokens each; the ranks need not divide their product. frugal: gathered rows are gathered once
+    more."""
 
     sequence_parallel: bool
     bias: bool
@@ -115,7 +115,7 @@ class ParallelBlock(nn.Module):
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
-        sums = {"partial_dtype": torch.bfloat16, "save_gathered": False} if frugal else {}
+        gathers = {"save_gathered": not frugal}
         weight = block.norm1.weight
         place = {"device": weight.device, "dtype": weight.dtype}
         attn, mlp = block.attn, block.mlp
@@ -131,10 +131,10 @@ class ParallelBlock(nn.Module):
             head_dim=HEAD_DIM,
             rope_theta=THETA,
             **options,
-            **sums,
+            **gathers,
         )
         self.mlp = parallel.ParallelMLP.from_linears(
-            mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options, **sums
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options, **gathers
         )
 
     def forward(self, x: torch.Tensor, batch: int, num_rows: int) -> torch.Tensor:

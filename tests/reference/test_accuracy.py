@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from pyrocshmem.reference.accuracy import EPS32, bound, check, compare, make_operand
+from pyrocshmem.reference.accuracy import (
+    EPS32,
+    Partials,
+    bound,
+    check,
+    compare,
+    make_operand,
+    root_mean_square,
+)
 
 TIER = 0
 
@@ -94,6 +102,28 @@ def test_bound_by_hand() -> None:
     assert math.isclose(got.item(), 0.25 + math.sqrt(2) * EPS32 * 23 + 7 * 2**-11 + 2**-25, rel_tol=1e-12)
 
 
+def test_bound_of_rounded_partials_by_hand() -> None:
+    """Their roundings take the place of the baseline's error; fp16 has a half of its smallest subnormal for each."""
+    # The same C of two ranks, which bring 15 and -8.
+    ref64, magnitude = torch.tensor([[7.0]], dtype=torch.float64), torch.tensor([[23.0]], dtype=torch.float64)
+    rest = math.sqrt(2) * EPS32 * 23 + 7 * 2**-11 + 2**-25
+    for dtype, lost in (
+        (torch.float16, 23 * 2**-11 + 2 * 2**-25),
+        (torch.bfloat16, 23 * 2**-8),
+        (torch.float32, 0.25),
+    ):
+        terms = Partials(magnitude, 2, dtype)
+        got = bound(ref64, torch.tensor([[7.25]]), magnitude, 2, torch.float16, terms)
+        assert math.isclose(got.item(), lost + rest, rel_tol=1e-12)
+    twice = bound(ref64, ref64, magnitude, 2, torch.float16, Partials(magnitude, 2, torch.float16).times(2))
+    assert math.isclose(twice.item(), 2 * (23 * 2**-11 + 2 * 2**-25) + rest, rel_tol=1e-12)
+
+
+def test_root_mean_square() -> None:
+    out = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16)
+    assert root_mean_square(out, out.double() + torch.tensor([3.0, -4.0])) == math.sqrt(12.5)
+
+
 def test_low_precision_accumulation_is_found() -> None:
     a, b = operands(torch.bfloat16, secrets.randbits(32), k=1024)
     out = torch.zeros(M, N, dtype=torch.bfloat16, device=a.device)
@@ -116,6 +146,8 @@ def test_rounded_partials_need_their_own_allowance(dtype: torch.dtype) -> None:
     out[3, 5] += out[3, 5].abs() / 8 + 0.5
     found = check(out, a, b, exact, num_partials=ranks, partial_roundings=1)
     assert (found.num_bad, found.first_bad) == (1, (3, 5))
+    # A baseline's error is no allowance then.
+    assert check(out, a, b, out, num_partials=ranks, partial_roundings=1).first_bad == (3, 5)
 
 
 def special(at_a: float, at_b: float) -> tuple[torch.Tensor, torch.Tensor]:

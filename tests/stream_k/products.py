@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from pyrocshmem import target
-from pyrocshmem.reference.accuracy import EPS32, bound, compare
+from pyrocshmem.reference.accuracy import EPS32, Partials, bound, compare, sum_of_partials
 from pyrocshmem.stream_k.choice.config import Config
 
 ON_CPU = target.interpreted()
@@ -140,21 +140,27 @@ def check_product(
     bias: torch.Tensor | None = None,
     activation: str = "none",
     baseline: torch.Tensor | None = None,
+    wire: torch.dtype | None = None,
+    num_ranks: int = 1,
 ) -> None:
     """AssertionError unless `out` keeps the bound of `reference.accuracy` for activation(a @ b + bias).
 
     The bound's magnitude includes the bias, and an activation passes errors on as steeply as it is. baseline: None
-    is the product in fp32, rounded once: stricter than any library that rounds more.
+    is the product in fp32, rounded once: stricter than any library that rounds more. wire: what the partial sums of
+    `num_ranks` ranks travel in, who share K; None: there are none.
     """
     dtype, act = out.dtype, ACTIVATIONS[activation]
     a64, b64 = a.double(), b.double()
     shift = torch.zeros(b.shape[1], dtype=torch.float64, device=b.device) if bias is None else bias.double()
     product = a64 @ b64 + shift
     magnitude = (a64.abs() @ b64.abs() + shift.abs()) * (1.0 if activation == "none" else 1.5 * _STEEPEST)
+    steep = 1.0 if activation == "none" else _STEEPEST
+    sizes = steep * sum_of_partials(a64, b64, num_ranks)[1]
+    terms = None if wire is None else Partials(sizes, steep * num_ranks, wire)
     if baseline is None:
         baseline = act(a.float() @ b.float() + shift.float()).to(dtype)
     ref64 = act(product)
-    allowed = bound(ref64, baseline, magnitude, max(a.shape[1], 1), dtype)
+    allowed = bound(ref64, baseline, magnitude, max(a.shape[1], 1), dtype, terms)
     if activation != "none":
         # fp32 exp and erf, and the subtraction 1 + erf, which cancels for negative inputs.
         allowed += 4 * EPS32 * product.abs()

@@ -39,7 +39,7 @@ SHAPES = (
 def check_all(device: torch.device) -> None:
     for op in placements_by_op():
         for shape in SHAPES:
-            for dtype, ranks, wire in ((BF16, 2, None), (HALF, 4, HALF), (FP32, 3, None)):
+            for dtype, ranks, wire in ((BF16, 2, None), (HALF, 4, FP32), (FP32, 3, None)):
                 for placement in (None, *placement_names(op)):
                     call = (op, *shape, dtype, ranks, device, wire, placement)
                     found = stream_k.explain(*call)
@@ -71,15 +71,15 @@ CROSSED = [
     ("gemm_all_reduce", (128, 8192, 2048, 2, None), (129, 8192, 2048, 2, None), "most 128 rows", "more than 128 rows"),
     (
         "gemm_all_reduce",
-        (2048, 4096, 2048, 2, None),
-        (2048, 4096, 2049, 2, None),
+        (2048, 4096, 2048, 2, FP32),
+        (2048, 4096, 2049, 2, FP32),
         "K = 2048 is at most 2048",
         "K = 2049 is more than 2048",
     ),
     (
         "gemm_all_reduce",
+        (2048, 4096, 2049, 2, FP32),
         (2048, 4096, 2049, 2, None),
-        (2048, 4096, 2049, 2, BF16),
         "long enough for fp32 sums",
         "partial sums travel in 16 bits",
     ),

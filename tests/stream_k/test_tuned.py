@@ -97,12 +97,16 @@ def test_an_entry_of_another_kind_is_not(table: Put, change: dict[str, Any]) -> 
     assert choose() == usual()
 
 
-def test_partials_of_fp32_are_the_ones_of_none(table: Put) -> None:
+def test_entries_of_sums_count_for_what_travels(table: Put) -> None:
+    """An entry without a dtype is of fp32 partial sums; those of fp16 are what a call of fp16 has unless it says
+    otherwise."""
     table(entry(op="gemm_all_reduce"), entry(TINY, op="gemm_all_reduce", partial_dtype="float16"))
     reduce = {"op": "gemm_all_reduce"}
-    assert choose(**reduce) == INSIDE
-    assert choose(partial_dtype=WIDE, **reduce) == dataclasses.replace(INSIDE, partial_dtype=WIDE)
+    assert choose(**reduce) == TINY
     assert choose(partial_dtype=HALF, **reduce) == dataclasses.replace(TINY, partial_dtype=HALF)
+    assert choose(partial_dtype=WIDE, **reduce) == dataclasses.replace(INSIDE, partial_dtype=WIDE)
+    other = torch.bfloat16
+    assert choose(partial_dtype=other, **reduce) == dataclasses.replace(usual(**reduce), partial_dtype=other)
 
 
 @pytest.mark.parametrize(

@@ -10,41 +10,41 @@ from pyrocshmem.stream_k.choice import rules
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 RANKS = 2
 # (op, M, N, K of a rank's product, what partial sums travel in): microseconds of placements, what was chosen before
 # there was the pair first; 2 x H200, bf16, graphs of 6 or 10 calls.
 MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] = {
-    ("gemm_all_reduce", 64, 8192, 2048, None): {"messages": 18.8, "unfused": 23.1},
-    ("gemm_all_reduce", 128, 4096, 3584, None): {"messages": 22.5, "unfused": 24.6},
-    ("gemm_all_reduce", 160, 8192, 7168, None): {"messages": 66.4, "unfused": 54.2},
+    ("gemm_all_reduce", 64, 8192, 2048, FP32): {"messages": 18.8, "unfused": 23.1},
+    ("gemm_all_reduce", 128, 4096, 3584, FP32): {"messages": 22.5, "unfused": 24.6},
+    ("gemm_all_reduce", 160, 8192, 7168, FP32): {"messages": 66.4, "unfused": 54.2},
     ("gemm_all_reduce", 200, 4096, 3584, BF16): {"messages": 25.9, "unfused": 22.9},
-    ("gemm_all_reduce", 200, 8192, 2048, None): {"messages": 40.3, "unfused": 36.8},
+    ("gemm_all_reduce", 200, 8192, 2048, FP32): {"messages": 40.3, "unfused": 36.8},
     ("gemm_all_reduce", 384, 8192, 7168, BF16): {"messages": 96.5, "unfused": 85.5},
     ("gemm_all_reduce", 512, 4096, 3584, BF16): {"messages": 41.0, "unfused": 39.0},
-    ("gemm_all_reduce", 1024, 4096, 2048, None): {"messages": 68.7, "unfused": 68.8},
-    ("gemm_all_reduce", 1024, 8192, 2048, None): {"own_stream": 141.2, "unfused": 140.9},
+    ("gemm_all_reduce", 1024, 4096, 2048, FP32): {"messages": 68.7, "unfused": 68.8},
+    ("gemm_all_reduce", 1024, 8192, 2048, FP32): {"own_stream": 141.2, "unfused": 140.9},
     ("gemm_all_reduce", 2048, 4096, 1024, BF16): {"copy_engine": 101.6, "unfused": 82.8},
-    ("gemm_all_reduce", 2048, 4096, 2048, None): {"copy_engine": 147.1, "unfused": 141.8},
+    ("gemm_all_reduce", 2048, 4096, 2048, FP32): {"copy_engine": 147.1, "unfused": 141.8},
     ("gemm_all_reduce", 2048, 4096, 7168, BF16): {"copy_engine": 216.9, "unfused": 211.8},
-    ("gemm_all_reduce", 2048, 4096, 7168, None): {"copy_engine": 218.0, "unfused": 242.8},
+    ("gemm_all_reduce", 2048, 4096, 7168, FP32): {"copy_engine": 218.0, "unfused": 242.8},
     ("gemm_all_reduce", 4096, 2048, 2048, BF16): {"copy_engine": 112.7, "unfused": 103.3},
-    ("gemm_all_reduce", 2048, 8192, 3584, None): {"copy_engine": 241.5, "unfused": 312.6, "messages": 317.7},
+    ("gemm_all_reduce", 2048, 8192, 3584, FP32): {"copy_engine": 241.5, "unfused": 312.6, "messages": 317.7},
     ("gemm_all_reduce", 4096, 4096, 1792, BF16): {"copy_engine": 167.3, "unfused": 183.5, "messages": 196.2},
-    ("gemm_reduce_scatter", 64, 4096, 1024, None): {"messages": 11.8, "unfused": 14.5},
-    ("gemm_reduce_scatter", 128, 8192, 2048, None): {"messages": 22.0, "unfused": 25.5},
+    ("gemm_reduce_scatter", 64, 4096, 1024, FP32): {"messages": 11.8, "unfused": 14.5},
+    ("gemm_reduce_scatter", 128, 8192, 2048, FP32): {"messages": 22.0, "unfused": 25.5},
     ("gemm_reduce_scatter", 160, 8192, 7168, BF16): {"messages": 56.2, "unfused": 44.2},
     ("gemm_reduce_scatter", 200, 8192, 2048, BF16): {"messages": 29.2, "unfused": 25.4},
-    ("gemm_reduce_scatter", 256, 4096, 1024, None): {"messages": 16.1, "unfused": 17.1},
+    ("gemm_reduce_scatter", 256, 4096, 1024, FP32): {"messages": 16.1, "unfused": 17.1},
     ("gemm_reduce_scatter", 384, 4096, 3584, BF16): {"messages": 29.7, "unfused": 27.3},
-    ("gemm_reduce_scatter", 512, 4096, 1792, None): {"messages": 32.5, "unfused": 35.4},
-    ("gemm_reduce_scatter", 1024, 8192, 7168, None): {"copy_engine": 202.4, "unfused": 231.9},
+    ("gemm_reduce_scatter", 512, 4096, 1792, FP32): {"messages": 32.5, "unfused": 35.4},
+    ("gemm_reduce_scatter", 1024, 8192, 7168, FP32): {"copy_engine": 202.4, "unfused": 231.9},
     ("gemm_reduce_scatter", 1024, 8192, 2048, BF16): {"copy_engine": 79.0, "unfused": 87.8},
-    ("gemm_reduce_scatter", 2048, 4096, 1024, None): {"copy_engine": 94.0, "unfused": 95.6},
+    ("gemm_reduce_scatter", 2048, 4096, 1024, FP32): {"copy_engine": 94.0, "unfused": 95.6},
     ("gemm_reduce_scatter", 2048, 4096, 1024, BF16): {"copy_engine": 68.3, "unfused": 66.7},
-    ("gemm_reduce_scatter", 2048, 4096, 2048, None): {"copy_engine": 112.6, "unfused": 125.9},
+    ("gemm_reduce_scatter", 2048, 4096, 2048, FP32): {"copy_engine": 112.6, "unfused": 125.9},
     ("gemm_reduce_scatter", 2048, 4096, 3584, BF16): {"copy_engine": 98.3, "unfused": 111.5},
-    ("gemm_reduce_scatter", 2048, 8192, 3584, None): {
+    ("gemm_reduce_scatter", 2048, 8192, 3584, FP32): {
         "copy_engine": 202.1,
         "unfused": 264.1,
         "messages": 302.0,
@@ -100,7 +100,7 @@ def test_what_ranks_may_have_of_their_own_does_not_matter() -> None:
     for M, K in ((200, 7168), (1024, 4096), (2048, 3584)):
         assert len({placement("all_gather_gemm", M, N, K, None) for N in (1, 64, 4096, 100_000)}) == 1
     for case in MEASURED:
-        assert placement(*case, dtype=torch.float32) == "unfused"
-        assert placement(*case, dtype=torch.float32, allow_tf32=True) != "unfused"
+        assert placement(*case, dtype=FP32) == "unfused"
+        assert placement(*case, dtype=FP32, allow_tf32=True) != "unfused"
     for op in ("gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_scatter", "all_gather_gemm"):
-        assert placement(op, 1, 4096, 4096, None, dtype=torch.float32) == "unfused"
+        assert placement(op, 1, 4096, 4096, None, dtype=FP32) == "unfused"

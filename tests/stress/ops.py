@@ -79,9 +79,8 @@ def _draw_product(collective: str, rng: Random, num_ranks: int) -> Facts:
     if config["placement"] in BY_MESSAGE:
         # Gathered by messages, the ranks' blocks of rows are all alike.
         facts["M"] *= num_ranks if PROBLEMS[collective].a_cut == "M" else 1
-    if PROBLEMS[collective].sums and rng.random() < 0.2:
-        facts |= {"bias": None, "activation": "none", "dtype": "float16"}
-        config["partial_dtype"] = "float16"
+    if PROBLEMS[collective].sums and rng.random() < 0.4:
+        config["partial_dtype"] = rng.choice(("float32", "bfloat16"))
     return facts | {"config": config}
 
 
@@ -193,7 +192,7 @@ class _NormProduct:
     def __init__(self, scattered: bool, facts: Facts, heap: Heap) -> None:
         self.scattered, self.heap = scattered, heap
         dtype = getattr(torch, facts["dtype"])
-        kinds = {"own": dtype, "fp32": torch.float32, "fp16": torch.float16, None: None}
+        kinds = {"own": dtype, "fp32": torch.float32, None: None}
         self.case = norm_bodies.Case(
             *(facts[name] for name in "MNK"),
             dtype,
@@ -242,7 +241,7 @@ def _draw_norm_product(scattered: bool, rng: Random, num_ranks: int) -> Facts:
     if scattered:
         config = {"split": rng.choice(("auto", "none", "stream_k", "separate"))}
         return facts | {"residual": False, "wire": None, "config": config}
-    wire = "fp16" if facts["dtype"] == "float16" and rng.random() < 0.4 else None
+    wire = "fp32" if rng.random() < 0.4 else None
     return facts | {"residual": rng.random() < 0.7, "wire": wire, "config": _draw_config("all_reduce", rng)}
 
 

@@ -144,7 +144,7 @@ _PLAIN = {"bias": None, "activation": "none", "out": "new", "layout": "view", "d
 
 def _smaller_facts(facts: Facts) -> Iterator[Facts]:
     for name, plain in _PLAIN.items():
-        if name in facts and facts[name] != plain and "partial_dtype" not in facts.get("config", {}):
+        if name in facts and facts[name] != plain:
             yield {**facts, name: plain}
     config: dict[str, Any] = facts.get("config", {})
     for name in config:
