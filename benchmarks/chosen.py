@@ -17,6 +17,7 @@ from pyrocshmem.benchmarks.schema import timed_as
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 
+
 def takes_blas(op: str, placement: object) -> bool:
     """Whether the BLAS multiplies in this placement of `op`; False for what is none of its placements."""
     return placement in BY_BLAS and placement in _placements(op)
