@@ -169,9 +169,10 @@ def summary(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Geometric means and worst cases of each op and set of shapes."""
+    records = _read(files)  # before torch is imported: what can't be read is said at once
     from pyrocshmem.benchmarks import stats, tables
 
-    found = stats.summary(_read(files))
+    found = stats.summary(records)
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
 
 

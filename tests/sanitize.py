@@ -186,8 +186,9 @@ def _norm_products(heap: Heap) -> Iterator[tuple[str, bool]]:
         for placement, algorithm in itertools.product(BY_MESSAGE, ("one_shot", "two_shot")):
             config = stream_k.choose("gemm_all_reduce", M, N, K, a.dtype, 1, heap.device)
             config = dataclasses.replace(config, placement=placement, algorithm=algorithm)
-            plan = gemm_rms_norm._Plan(*operands, False, config, workspace_for(heap))
-            y, total = plan.run(*operands)
+            workspace, call = workspace_for(heap), CallName("gemm_all_reduce_rms_norm")
+            workspace.compare(call)
+            y, total = gemm_rms_norm._Plan(call, *operands, False, config, workspace).run(*operands)
             heap.synchronize()
             ok = close(total, exact) and close(y, norm(exact, (N,), weight.double(), EPS))
             yield f"gemm_all_reduce_rms_norm {M} {N} {K} {placement} {algorithm}", ok

@@ -30,7 +30,7 @@ _MOST_BYTES = 16 << 20
 # What a configuration means and how long it takes: all modules of these folders, and the device code beside them.
 _PACKAGE = Path(__file__).parents[2]
 _FOLDERS = ("stream_k/choice", "stream_k/local_gemm", "stream_k/ops", "collectives", "calls")
-_MODULES = ("dependent_launch", "device", "message", "note", "polls", "signal", "write_back")
+_MODULES = ("counts", "dependent_launch", "device", "message", "note", "polls", "signal", "write_back")
 
 
 class Made(NamedTuple):

@@ -117,8 +117,7 @@ def gemm_all_reduce_rms_norm(
             return gemm_all_reduce_rms_norm(x, b, like, weight, eps, group=heap, workspace=space, **more)
 
         space.make_room(call, again)
-        plan = space.planned_together(call, lambda _: _Plan(*operands))
-        plan.called = call
+        plan = space.planned_together(call, lambda _: _Plan(call, *operands))
         if planning.keeps_plans():
             space.plans[key] = plan
         return plan.run(a, b, residual, weight, eps, bias)
@@ -288,12 +287,13 @@ def _computed(
 
 
 class _Plan:
-    """A product that is sent to all, summed there, added to and normalized, for operands of one kind."""
+    """A product that is sent to all, summed there, added to and normalized, for operands of one kind.
 
-    called: CallName  # as the ranks compared it
+    call: as the ranks compared it."""
 
     def __init__(
         self,
+        call: CallName,
         a: torch.Tensor,
         b: torch.Tensor,
         residual: torch.Tensor | None,
@@ -304,7 +304,7 @@ class _Plan:
         config: Config,
         workspace: Workspace,
     ) -> None:
-        self.workspace, shape = workspace, (a.shape[0], b.shape[1])
+        self.call, self.workspace, shape = call, workspace, (a.shape[0], b.shape[1])
         self.widens = ELEMENTS[a.dtype].widened
         # Of a result, but for its memory.
         self.like = shape_of(a, shape)
@@ -336,7 +336,7 @@ class _Plan:
         out, after = results(self.like, residual, weight, eps, bias)
         if planning.here.mode is not None:
             return out, after.total
-        with self.workspace.begin(self.called):
+        with self.workspace.begin(self.call):
             tensors = (a, b, out, *after.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
         return out, after.total

@@ -69,9 +69,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _planned_anew() -> Iterator[None]:
-    local_workspace(device())._drop_plans()
+    local_workspace(device()).plans.clear()
     yield
-    local_workspace(device())._drop_plans()
+    local_workspace(device()).plans.clear()
 
 
 @contextlib.contextmanager

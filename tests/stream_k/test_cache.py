@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from pyrocshmem import CallMismatch, Heap, stream_k
+from pyrocshmem import Heap, stream_k
 from pyrocshmem.benchmarks.tune_command import app
 from pyrocshmem.stream_k.choice import cache
 from pyrocshmem.stream_k.choice import table as tuned
 from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.ops import gemm_rms_norm, op
 from tests import commands
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import integers
@@ -121,7 +122,7 @@ def test_other_versions_are_ignored(
         whole = written(path, entry(NARROW), **change)
         path.write_text(json.dumps({**whole, "entries": [{"op": "gemm", "speed": "fast"}]}))
         assert choose() == USUAL
-        stream_k.choose.cache_clear()
+        tuned.choice.cache_clear()
         assert choose() == USUAL
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"pyrocshmem: {path} was measured {text}")
@@ -340,39 +341,38 @@ def test_tune_leaves_a_named_file_that_is_no_such_table(path: Path, stale: bool)
 M, N, K = 64, 64, 32
 
 
-def multiplies_with_own_table(
-    rank: int, world_size: int, paths: list[str], asked: str, guarded: bool
-) -> dict[str, Any]:
-    """What calls give where each rank reads a file of its own, with the lines that it says; guarded: with the vote."""
+def multiplies_with_own_table(rank: int, world_size: int, paths: list[str], asked: str) -> dict[str, Any]:
+    """What calls give and choose where each rank reads a file of its own, with the lines that it says; and what it
+    chooses without the vote."""
     os.environ["PYROCSHMEM_TUNED"] = paths[rank]
-    said: list[str] = []
-    tuned.say_once = said.append  # type: ignore[assignment]
-    if not guarded:
-        tuned._is_read_by_all = lambda heap, op: True  # type: ignore[assignment]
+    found: dict[str, Any] = {"said": [], "right": [], "chosen": []}
+    tuned.say_once = found["said"].append  # type: ignore[assignment]
+
+    def choosing(*given: Any) -> tuned.Choice:
+        made = tuned.choose_together(*given)
+        found["chosen"].append(made.config)
+        return made
+
+    op.choose_together = gemm_rms_norm.choose_together = choosing  # type: ignore[attr-defined]
     a, b = integers(M, K, HALF, rank), integers(K, N, HALF, 10 + rank)
     every = [
         integers(M, K, HALF, r).double() @ integers(K, N, HALF, 10 + r).double() for r in range(world_size)
     ]
-    found: dict[str, Any] = {"said": said, "placements": []}
     with Heap(16 << 20) as heap:
-        for shape in ((M, N), (M // 2, N)):  # both new: one vote for all
-            try:
-                if asked == "norm":
-                    weight = torch.ones(N, dtype=HALF)
-                    _, out = stream_k.gemm_all_reduce_rms_norm(
-                        a[: shape[0]], b, None, weight, 1e-5, group=heap
-                    )
-                else:
-                    out = stream_k.gemm_all_reduce(a[: shape[0]], b, group=heap)
-            except CallMismatch:
-                return {**found, "right": "mismatch"}
-            found.setdefault("right", []).append(torch.equal(out.double(), sum(every)[: shape[0]]))
-        found["calls"] = [call for call in heap.workspace._calls if call.startswith("gemm")]
-    return found
+        for rows in (M, M // 2):  # both new: one vote for all
+            if asked == "norm":
+                weight = torch.ones(N, dtype=HALF)
+                _, out = stream_k.gemm_all_reduce_rms_norm(a[:rows], b, None, weight, 1e-5, group=heap)
+            else:
+                out = stream_k.gemm_all_reduce(a[:rows], b, group=heap)
+            found["right"].append(torch.equal(out.double(), sum(every)[:rows]))
+        tuned._is_read_by_all = lambda heap, op: True  # type: ignore[assignment]
+        alone = tuned.choose_together(heap, "gemm_all_reduce", M, N, K, HALF, None, False)
+    return {**found, "alone": alone.config}
 
 
 def of_all_reduce(config: Any, ranks: int) -> tuned.Entry:
-    return entry(config, (M, N, K), op="gemm_all_reduce", ranks=ranks)
+    return entry(config, (M, N, K), op="gemm_all_reduce", ranks=ranks, partial_dtype="float16")
 
 
 OTHER = dataclasses.replace(NARROW, placement="unfused", algorithm="one_shot", group_m=3)
@@ -399,10 +399,10 @@ def test_ranks_that_read_the_same_table_use_it(
     files: Callable[..., list[str]], ranks: int, asked: str
 ) -> None:
     paths = files(ranks, *[OTHER] * ranks)
-    for found in values(run_ranks(multiplies_with_own_table, ranks, paths, asked, True)):
+    for found in values(run_ranks(multiplies_with_own_table, ranks, paths, asked)):
         assert found["said"] == []
         assert found["right"] == [True, True]
-        assert all("group_m=3" in call for call in found["calls"])
+        assert [config.group_m for config in found["chosen"]] == [OTHER.group_m] * 2
 
 
 @pytest.mark.num_ranks(3)
@@ -420,16 +420,16 @@ def test_ranks_that_read_the_same_table_use_it(
 def test_ranks_that_read_different_tables_use_none(
     files: Callable[..., list[str]], configs: tuple[Any, ...], asked: str
 ) -> None:
-    """Rank 0 says so, once; without the vote they make different calls."""
+    """Rank 0 says so, once; without the vote they choose differently."""
     ranks = len(configs)
     paths = files(ranks, *configs)
-    found = values(run_ranks(multiplies_with_own_table, ranks, paths, asked, True))
+    found = values(run_ranks(multiplies_with_own_table, ranks, paths, asked))
     for each in found:
         assert each["right"] == [True, True]
-        assert not any("group_m=3" in call for call in each["calls"])
+        assert each["chosen"] == found[0]["chosen"]
+        assert OTHER.group_m not in [config.group_m for config in each["chosen"]]
     (line,), *silent = [each["said"] for each in found]
     others = ", ".join(str(rank) for rank in range(1, ranks) if configs[rank] != configs[0])
     assert line.startswith(f"rank 0 reads another table of measured configurations than ranks {others}:")
     assert silent == [[]] * (ranks - 1)
-    unguarded = values(run_ranks(multiplies_with_own_table, ranks, paths, asked, False))
-    assert [each["right"] for each in unguarded] == ["mismatch"] * ranks
+    assert len({each["alone"] for each in found}) == 2
