@@ -33,7 +33,7 @@ fi
 # Ranks share the cores: one thread each, or they starve one another.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # A pass that outlives this is hung in a way that the timeout of a single test could not end.
-pass_limit_s=2400
+pass_limit_s=3600
 
 tallies=$(mktemp -d)
 beside=
