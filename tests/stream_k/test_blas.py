@@ -336,10 +336,10 @@ def test_captured(dtype: torch.dtype) -> None:
 def test_what_a_gpu_is_given(multiplied: list[str]) -> None:
     """Without a configuration: the BLAS where it is the faster one."""
     for dtype, rows, columns, expected in (
-        (BF16, 64, N, "own"),
-        (BF16, 72, N, "blas"),
-        (BF16, 72, N + 1, "own"),
-        (F16, 72, N, "blas"),
+        (BF16, 32, N, "own"),
+        (BF16, 40, N, "blas"),
+        (BF16, 40, N + 1, "own"),
+        (F16, 40, N, "blas"),
         (F32, 1, N + 1, "blas"),
     ):
         multiplied.clear()
