@@ -13,8 +13,10 @@ import torch
 
 import pyrocshmem
 from pyrocshmem import CallMismatch, Heap, ShmemError, collectives, stream_k
+from pyrocshmem.calls import planning
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import KEPT_PLANS, Workspace, workspace_for
+from pyrocshmem.collectives.all_reduce_rms_norm import normalized
 from pyrocshmem.testing.planning_heap import PlanningHeap
 from tests.ranks import run_ranks, values
 from tests.stream_k.products import device, integers
@@ -189,6 +191,15 @@ def test_no_vote_after_warming_up(name: str) -> None:
     for found in values(run_ranks(warmed, 2, name, timeout=TIMEOUT_S)):
         assert (found["votes"], found["wrong"], found["launched"]) == ([], [], 0)
         assert found["seconds"] > 0
+
+
+@pytest.mark.parametrize("mode", ["collect", "sizes", "plan"])
+def test_a_norm_of_pytorch_is_not_computed_while_planning(mode: planning.Mode) -> None:
+    total, weight = torch.empty(3, N, dtype=F16), torch.empty(N, dtype=F16)
+    with mock.patch.object(torch.nn.functional, "rms_norm") as computed, planning.only(mode):
+        norm, same = normalized(total, None, weight, 1e-6)
+    assert (norm.shape, norm.dtype, computed.call_count) == (total.shape, F16, 0)
+    assert same is total
 
 
 def by_name(rank: int, world_size: int) -> list[str]:
