@@ -9,6 +9,8 @@ kernel ("separate"); "stream_k"; and "blas", whose tiles are its own affair.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from pyrocshmem import stream_k
@@ -16,6 +18,8 @@ from pyrocshmem.benchmarks.records import Record
 from pyrocshmem.benchmarks.schema import timed_as
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
+from pyrocshmem.stream_k.local_gemm.plan import is_by_blas
+from pyrocshmem.stream_k.local_gemm.product import schedule_of
 
 
 def takes_blas(op: str, placement: object) -> bool:
@@ -36,6 +40,17 @@ def own_gemm(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -
     return stream_k.choose("gemm", M, N, K, dtype, 1, device, None, own_placement("gemm"))
 
 
+def default_gemm(a: torch.Tensor, b: torch.Tensor, device: torch.device) -> Config:
+    """What `gemm(a, b)` on `device` does when it is given no configuration: the default or, where that is the BLAS and
+    these operands aren't for it, our kernel with the default's tile. a, b: may be on "meta", without memory."""
+    (M, K), N = a.shape, b.shape[1]
+    default = stream_k.choose("gemm", M, N, K, a.dtype, 1, device)
+    out = torch.empty(M, N, dtype=a.dtype, device="meta")
+    if not takes_blas("gemm", default.placement) or is_by_blas(a, b, default, False, None, "none", out):
+        return default
+    return dataclasses.replace(default, placement=own_placement("gemm"))
+
+
 def schedule(
     config: Config,
     op: str,
@@ -54,7 +69,10 @@ def schedule(
         return "blas"
     if config.split == "none":
         return "whole"
-    found = stream_k.explain(op, M, N, K, dtype, world_size, device, partial_dtype, placement).schedule
+    asked = (op, M, N, K, dtype, world_size, device, partial_dtype, placement)
+    # The configuration of `gemm` may be another one than these arguments give: `default_gemm`.
+    alone = op == "gemm"
+    found = schedule_of(config, M, N, K, device) if alone else stream_k.explain(*asked).schedule
     if found is None or not found.has_shared_tiles:
         return "whole"
     return "separate" if config.split == "separate" else found.kind

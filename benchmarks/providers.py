@@ -54,8 +54,8 @@ def prepare(name: str, operands: Operands) -> Run:
 
 
 def _ours(**changes: Any) -> Callable[[Operands], Run]:
-    """Ours with these fields of the configuration changed, or with these options where the op takes no configuration;
-    Unavailable where that changes nothing."""
+    """Ours as a user calls it; with changes, given a configuration with these fields changed, or these options where
+    the op takes no configuration: Unavailable where that changes nothing."""
     # What the configuration is chosen for; the others are changed in it.
     asked = (changes.get("partial_dtype"), changes.get("placement"))
     changed = {name: value for name, value in changes.items() if name not in ("partial_dtype", "placement")}
@@ -66,13 +66,25 @@ def _ours(**changes: Any) -> Callable[[Operands], Run]:
             return provided(ours(**changes), roundings=roundings)
         case = x.case
         call = (case.op, case.M, case.N, case.K, x.dtype, x.num_ranks, x.device)
+        default = _default(x)
+        if not changes:
+            # By hand it would be another call: a `gemm` that asks for the BLAS gets it where it is slow, too.
+            schedule = chosen.schedule(default, *call)
+            return provided(ours(), config=default, schedule=schedule, roundings=roundings)
         config = dataclasses.replace(stream_k.choose(*call, *asked), **changed)
-        if changes and config == stream_k.choose(*call):
+        if config == default:
             raise Unavailable(IS_DEFAULT)
         schedule = chosen.schedule(config, *call, *asked)
         return provided(ours(config=config), config=config, schedule=schedule, roundings=roundings)
 
     return prepare_ours
+
+
+def _default(x: Operands) -> Config:
+    """What a call does that is given no configuration."""
+    if x.case.op == "gemm":
+        return chosen.default_gemm(x.a, x.b, x.device)
+    return stream_k.choose(x.case.op, x.case.M, x.case.N, x.case.K, x.dtype, x.num_ranks, x.device)
 
 
 def _roundings(x: Operands, partial_dtype: torch.dtype | None) -> int:
@@ -96,17 +108,13 @@ def _ours_fp32(x: Operands) -> Run:
     return _ours(partial_dtype=torch.float32)(x)
 
 
-def _default_gemm(x: Operands) -> Config:
-    return stream_k.choose("gemm", x.case.M, x.case.N, x.case.K, x.dtype, 1, x.device)
-
-
 def _own_gemm(x: Operands) -> Config:
     return chosen.own_gemm(x.case.M, x.case.N, x.case.K, x.dtype, x.device)
 
 
 def _ours_no_blas(x: Operands) -> Run:
     """`gemm` by our kernel, where the default is the BLAS."""
-    if not chosen.takes_blas("gemm", _default_gemm(x).placement):
+    if not chosen.takes_blas("gemm", _default(x).placement):
         raise Unavailable(IS_DEFAULT)
     return _ours(placement=chosen.own_placement("gemm"))(x)
 
@@ -115,7 +123,7 @@ def _ours_whole_tiles(x: Operands) -> Run:
     """`gemm` by our kernel without split tiles."""
     own = _own_gemm(x)
     if own.split == "none":
-        raise Unavailable(IS_DEFAULT if own == _default_gemm(x) else same_as("ours_no_blas"))
+        raise Unavailable(IS_DEFAULT if own == _default(x) else same_as("ours_no_blas"))
     config = dataclasses.replace(own, split="none")
     return provided(our_run(x, x.heap, lambda: x.workspace, config=config), config=config, schedule="whole")
 

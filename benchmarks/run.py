@@ -94,7 +94,7 @@ def run(
         iters = _ITERS if len(cases) <= _MANY_CASES else _ITERS_OF_MANY
     header = records.environment(ranks, commit)
     records.start(path, header)
-    ahead.compile_ahead(cases)
+    ahead.compile_ahead(cases, names)
     todo = cases
     for attempt in range(_MAX_BREAKS + 1):
         try:

@@ -93,6 +93,11 @@ def _check_of(dtype: torch.dtype) -> Callable[[], bool] | None:
     return _bf16_is_summed_in_fp32 if ROUNDS_PARTS else None
 
 
+def keeps_own(dtype: torch.dtype) -> bool:
+    """Whether our own GEMM is planned, and compiled, beside the BLAS' for operands of `dtype`."""
+    return _check_of(dtype) is not None
+
+
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.

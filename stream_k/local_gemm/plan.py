@@ -189,6 +189,23 @@ class GemmPlan:
         return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead
 
 
+def is_by_blas(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Config,
+    allow_tf32: bool,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    by_hand: bool = False,
+) -> bool:
+    """Whether the BLAS multiplies: where the placement asks for that, it can, and it isn't slow or the caller's own
+    choice (by_hand)."""
+    if config.placement not in BY_BLAS or (not by_hand and is_slow(a, b, out)):
+        return False
+    return not why_not(a, b, bias, activation, out, allow_tf32)
+
+
 def plan_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -201,11 +218,9 @@ def plan_gemm(
     sent: Sent | None = None,
     by_hand: bool = False,
 ) -> GemmPlan | BlasPlan:
-    """As for `GemmPlan`, but by the BLAS where the placement asks for that, it can, and it isn't slow or the caller's
-    own choice (by_hand)."""
+    """As for `GemmPlan`, but by the BLAS where `is_by_blas`."""
     given = (a, b, config, allow_tf32, bias, activation, out, workspace, sent)
-    own = config.placement not in BY_BLAS or (not by_hand and is_slow(a, b, out))
-    if own or why_not(a, b, bias, activation, out, allow_tf32):
+    if not is_by_blas(a, b, config, allow_tf32, bias, activation, out, by_hand):
         return GemmPlan(*given)
     return BlasPlan(a, b, bias, out, partial(GemmPlan, *given), waits=workspace.heap is not None)
 

@@ -2,6 +2,7 @@
 counted on the page."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k, target
-from pyrocshmem.benchmarks import chosen, providers, records, stats, tables
+from pyrocshmem.benchmarks import ahead, chosen, providers, records, stats, tables
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable
 from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
 from pyrocshmem.benchmarks.shapes import Case
+from pyrocshmem.calls.workspace import local_workspace
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
+from pyrocshmem.stream_k.local_gemm import plan
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from tests.benchmarks import made_up
 
@@ -139,21 +143,33 @@ def test_the_page_counts_what_was_chosen() -> None:
 
 @pytest.fixture
 def blas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `choose` give another default for `gemm`, whose placement is taken for the BLAS's."""
+    """Has `choose` give the BLAS for `gemm`, as the rules do on an H200."""
     real = stream_k.choose
 
-    def choose(op: str, *facts: Any) -> Config:
+    def choose(op: str, *facts: Any, **more: Any) -> Config:
         asked = facts[7] if len(facts) > 7 else None
-        found = real(op, *facts)
-        return dataclasses.replace(found, placement="beside") if op == "gemm" and asked is None else found
+        found = real(op, *facts, **more)
+        return dataclasses.replace(found, placement="blas") if op == "gemm" and asked is None else found
 
     monkeypatch.setattr(stream_k, "choose", choose)
-    takes = chosen.takes_blas
+    monkeypatch.setattr(plan, "choose", choose)
 
-    def takes_blas(op: str, placement: object) -> bool:
-        return (op, placement) == ("gemm", "beside") or takes(op, placement)
 
-    monkeypatch.setattr(chosen, "takes_blas", takes_blas)
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the BLAS were slow for lines that begin between multiples of 16 bytes here, too."""
+    monkeypatch.setattr(plan, "is_slow", lambda a, b, out: out.shape[1] * out.element_size() % 16 != 0)
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who multiplied, call by call: "blas" or "own"."""
+    found: list[str] = []
+    local_workspace(CPU).plans.clear()
+    for name, kind in (("blas", BlasPlan), ("own", plan.GemmPlan)):
+        monkeypatch.setattr(kind, "run", lambda *given, name=name: found.append(name))
+    yield found
+    local_workspace(CPU).plans.clear()
 
 
 def prepared(name: str, *shape: int) -> Any:
@@ -177,6 +193,56 @@ def test_without_the_blas_where_it_is_the_default() -> None:
     assert run.config == chosen.own_gemm(*CUT, FP16, CPU)
     whole = prepared("ours_whole_tiles", *CUT)
     assert (whole.config.placement, whole.config.split, whole.schedule) == ("after", "none", "whole")
+
+
+@pytest.mark.parametrize("columns", [CUT[1], CUT[1] - 1])
+@pytest.mark.usefixtures("blas", "slow")
+def test_ours_is_the_call_without_a_configuration(columns: int, multiplied: list[str]) -> None:
+    """So it isn't the BLAS where a user's call avoids that, and the record says so."""
+    shape, fits = (CUT[0], columns, CUT[2]), columns == CUT[1]
+    run = prepared("ours", *shape)
+    run.call()
+    assert multiplied == ["blas" if fits else "own"]
+    own = chosen.own_gemm(*shape, FP16, CPU)
+    assert run.config == dataclasses.replace(own, placement="blas" if fits else "after")
+    assert run.schedule == ("blas" if fits else "split_k")
+    no_blas = prepared("ours_no_blas", *shape)
+    assert no_blas.config == own if fits else no_blas == IS_DEFAULT
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"])
+def test_a_configuration_is_given_where_it_is_changed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(stream_k, op, lambda *tensors, **options: given.append(options))
+    operands = Operands(Case(op, "custom", *CUT, "float16", 1, "eager"), None, CPU)
+    providers.prepare("ours", operands).call()
+    assert "config" not in given[-1]
+    changed = providers._ours(num_stages=2)(operands)
+    changed.call()
+    assert given[-1]["config"] == changed.config
+    assert changed.config.num_stages == 2
+
+
+def ahead_of(dtype: str, columns: int, *names: str) -> list[str]:
+    """What is compiled ahead for a product: how each configuration splits tiles."""
+    case = Case("gemm", "custom", CUT[0], columns, CUT[2], dtype, 1, "eager")
+    found = ahead.kernels([case], names or None)
+    assert all(config.placement == "after" for _, config in found.values())
+    return sorted(config.split for _, config in found.values())
+
+
+@pytest.mark.usefixtures("blas", "slow")
+def test_what_the_blas_multiplies_is_not_compiled_ahead() -> None:
+    """Of bfloat16; of float16 a switch of the process may want our own kernel, which is planned with it."""
+    fits, between = CUT[1], CUT[1] - 1
+    assert ahead_of("bfloat16", fits, "ours", "blas") == []
+    assert ahead_of("float16", fits, "ours", "blas") == ["auto"]
+    assert ahead_of("bfloat16", between, "ours", "blas") == ["auto"]
+    assert ahead_of("bfloat16", fits, "ours_no_blas") == ["auto"]
+    assert ahead_of("bfloat16", between, "ours_no_blas") == []
+    assert ahead_of("bfloat16", fits, "ours_whole_tiles") == ["none"]
+    assert ahead_of("bfloat16", fits) == ahead_of("float16", between) == ["auto", "none"]
+    assert ahead_of("float16", fits, "blas") == []
 
 
 @pytest.mark.usefixtures("blas")
