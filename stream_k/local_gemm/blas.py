@@ -52,6 +52,8 @@ def why_not(
         return f"out has strides {out.stride()}, rows one behind another are needed"
     if allow_tf32 and ELEMENTS[a.dtype].tf32:
         return "allow_tf32 is True, and whether the BLAS goes through tf32 a switch of the process decides"
+    if out.dtype not in (a.dtype, torch.float32):
+        return f"results of {out.dtype} are none that the BLAS has for operands of {a.dtype}"
     if out.dtype != a.dtype and not target.interpreted() and target.backend() != "cuda":
         return f"results of {out.dtype} are asked of NVIDIA's BLAS alone"
     return ""

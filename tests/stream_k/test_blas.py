@@ -360,6 +360,15 @@ def test_deterministic_algorithms() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize(("of", "refused"), [(F16, False), (F32, False), (BF16, True)], ids=str)
+def test_results_of_another_type(of: torch.dtype, refused: bool) -> None:
+    """cuBLAS stores what 16-bit operands have, or fp32; partial sums may be asked for in the other 16-bit type."""
+    a, b = random(M, K, F16), random(K, N, F16)
+    reason = blas.why_not(a, b, None, "none", torch.empty(M, N, dtype=of), False)
+    assert ("none that the BLAS has" in reason) == refused
+
+
 CHOICES = [
     (BF16, (32, 4096, 4096), {}, "after"),
     (BF16, (33, 4096, 4096), {}, "blas"),
