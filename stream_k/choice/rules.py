@@ -152,9 +152,9 @@ _COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
 _PAIR_K = 2048
 
 
-# Rows of 16 bits up to which our GEMM alone is as fast as the BLAS: 0.99 of its speed on average, 0.88 to 1.18; of 33
-# to 64 rows 0.90, of more 0.914 (one H200, weights as [N, K]).
-_OWN_ROWS = 32
+# Rows of 16 bits up to which our GEMM alone is as fast as the BLAS: of 17 to 64 it had 1.07 of its speed on average,
+# 0.91 at worst, of more 0.914 on average (one H200, weights as [N, K], docs/log.md).
+_OWN_ROWS = FEW_ROWS
 
 
 def faster_by_blas(facts: Facts) -> Verdict:

@@ -336,10 +336,10 @@ def test_captured(dtype: torch.dtype) -> None:
 def test_what_a_gpu_is_given(multiplied: list[str]) -> None:
     """Without a configuration: the BLAS where it is the faster one."""
     for dtype, rows, columns, expected in (
-        (BF16, 32, N, "own"),
-        (BF16, 40, N, "blas"),
-        (BF16, 40, N + 1, "own"),
-        (F16, 40, N, "blas"),
+        (BF16, 64, N, "own"),
+        (BF16, 72, N, "blas"),
+        (BF16, 72, N + 1, "own"),
+        (F16, 72, N, "blas"),
         (F32, 1, N + 1, "blas"),
     ):
         multiplied.clear()
@@ -370,16 +370,16 @@ def test_results_of_another_type(of: torch.dtype, refused: bool) -> None:
 
 
 CHOICES = [
-    (BF16, (32, 4096, 4096), {}, "after"),
-    (BF16, (33, 4096, 4096), {}, "blas"),
+    (BF16, (64, 4096, 4096), {}, "after"),
+    (BF16, (65, 4096, 4096), {}, "blas"),
     (F16, (8192, 8192, 3584), {}, "blas"),
     (BF16, (0, 4096, 4096), {}, "after"),
     (F32, (1, 4096, 4096), {}, "blas"),
     (F32, (8192, 1, 1), {}, "blas"),
     (F32, (8192, 4096, 4096), {"allow_tf32": True}, "after"),
     (BF16, (8192, 4096, 4096), {"allow_tf32": True}, "blas"),
-    (BF16, (33, 4096, 4096), {"placement": "after"}, "after"),
-    (BF16, (32, 4096, 4096), {"placement": "blas"}, "blas"),
+    (BF16, (65, 4096, 4096), {"placement": "after"}, "after"),
+    (BF16, (64, 4096, 4096), {"placement": "blas"}, "blas"),
 ]
 
 

@@ -153,6 +153,14 @@ def test_a_threshold_that_is_crossed(
     )  # fmt: skip
 
 
+def test_few_rows_alone_are_cut_where_k_is_long(h200: torch.device) -> None:
+    """Beside communication they are cut whatever K is, of which ranks may have different shares."""
+    short, long = (stream_k.explain("gemm", 27, 5120, K, BF16, 1, h200) for K in (8191, 8192))
+    assert (short.config.split, long.config.split) == ("none", "stream_k")
+    assert "K = 8191 is too short to cut them" in str(short)
+    assert stream_k.choose("gemm_all_reduce", 27, 5120, 8191, BF16, 2, h200).split == "stream_k"
+
+
 def test_other_tiles_have_the_model_s_times(h200: torch.device) -> None:
     found = stream_k.explain("gemm", 4096, 1792, 4096, BF16, 1, h200, placement="after")
     times = tile_times(4096, 1792, 4096, 132)
@@ -162,7 +170,7 @@ def test_other_tiles_have_the_model_s_times(h200: torch.device) -> None:
     assert found.schedule == schedule_of(found.config, 4096, 1792, 4096, h200)
     # Where the BLAS is the faster one, ours is the next best.
     found = stream_k.explain("gemm", 4096, 1792, 4096, BF16, 1, h200)
-    assert found.line().startswith("blas, by rules: M = 4096 is more than 32 rows")
+    assert found.line().startswith("blas, by rules: M = 4096 is more than 64 rows")
     assert (
         f"next best: after (nothing consumes its tiles), about {times[0].us:.1f} us by the model"
         in found.line()
