@@ -6,7 +6,8 @@ then another pair, until RANKS are dead. After that PARENTS processes that have 
 processes that still map one.
 
 Ranks are forked from this process, which has imported torch, and have a store but no process group: hundreds of them
-take seconds. It is a program of its own since a test's process has threads.
+take seconds. It is a program of its own since a test's process has threads; the store, whose server is one, is in
+another, or ranks could inherit a lock that it held.
 """
 
 import json
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import Heap, launching
+from pyrocshmem import Heap, launching, rank_process
 from pyrocshmem.forming import SYSTEM_BYTES
 from pyrocshmem.groups import Group
 from pyrocshmem.stores import StoreBoard
@@ -37,12 +38,13 @@ _PATIENCE_S = 20.0
 def main(num_ranks: int, num_parents: int, nbytes: int) -> None:
     torch.set_num_threads(1)
     killed = heaps = 0
-    store, port = launching._listen()
+    server, port = _serve()
     while killed < num_ranks:
         pair_killed, pair_heaps = _kill_pair(port, killed, nbytes)
         killed += pair_killed
         heaps += pair_heaps
-    del store
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
     if num_parents:
         load_server()
     for _ in range(num_parents):
@@ -57,11 +59,33 @@ def main(num_ranks: int, num_parents: int, nbytes: int) -> None:
     print(json.dumps({"killed": killed, "heaps": heaps, "files": files, "holders": holders}))
 
 
+def _serve() -> tuple[int, int]:
+    """(process, port) of the ranks' store."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _as_child(_listen, parent, writing)
+    port = int.from_bytes(os.read(reading, 2), "little")
+    os.close(reading)
+    os.close(writing)
+    return server, port
+
+
+def _listen(parent: int, writing: int) -> None:
+    rank_process._die_with_parent(parent)
+    store, port = launching._listen()
+    os.write(writing, port.to_bytes(2, "little"))
+    signal.pause()
+    del store
+
+
 def _kill_pair(port: int, number: int, nbytes: int) -> tuple[int, int]:
     """How many were killed, and how many heaps each has formed, about.
 
     The second may have noticed the first one's end and have ended by itself, where a busy machine left it the time.
     """
+    assert len(os.listdir("/proc/self/task")) == 1, "a rank may inherit a lock that a thread holds"
     reading, writing = os.pipe()
     ranks = []
     for rank in range(2):
