@@ -4,6 +4,7 @@ After each of them the process goes on: a sound allocation is made, opened and f
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ def built_library() -> None:
 
 @pytest.fixture(autouse=True)
 def the_process_lives_on() -> Iterator[None]:
+    gc.collect()  # what an earlier test left must not go meanwhile
     before = fga.live()
     yield
     with fga.alloc(5000, "host") as memory:
