@@ -158,7 +158,9 @@ def test_bf16_is_converted_as_pytorch_does() -> None:
 def test_nobody_is_warned_of_infinities() -> None:
     """No GPU warns of what its kernels compute."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # NumPy's of values; of its own, Triton 3.6 causes others
+        warnings.simplefilter(
+            "error", RuntimeWarning
+        )  # NumPy's of values; of its own, Triton 3.6 causes others
         product = stream_k.gemm(torch.full((40, 24), math.inf), torch.zeros(24, 33))
     assert product.isnan().all()
 
