@@ -6,6 +6,7 @@ the number of a set of data every rank makes the same operands.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +203,8 @@ class _NormProduct:
             tuple(facts["config"].items()),
             kinds[facts["wire"]],
         )
+        # Of the GEMM that leaves squares: messages, the case's own default, have none.
+        self.scattering = dataclasses.replace(self.case.options()["config"], placement="after")
         self.whole = self._operands(0)
 
     def _operands(self, data: int) -> norm_bodies.Whole:
@@ -215,7 +218,7 @@ class _NormProduct:
 
     def run(self) -> torch.Tensor:
         if self.scattered:
-            return self.whole.all_scatter(config=self.case.options()["config"])
+            return self.whole.all_scatter(config=self.scattering)
         norm, total = self.whole.all_reduce()
         return torch.cat((total, norm))
 
@@ -225,7 +228,7 @@ class _NormProduct:
             total, norm = result.chunk(2)
             return whole.wrong_total(total) or whole.wrong_norm(norm, total)
         try:
-            return whole.wrong_norm(result, whole.blocks(self.case.options()["config"]))
+            return whole.wrong_norm(result, whole.blocks(self.scattering))
         except AssertionError as error:
             return str(error)
 
