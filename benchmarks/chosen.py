@@ -69,10 +69,10 @@ def schedule(
         return "blas"
     if config.split == "none":
         return "whole"
-    asked = (op, M, N, K, dtype, world_size, device, partial_dtype, placement)
-    # The configuration of `gemm` may be another one than these arguments give: `default_gemm`.
-    alone = op == "gemm"
-    found = schedule_of(config, M, N, K, device) if alone else stream_k.explain(*asked).schedule
+    if op != "gemm":
+        found = stream_k.explain(op, M, N, K, dtype, world_size, device, partial_dtype, placement).schedule
+    else:  # its configuration may be another one than these arguments give: `default_gemm`
+        found = schedule_of(config, M, N, K, device)
     if found is None or not found.has_shared_tiles:
         return "whole"
     return "separate" if config.split == "separate" else found.kind

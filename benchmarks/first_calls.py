@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import torch
@@ -96,8 +97,7 @@ def measure(rank: int, world_size: int, case: Case) -> Took:
         return Took(done.seconds, first, done.kernels, new, again)
 
 
-def _host_us(make: object, numbers: list[int], heap: Heap) -> float:
-    assert callable(make)
+def _host_us(make: Callable[[int], object], numbers: list[int], heap: Heap) -> float:
     spent = []
     for turn, rows in enumerate(numbers):
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def _host_us(make: object, numbers: list[int], heap: Heap) -> float:
 
 def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int) -> list[str]:
     """The lines of the table."""
-    heads: tuple[str, ...] = (
+    heads = (
         "op",
         "cold, s",
         "warm cache, s",
@@ -119,8 +119,9 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
         "warm_up cold, s",
         "with a warm cache, s",
         "kernels",
+        "new rows, us of the host",
+        "the same again, us",
     )
-    heads = (*heads, "new rows, us of the host", "the same again, us")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for op in ops:
         took = []

@@ -289,11 +289,11 @@ def _computed(
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind.
 
-    call: as the ranks compared it."""
+    called: as the ranks compared it."""
 
     def __init__(
         self,
-        call: CallName,
+        called: CallName,
         a: torch.Tensor,
         b: torch.Tensor,
         residual: torch.Tensor | None,
@@ -304,7 +304,7 @@ class _Plan:
         config: Config,
         workspace: Workspace,
     ) -> None:
-        self.call, self.workspace, shape = call, workspace, (a.shape[0], b.shape[1])
+        self.called, self.workspace, shape = called, workspace, (a.shape[0], b.shape[1])
         self.widens = ELEMENTS[a.dtype].widened
         # Of a result, but for its memory.
         self.like = shape_of(a, shape)
@@ -336,7 +336,7 @@ class _Plan:
         out, after = results(self.like, residual, weight, eps, bias)
         if planning.here.mode is not None:
             return out, after.total
-        with self.workspace.begin(self.call):
+        with self.workspace.begin(self.called):
             tensors = (a, b, out, *after.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
         return out, after.total

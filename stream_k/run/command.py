@@ -20,6 +20,7 @@ from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import find_problem
 from pyrocshmem.results import RanksFailed
 from pyrocshmem.stream_k.choice.explain import explain
+from pyrocshmem.stream_k.choice.table import dtype_name
 from pyrocshmem.stream_k.run import job as fused
 
 _CPU_RANKS = 4
@@ -122,9 +123,9 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
     """What is printed before the run."""
     problem = job.problem
     library = "NCCL/RCCL" if target.backend() != "host" else "gloo"
-    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}, {_name(job.dtype)}"
+    sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}, {dtype_name(job.dtype)}"
     rounded = job.rounds_to(num_ranks)
-    partials = f"a rounding of each rank's partial to {_name(rounded)}" if rounded else ""
+    partials = f"a rounding of each rank's partial to {dtype_name(rounded)}" if rounded else ""
     return {
         "runs on": target.describe(),
         "reference": f"{problem.steps} ({library})",
@@ -133,10 +134,6 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
         **(_chosen(job, num_ranks) if problem.configured else {}),
         "bound": problem.describe_bound(job.dtype, partials),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _chosen(job: fused.Job, num_ranks: int) -> dict[str, object]:
@@ -159,7 +156,7 @@ def _chosen(job: fused.Job, num_ranks: int) -> dict[str, object]:
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"
     steps = f"{config.block_m} x {config.block_n} x {config.block_k}"
     rounded = job.rounds_to(num_ranks)
-    wire = "fp32" if rounded is None else _name(rounded)
+    wire = "fp32" if rounded is None else dtype_name(rounded)
     facts: dict[str, object] = {
         "schedule": f"{schedule.kind}: {tiles}, {schedule.num_programs} programs{beside}",
         "tile": f"{steps}, {config.num_warps} warps, {config.num_stages} stages",
