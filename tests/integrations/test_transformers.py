@@ -89,12 +89,13 @@ def error(x: torch.Tensor, right: torch.Tensor) -> float:
     return float((x.double() - right.detach()).norm() / right.detach().norm())
 
 
-def by_module(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A module's parameters in one: a bias alone has few elements, so that much of its error is chance."""
+def by_block(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All parameters of an attention or an MLP in one: a bias or a norm of a head alone has few elements, so that much
+    of its error is chance."""
     found: dict[str, list[torch.Tensor]] = {}
     for name, x in model.items():
-        found.setdefault(name.rpartition(".")[0], []).append(x.flatten())
-    return {module: torch.cat(parts) for module, parts in found.items()}
+        found.setdefault(".".join(name.split(".")[:4]), []).append(x.flatten())
+    return {block: torch.cat(parts) for block, parts in found.items()}
 
 
 def is_close(ours: float, whole_model: float) -> bool:
@@ -177,7 +178,7 @@ def of_model(kind: str, folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     losses, *tensors = zip(*(trained(model, tokens) for model in (two, one, exact)), strict=True)
     found["loss"] = [abs(loss / losses[2] - 1) for loss in losses[:2]]
     for what, models_and_right in zip(("gradients", "weights"), tensors, strict=True):
-        *models, right = map(by_module, models_and_right)
+        *models, right = map(by_block, models_and_right)
         found[what] = {name: [error(model[name], right[name]) for model in models] for name in right}
     two.save_pretrained(folder / "trained")
     loaded = class_of(kind).from_pretrained(folder / "trained").to(device)
