@@ -7,8 +7,8 @@ masks on the wire. Every rank computes the same tiles in the same order. Each R 
 each rank owns one; ownership moves on by one rank from wave to wave (`owned_tile`), so that every rank and every
 program gets its share.
 
-Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in rank order in
-                                                              fp32, adds the bias, activates, adds the residual
+Two-shot:   source --partial tile, flag ready[source][tile]--> owner: sums the R partials in fp32
+                                                              (`pair_sums`), adds the bias, activates, adds the residual
             owner  --final tile, flag done[tile]-------------> every rank's result
 One-shot:   every rank sums every tile itself: no second hop, R / 2 times the bytes.
 
@@ -190,12 +190,24 @@ def _targets(pointer, context, WORLD: tl.constexpr, ONE_SHOT: tl.constexpr):
 
 
 @triton.jit
+def _sum_of(sources, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The fp32 sum of what COUNT of the `sources`, from number FIRST on, have at `offsets`. In the order of
+    `pair_sums.of_terms`, but a term is loaded when it is added, so that few take registers at once."""
+    if COUNT == 1:
+        total = tl.load(sources[FIRST] + offsets).to(tl.float32)
+    else:
+        LEFT: tl.constexpr = triton.next_power_of_2(COUNT) // 2
+        total = _sum_of(sources, offsets, FIRST, LEFT) + _sum_of(sources, offsets, FIRST + LEFT, COUNT - LEFT)
+    return total
+
+
+@triton.jit
 def _reduce_tile(
     tile, epoch, extra, context, problem, events, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the R partials of `tile`, sum them in rank order, and store the result where it belongs."""
+    """Wait for the R partials of `tile`, sum them, and store the result where it belongs."""
     M, N, flags, finish = problem.M, problem.N, extra.flags, extra.finish
     ROWS: tl.constexpr = OPTIONS.rows
     tiles = _num_tiles(problem, BLOCK_M, BLOCK_N)
@@ -212,9 +224,7 @@ def _reduce_tile(
         for step in range(0, BLOCK_M // ROWS):
             rows = step * ROWS + tl.arange(0, ROWS)
             packed = rows[:, None] * BLOCK_N + cols[None, :]
-            total = tl.load(sources[0] + packed).to(tl.float32)
-            for source in tl.static_range(1, WORLD):
-                total += tl.load(sources[source] + packed).to(tl.float32)
+            total = _sum_of(sources, packed, 0, WORLD)
             total = finished(total, finish, tile_n * BLOCK_N, N, BLOCK_N, OPTIONS.activation)
             i = tile_m * BLOCK_M + rows
             offsets = i.to(tl.int64)[:, None] * N + j[None, :]

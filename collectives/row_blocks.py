@@ -12,7 +12,7 @@ either a GEMM's program leaves room for it, or a multiprocessor is free.
     2. step_kernel, then copies of a step's partial rows to their owner
                                       --partial flags-->  3. at the owner
     3. GEMM of this rank's rows, with epilogue `sum_rows`: when the partials of a tile have come, rounds its own as
-       they are, sums all in rank order in fp32, adds the bias, activates, adds the residual; into the result or, in an
+       they are, sums all in fp32 (`pair_sums`), adds the bias, activates, adds the residual; into the result or, in an
        all-reduce, into `sums`
                                       --tile flags-->     4.
     4. all-reduce: step_kernel        --sum flags-->      4. at every rank
@@ -37,6 +37,7 @@ import triton.language as tl
 
 from pyrocshmem import signal, trace
 from pyrocshmem.calls.tensors import POINTER
+from pyrocshmem.collectives import pair_sums
 from pyrocshmem.collectives.epilogue import (
     Output,
     add_residual,
@@ -155,12 +156,26 @@ def _sent(
 
 
 @triton.jit
+def _in_rank_order(own, blocks, rank, WORLD: tl.constexpr):
+    """fp32 terms of all ranks: this rank's `own`, and the `blocks` of the others."""
+    terms = ()
+    for source in tl.static_range(WORLD):
+        term = own
+        if source < WORLD - 1:
+            term = tl.where(rank > source, blocks[source].to(tl.float32), term)
+        if source > 0:
+            term = tl.where(rank < source, blocks[source - 1].to(tl.float32), term)
+        terms = terms + (term,)  # type: ignore[assignment]
+    return terms
+
+
+@triton.jit
 def sum_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue: wait for the peers' partials of the tile's rows, and sum them and the tile, rounded as they are, in
-    rank order in fp32, into this rank's rows. Writes nothing once a wait has given up. `extra` is `OwnRows`, OPTIONS
+    fp32 (`pair_sums`), into this rank's rows. Writes nothing once a wait has given up. `extra` is `OwnRows`, OPTIONS
     are `SumOptions`."""
     M, N, partials = problem.M, problem.N, extra.partials
     PART_N: tl.constexpr = BLOCK_N // len(parts)
@@ -181,11 +196,7 @@ def sum_rows(
         for peer in tl.static_range(PEERS):
             block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
             blocks = blocks + (block,)  # type: ignore[assignment]
-        total = tl.zeros((BLOCK_M, PART_N), tl.float32)
-        for peer in tl.static_range(PEERS):
-            total = tl.where(peer == rank, total + own, total)
-            total += blocks[peer].to(tl.float32)
-        total = tl.where(rank == PEERS, total + own, total)
+        total = pair_sums.of_terms(_in_rank_order(own, blocks, rank, WORLD))
         total = finished(total, extra.finish, col, N, PART_N, OPTIONS.activation)
         total = add_residual(total, residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(

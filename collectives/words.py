@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import message
+from pyrocshmem.collectives import pair_sums
 from pyrocshmem.collectives.epilogue import rounded
 
 
@@ -185,7 +186,7 @@ def sum_ranks(values, valid):
     sums = ()
     for e in tl.static_range(len(values)):
         # -0.0 is what changes no sum, not even one of zeros.
-        sums = sums + (tl.sum(tl.where(valid, values[e], -0.0), axis=1),)  # type: ignore[assignment]
+        sums = sums + (pair_sums.along(tl.where(valid, values[e], -0.0), 1),)  # type: ignore[assignment]
     return sums
 
 
