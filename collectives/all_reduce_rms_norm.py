@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from pyrocshmem import status, trace
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
@@ -25,6 +25,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
+from pyrocshmem.collectives.row_norm import row_norm, row_norm_gradients
 from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
 
@@ -56,7 +57,8 @@ def all_reduce_rms_norm(
     if by_hand:
         heap, space = find_workspace(group, workspace)
         recorded = trace.recorder() is not None
-        key = ("all_reduce_rms_norm", kind(x), kind(residual), kind(weight), eps, algorithm, recorded)
+        mode = invariance.current(space)
+        key = ("all_reduce_rms_norm", kind(x), kind(residual), kind(weight), eps, algorithm, recorded, mode)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
             return plan.run(x, residual, weight, eps)
@@ -68,10 +70,11 @@ def all_reduce_rms_norm(
         return op(x, residual, weight, eps, algorithm, name)
     check_place(heap, x)
     if heap.world_size == 1:
-        return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
+        with invariance.at_least(mode):
+            return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
     call = CallName.of(
         f"all_reduce_rms_norm(# x {x.shape[-1]} {x.dtype}, residual={residual is not None}, "
-        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded})",
+        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded}{invariance.of_call(space)})",
         math.prod(x.shape[:-1]),
     )
     if x.numel() == 0:
@@ -177,13 +180,16 @@ def results(
 
 
 def normalized(
-    total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, ranks: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm, total + residual), by PyTorch."""
+    """(the norm, total + residual), by PyTorch. Where a row must have the same bits in every batch, those that an
+    exchange between so many ranks gives it."""
     if planning.here.mode is not None:
         return torch.empty_like(total), total
     if residual is not None:
         total = total + residual
+    if invariance.current():
+        return row_norm(total, weight, eps, ranks), total
     # A plain number: of a symbolic one torch 2.11's kernel on GPUs makes another.
     columns = (int(weight.shape[0]),)
     if weight.dtype == total.dtype:
@@ -199,11 +205,16 @@ def gradients(
     weight: torch.Tensor,
     eps: float,
     wants_weight: bool,
+    ranks: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(that of the total, that of the weight), from those of the norm, `g`, and of the total as a result, `more`, which
-    may be missing. PyTorch's, which has one kernel for it: the norm is computed once more instead of kept."""
+    may be missing. PyTorch's, which has one kernel for it: the norm is computed once more instead of kept. ranks: of
+    the exchange."""
     if g is None:
         return torch.zeros_like(total) if more is None else more, None
+    if invariance.current():
+        grad, of_weight = row_norm_gradients(g, total, weight, eps, ranks)
+        return grad if more is None else grad + more, of_weight if wants_weight else None
     with torch.enable_grad():
         wanted = total.detach().requires_grad_(), weight.detach().requires_grad_(wants_weight)
         y, _ = normalized(wanted[0], None, wanted[1], eps)

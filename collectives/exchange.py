@@ -34,7 +34,7 @@ PIECE_BYTES = 64 << 20
 
 # Threads of a program, each of which handles a unit of one rank. In the interpreter, where a program costs more than
 # its data, each handles more.
-_THREADS, _MOST_THREADS = 128, 1024
+_THREADS, MOST_THREADS = 128, 1024
 _INTERPRETED_UNITS = 2048
 # In gathers of more units than this a thread handles two, so that more of them are in flight.
 _MANY_UNITS = 1 << 20
@@ -326,7 +326,7 @@ def _launch(
     sums, gathers, broadcasts = _KINDS[kind]
     if after.weight is not None:
         step, parts = row_programs(row_units, world, target.interpreted())
-        programs, threads = piece.rows * parts, min(_MOST_THREADS, step * ranks)
+        programs, threads = piece.rows * parts, min(MOST_THREADS, step * ranks)
     else:
         units, threads, parts = piece.rows * row_units, _THREADS, 0
         step = (_INTERPRETED_UNITS if target.interpreted() else _THREADS) // ranks

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, trace
-from pyrocshmem.collectives import any_bits, reductions
+from pyrocshmem.collectives import any_bits, normalizing, reductions
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import PLAIN, activate
 from pyrocshmem.device import remote
@@ -89,41 +89,16 @@ def _finished(values, added, place, mask, last, finish, columns, ACTIVATION: tl.
 
 
 @triton.jit
-def _weights(weight, column, width, mask, UNIT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """fp32 weights of the units' columns."""
-    WEIGHT: tl.constexpr = weight.dtype.element_ty
-    values = ()
-    if WEIGHT.primitive_bitwidth < DTYPE.primitive_bitwidth:
-        # A unit of weights is half a quad.
-        for e in tl.static_range(UNIT):
-            value = tl.load(weight + column + e, mask=mask & (column + e < width), other=0.0).to(tl.float32)
-            values = values + (value,)  # type: ignore[assignment]
-    else:
-        words = units.load_unit(weight, column, column, width, mask, UNIT, ALIGNED)
-        values = units.unpack(words, UNIT, WEIGHT)
-    return values
-
-
-@triton.jit
-def _of_rank(each, rank, RANKS: tl.constexpr):
-    """Element `rank` of [ranks], as one number, which has no layout to convert (`units.spread` says why)."""
-    return tl.sum(tl.where(tl.arange(0, RANKS) == rank, each, 0.0), axis=0)
-
-
-@triton.jit
 def _note_squares(
     notes, words, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """Send the fp32 sum of squares of this program's units of a row, as one note of `rank`, to the ranks where `keeps`.
     words: blocks [U, ranks], the same in each column."""
     values = units.unpack(words, UNIT, DTYPE)
-    squares = tl.zeros(values[0].shape, tl.float32)
-    for e in tl.static_range(UNIT):
-        squares += tl.where((valid & (column + e < width))[:, None], values[e] * values[e], 0.0)
-    sum_here = _of_rank(tl.sum(squares, axis=0), 0, squares.shape[1])
+    sum_here = normalizing.sum_of_units(values, values, column, width, valid)
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
-    place = tl.zeros(squares.shape, tl.int64) + rank * tl.num_programs(0) + tl.program_id(0)
-    word = tl.zeros(squares.shape, tl.int32) + sum_here.to(tl.int32, bitcast=True)
+    place = tl.zeros(values[0].shape, tl.int64) + rank * tl.num_programs(0) + tl.program_id(0)
+    word = tl.zeros(values[0].shape, tl.int32) + sum_here.to(tl.int32, bitcast=True)
     note.push(notes + 2 * place, word, number, first)
 
 
@@ -145,19 +120,8 @@ def _row_squares(
     each = tl.sum(word.to(tl.float32, bitcast=True), axis=0)
     squares = tl.zeros(word.shape, tl.float32)
     for k in tl.static_range(WORLD):
-        squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
+        squares = tl.where(ranks == k, normalizing.of_rank(each, k), squares)
     return squares, late
-
-
-@triton.jit
-def _normalized(words, squares, weights, width, eps, UNIT: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of units, given the sums of squares of their rows."""
-    values = units.unpack(words, UNIT, DTYPE)
-    scale = tl.math.rsqrt(squares / width + eps)
-    scaled = ()
-    for e in tl.static_range(UNIT):
-        scaled = scaled + (values[e] * scale * weights[e],)  # type: ignore[assignment]
-    return units.pack(scaled, DTYPE)
 
 
 @triton.jit
@@ -287,7 +251,7 @@ def exchange_kernel(
         more = units.load_unit(finish.residual, own + element, element, mine, valid, UNIT, ALIGNED)
         added = units.unpack(more, UNIT, DTYPE)
     if PARTS:
-        weights = _weights(
+        weights = normalizing.weights_of(
             after.weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED
         )
 
@@ -376,7 +340,7 @@ def exchange_kernel(
         squares, later = _row_squares(notes, keeps, number, deadline, context, PARTS, STEP, WORLD, RANKS)
         late |= later
         trace.mark(events, trace.STORE, program)
-        words = _normalized(words, squares, weights, width, after.eps, UNIT, DTYPE)
+        words = normalizing.normalized(words, squares, weights, width, after.eps, UNIT, DTYPE)
     units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     absent = tl.max(late, axis=0)
     if SUMS and GATHERS:

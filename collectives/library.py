@@ -94,7 +94,8 @@ def _norm_shapes(x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, weight, ctx.eps, *_ = inputs
+    _, _, weight, ctx.eps, _, group = inputs
+    ctx.ranks = ranks(group)[1]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], weight)
 
@@ -103,7 +104,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
 def _of_norm(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     _, wants_residual, wants_weight, *_ = ctx.needs_input_grad
     total, weight = ctx.saved_tensors
-    grad, of_weight = gradients(g, more, total, weight, ctx.eps, wants_weight)
+    grad, of_weight = gradients(g, more, total, weight, ctx.eps, wants_weight, ctx.ranks)
     return grad, grad if wants_residual else None, of_weight, None, None, None
 
 

@@ -36,7 +36,7 @@ def _lanes(x, AXIS: tl.constexpr):
 @triton.jit
 def _steps(x, AXIS: tl.constexpr, APART: tl.constexpr):
     """The sums of branches of APART elements, which `x` has, up to that of all."""
-    if APART < x.shape[AXIS]:
+    if x.shape[AXIS] > APART:
         x += tl.gather(x, _lanes(x, AXIS) ^ APART, AXIS)
         x = _steps(x, AXIS, 2 * APART)
     return x

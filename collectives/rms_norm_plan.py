@@ -15,7 +15,7 @@ import torch
 import triton
 
 from pyrocshmem import trace
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
@@ -116,7 +116,7 @@ class NormPlan:
         self.graphs: Graphs | None = None  # not of a single launch
         if gemm is not None or self.buffer is not None:
             self.graphs = Graphs(workspace, gemm is None or gemm.replayable)
-        blocks = Blocks.of(M, N, heap.device)
+        blocks = Blocks.of(M, N, heap.device, alike=invariance.current(workspace) > 0)
         place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)
         self.squares = None if gemm is None else gemm.squares
@@ -197,7 +197,7 @@ def plan_key(
 ) -> Any:
     """Of the plan of such a call, in `Workspace.plans`."""
     given = (kind(x), kind(weight), kind(residual), kind(out), _offset(workspace, norm, out))
-    return "rms_norm", *given, norm, trace.recorder() is not None
+    return "rms_norm", *given, norm, trace.recorder() is not None, invariance.current(workspace)
 
 
 def _offset(workspace: Workspace, norm: Norm, out: torch.Tensor | None) -> int | None:
@@ -228,7 +228,8 @@ def forward(
         )
         words += f", {'replicated' if norm.replicated else 'sharded'} {norm.out_dtype}"
         words += "" if place is None else f" at offset {place}"
-        call = CallName.of(f"rms_norm({words}, recorded={trace.recorder() is not None})", rows)
+        words += f", recorded={trace.recorder() is not None}{invariance.of_call(workspace)}"
+        call = CallName.of(f"rms_norm({words})", rows)
         if rows == 0 or norm.hidden == 0:
             agree(workspace, call)
             return new_results(norm.templates(x, residual), x, residual, out)
@@ -267,11 +268,12 @@ def backward(
     M, N = rows.shape
     first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
     gradient = as_rows(g)[:, first : first + N]
-    blocks = Blocks.of(M, N, device)
+    blocks = Blocks.of(M, N, device, alike=invariance.current(workspace) > 0)
     grad = torch.empty(h.shape, dtype=dtype, device=device)
     partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
     call = CallName.of(
-        f"rms_norm_backward(# x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype})",
+        f"rms_norm_backward(# x {hidden}, {h.dtype}, gradient {g.dtype}, weight {weight.dtype}, to {dtype}"
+        f"{invariance.of_call(workspace)})",
         M,
     )
     if M == 0 or hidden == 0:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import note, signal, target
+from pyrocshmem.collectives import pair_sums
 from pyrocshmem.device import remote
 from pyrocshmem.target import num_sms
 from pyrocshmem.trace import now_ns
@@ -41,10 +42,11 @@ class Blocks:
     programs: int
 
     @classmethod
-    def of(cls, M: int, N: int, device: torch.device) -> Blocks:
-        """Few rows: one a program. Many: as many as keep all programs busy, at most 16."""
+    def of(cls, M: int, N: int, device: torch.device, alike: bool = False) -> Blocks:
+        """Few rows: one a program. Many: as many as keep all programs busy, at most 16. alike: whatever M, all rows are
+        cut, and so added up, in the same way: one at a time."""
         share = num_sms(device) * (1 if target.interpreted() else _SHARE)
-        rows = min(_MAX_ROWS, triton.next_power_of_2(max(1, -(-M // share))))
+        rows = 1 if alike else min(_MAX_ROWS, triton.next_power_of_2(max(1, -(-M // share))))
         columns = min(triton.next_power_of_2(max(N, 1)), _TILE // rows)
         count = -(-M // rows)
         return cls(rows, columns, count, min(count, share))
@@ -86,7 +88,7 @@ def receive(
     there = (ranks < WORLD) & (row < M)
     place = tl.cast(ranks, tl.int64) * M + row
     word, late = note.poll(notes, place, number, there, deadline, context)
-    sums = tl.sum(tl.where(there, word.to(tl.float32, bitcast=True), 0.0), axis=0)
+    sums = pair_sums.along(tl.where(there, word.to(tl.float32, bitcast=True), 0.0), 0)
     return sums, tl.max(late, axis=1)
 
 

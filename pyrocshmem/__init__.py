@@ -44,6 +44,7 @@ if TYPE_CHECKING or not checks_options_first():
     from pyrocshmem.status import op_number
 
 if TYPE_CHECKING:
+    from pyrocshmem.calls.invariance import batch_invariant
     from pyrocshmem.calls.kernels import launch
     from pyrocshmem.calls.workspace import Workspace
     from pyrocshmem.warming import warm_up
@@ -67,6 +68,7 @@ __all__ = [
     "WorkspaceBusy",
     "__version__",
     "as_group",
+    "batch_invariant",
     "close_all",
     "from_torchrun",
     "heap_for",
@@ -81,7 +83,12 @@ __all__ = [
 
 
 # What imports Triton's language and interpreter, which forming a heap needs not: loaded when it is first asked for.
-_LATE = {"Workspace": "calls.workspace", "launch": "calls.kernels", "warm_up": "warming"}
+_LATE = {
+    "Workspace": "calls.workspace",
+    "batch_invariant": "calls.invariance",
+    "launch": "calls.kernels",
+    "warm_up": "warming",
+}
 _PACKAGES = (
     "benchmarks",
     "collectives",

@@ -33,6 +33,7 @@ def main(
     iters: Annotated[int | None, typer.Option("--iters")] = None,
     json: Annotated[Path | None, typer.Option("--json")] = None,
     trace: Annotated[Path | None, typer.Option("--trace")] = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant")] = False,
     help_: Annotated[bool, typer.Option("-h", "--help")] = False,
 ) -> None:
     """Run a fused op; `usage.txt` has the options."""
@@ -69,6 +70,7 @@ def main(
             iters=iters,
             json_path=json,
             trace_path=trace,
+            batch_invariant=batch_invariant,
         )
     except (ValueError, OSError) as error:
         options.refuse(error)

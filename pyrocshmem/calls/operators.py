@@ -37,7 +37,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from pyrocshmem.calls import labels
+from pyrocshmem.calls import invariance, labels
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.groups import as_group
 from pyrocshmem.heap import Heap, heap_for
@@ -170,6 +170,7 @@ def define(
     `torch.library.register_autograd` takes them. ordered: graphs keep each call, and their order: ranks whose graphs
     differ would wait for one another's.
     """
+    run, keep, backward = _in_their_mode(schema, run, keep, backward)
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default", _below(run))
     torch.library.register_fake(name, shapes)
@@ -182,6 +183,37 @@ def define(
         function = _function(op, run, keep, backward)
     assert not hasattr(ops, op), f"{name}: another package has an op of that name"
     setattr(ops, op, Operator(getattr(getattr(torch.ops, package), op), run, function))
+
+
+def _in_their_mode(
+    schema: str,
+    run: Callable[..., Any],
+    keep: Callable[..., None] | None,
+    backward: Callable[..., Any] | None,
+) -> tuple[Any, Any, Any]:
+    """The functions of an operator, run in the mode that the name of its group has (`invariance.marked`): a graph may
+    be replayed, and a gradient taken, where the mode of the call is over."""
+    arguments = schema.partition(")")[0].split(", ")
+    found = [number for number, each in enumerate(arguments) if each.endswith(("str group", "str workspace"))]
+    if not found:
+        return run, keep, backward  # it has the same bits in every mode
+    (place,) = found
+
+    def run_so(*args: Any) -> Any:
+        with invariance.at_least(invariance.unmarked(args[place])[1]):
+            return run(*args)
+
+    def keep_so(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        assert keep is not None
+        ctx.invariance = invariance.unmarked(inputs[place])[1]
+        keep(ctx, inputs, output)
+
+    def backward_so(ctx: Any, *grads: Any) -> Any:
+        assert backward is not None
+        with invariance.at_least(ctx.invariance):
+            return backward(ctx, *grads)
+
+    return run_so, keep and keep_so, backward and backward_so
 
 
 def _below(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +254,8 @@ def dispatched(*operands: Any, whole: bool = True) -> bool:
 
 
 def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
-    """The name of a group, or of a workspace on it, in a schema: "<rank>/<ranks>/<label>".
+    """The name of a group, or of a workspace on it, in a schema: "<rank>/<ranks>/<label>", and the mode of calls that
+    are made now (`invariance`).
 
     group, workspace: as the public functions take them. A process group's label is the name it is registered under in
     torch.distributed; heaps and workspaces have one each, good while they live. The rank is in it because
@@ -232,9 +265,17 @@ def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
     if workspace is not None and not torch.compiler.is_compiling():
         find_workspace(group, workspace)
     members = group if workspace is None else workspace.heap
-    if not isinstance(members, Heap):
-        return _name_of_group(group)
-    return f"{members.rank}/{members.world_size}/{members.label if workspace is None else workspace.label}"
+    if isinstance(members, Heap):
+        label = members.label if workspace is None else workspace.label
+        name = f"{members.rank}/{members.world_size}/{label}"
+    else:
+        name = _name_of_group(group)
+    return invariance.marked(name, workspace)
+
+
+def local_name(workspace: Workspace | None = None) -> str:
+    """The same of calls without a group: the workspace's label, and their mode."""
+    return invariance.marked("" if workspace is None else workspace.label, workspace)
 
 
 def ranks(name: str) -> tuple[int, int]:
@@ -258,12 +299,16 @@ def _name_of_group(group: Any) -> str:
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return f"{members.rank}/{members.world_size}/{_PROCESS_GROUP}{group.group_name}"
-    return name_of(heap_for(members))
+    heap = heap_for(members)
+    return f"{heap.rank}/{heap.world_size}/{heap.label}"
 
 
 def find(name: str) -> tuple[Any, Workspace | None]:
-    """(group, workspace) that a name stands for. ValueError when there is none any more."""
-    label = name.split("/", 2)[-1]
+    """(group, workspace) that a name stands for; None for what it doesn't name. ValueError when there is none any
+    more."""
+    label = invariance.unmarked(name)[0].split("/", 2)[-1]
+    if not label:
+        return None, None
     if label.startswith(_PROCESS_GROUP):
         return _resolve_process_group(label.removeprefix(_PROCESS_GROUP)), None
     found = labels.find(label)

@@ -8,13 +8,28 @@
     assert compiled.spills == 0, compiled.text
     kernels = testing.compile_call("gfx942", lambda: put(y, x, workspace))     # all that a call launches
 
-Nothing runs, so this process can't: ranks that run kernels need another one. It is the top layer, which may import
-everything, and nothing in the library imports it.
+Nothing runs, so this process can't: ranks that run kernels need another one. In those `assert_batch_invariant` tells
+whether rows of a result depend on their batch:
+
+    with pyrocshmem.batch_invariant():
+        testing.assert_batch_invariant(model, rows=tokens)
+
+It is the top layer, which may import everything, and nothing in the library imports it.
 """
 
 from pyrocshmem.testing.compile import compile_call, compile_for
 from pyrocshmem.testing.compiled import Compiled
+from pyrocshmem.testing.invariant import assert_batch_invariant
 from pyrocshmem.testing.planning_heap import PlanningHeap
 from pyrocshmem.testing.targets import TARGETS, Target, pretend
 
-__all__ = ["TARGETS", "Compiled", "PlanningHeap", "Target", "compile_call", "compile_for", "pretend"]
+__all__ = [
+    "TARGETS",
+    "Compiled",
+    "PlanningHeap",
+    "Target",
+    "assert_batch_invariant",
+    "compile_call",
+    "compile_for",
+    "pretend",
+]

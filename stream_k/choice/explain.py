@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pyrocshmem.calls.invariance import Invariance, current
 from pyrocshmem.stream_k.choice.cache import one_line
 from pyrocshmem.stream_k.choice.config import BY_BLAS, BY_MESSAGE, Config, with_a_free_multiprocessor
 from pyrocshmem.stream_k.choice.placement import Estimate, Facts, find_placement
@@ -35,7 +36,8 @@ class Explanation:
     refused: (name, why not) of the placements that the rules asked before. next_best: (name, why) of the next
     placement, in the op's order, that suits, too; None: there is none. estimates: times by a model, of our tiles, the
     chosen one's first; empty where no model chose the tile. schedule: of the GEMM, of all blocks of rows together where
-    they are launched in turn; None for an empty result, and where the BLAS multiplies if it can.
+    they are launched in turn; None for an empty result, and where the BLAS multiplies if it can. fixed: what the mode
+    of `pyrocshmem.batch_invariant` fixes, and what that costs where a model says it; "" where there is no mode.
     """
 
     op: str
@@ -50,6 +52,7 @@ class Explanation:
     estimates: tuple[Estimate, ...]
     entry: Entry | None
     schedule: Schedule | None
+    fixed: str = ""
 
     def line(self) -> str:
         """The choice, what decided and why, the schedule and the next best, in one line."""
@@ -58,6 +61,7 @@ class Explanation:
         parts = [
             f"{chosen}, by {self.decided_by}: {self._because()}",
             self._waves(),
+            self.fixed,
             f"next best: {self._next()}",
         ]
         return "; ".join(part for part in parts if part)
@@ -77,6 +81,8 @@ class Explanation:
         lines.append(f"  tile {tile}{blas}: {self.tile}")
         if self.schedule is not None:
             lines.append(f"  schedule: {self._waves()}")
+        if self.fixed:
+            lines.append(f"  {self.fixed}")
         lines.append(f"  next best: {self._next()}")
         for each in self.estimates[1 : _SHOWN + 1] if not blas else ():
             lines.append(
@@ -128,17 +134,21 @@ def explain(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
     allow_tf32: bool = False,
+    invariance: Invariance | None = None,
 ) -> Explanation:
     """Why `stream_k.choose`, with the same arguments, gives the configuration that it gives.
 
     M, N, K: of a rank's GEMM [M, K] x [K, N], as for `choose`: M rows of all ranks, and this rank's share of N or K.
     dtype: of the operands. world_size: ranks of the group. partial_dtype: what partial sums travel in, as in `Config`.
     placement: explain the configuration of this one; None: that of the fastest one known. allow_tf32: as of the call.
+    invariance: the mode of the call; None: that of this thread (`pyrocshmem.batch_invariant`).
     Returns an `Explanation`: which rule decided, with its thresholds and the values compared with them, or which entry
     of the measured table; the schedule; and what the next best would cost, where that was measured or a model gives it,
     in microseconds. Nothing is launched. Raises what `choose` raises.
     """
-    found = choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
+    mode = current() if invariance is None else invariance
+    asked = (op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
+    found = choice(*asked, mode)
     config, decision = found.config, found.rules
     entry = None if found.table is None else found.table.entry
     by_rules = config == decision.config
@@ -166,7 +176,26 @@ def explain(
         estimates=decision.tiling.estimates if by_rules else (),
         entry=entry,
         schedule=_schedule(op, found),
+        fixed=_fixed(op, found, choice(*asked)) if mode else "",
     )
+
+
+def _fixed(op: str, found: Choice, default: Choice) -> str:
+    """What a mode fixes of a call, and its cost: the time of what it takes over that of what the default takes."""
+    facts, mine, other = found.rules.facts, found.config, default.config
+    different = [
+        f"{name} {getattr(mine, name)} instead of {getattr(other, name)}"
+        for name in ("placement", "split", "block_m", "block_n", "block_k")
+        if getattr(mine, name) != getattr(other, name)
+    ]
+    text = f"{facts.invariance}: tiles are whole, the BLAS isn't asked; "
+    if not different:
+        return text + "the default is the same, so it costs nothing but the order in which a norm adds"
+    text += ", ".join(different)
+    times = [each.rules.tiling.estimates for each in (found, default)]
+    if find_placement(op, other.placement).name in BY_BLAS or not all(times):
+        return f"{text}, at a cost that no model knows"
+    return f"{text}, which takes {times[0][0].us / times[1][0].us:.2f} times as long by the model"
 
 
 def _next_best(op: str, decision: Decision) -> tuple[str, str] | None:

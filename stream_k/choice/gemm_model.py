@@ -19,7 +19,7 @@ the fastest of the 28 on average, 1.08 at the 95th percentile, 1.18 at worst.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -99,15 +99,19 @@ class TileTime(NamedTuple):
 _ROWS = 64
 
 
-def tile_times(M: int, N: int, K: int, num_sms: int) -> tuple[TileTime, ...]:
-    """All tiles for [M, K] x [K, N] on so many SMs, the fastest first; M rounded up to whole tile rows of any tile."""
-    return _tile_times(-(-M // _ROWS) * _ROWS, N, K, num_sms)
+def tile_times(M: int, N: int, K: int, num_sms: int, whole: bool = False) -> tuple[TileTime, ...]:
+    """All tiles for [M, K] x [K, N] on so many SMs, the fastest first; M rounded up to whole tile rows of any tile.
+    whole: none is cut."""
+    return _tile_times(-(-M // _ROWS) * _ROWS, N, K, num_sms, whole)
 
 
 @lru_cache(maxsize=4096)
-def _tile_times(M: int, N: int, K: int, num_sms: int) -> tuple[TileTime, ...]:
+def _tile_times(M: int, N: int, K: int, num_sms: int, whole: bool) -> tuple[TileTime, ...]:
+    tiles: tuple[Tile, ...] = (*TILES, COHORTS, FOUR_WARPS) if N % 8 == 0 else TILES
+    if whole:
+        tiles = tuple(dict.fromkeys(replace(tile, split="none") for tile in tiles))
     found = []
-    for tile in (*TILES, COHORTS, FOUR_WARPS) if N % 8 == 0 else TILES:
+    for tile in tiles:
         schedule = _schedule(tile, M, N, K, num_sms)
         found.append(TileTime(_time(tile, schedule, M, N, K, num_sms), tile, schedule))
     return tuple(sorted(found, key=lambda each: each.us))

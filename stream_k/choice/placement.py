@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from pyrocshmem.calls.invariance import NONE, Invariance
 from pyrocshmem.calls.op import find, registered
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
@@ -31,7 +32,7 @@ class Facts(NamedTuple):
     world_size: ranks of the group. wire: what partial sums travel in; None: the op sums nothing over ranks. target:
     "sm_90", "hip", "cpu" (interpreted), or "host": compiled on a machine without a GPU, for reading. num_sms: of the
     device. block_m, tiles: height of a tile of the configuration that the op begins with, and how many of them the
-    result has. allow_tf32: as of the call.
+    result has. allow_tf32, invariance: as of the call.
     """
 
     M: int
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     block_m: int
     tiles: int
     allow_tf32: bool = False
+    invariance: Invariance = NONE
 
     @property
     def in_tf32(self) -> bool:

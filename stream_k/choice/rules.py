@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from pyrocshmem import target
+from pyrocshmem import interpreter, target
+from pyrocshmem.calls.invariance import NONE, Invariance
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
+from pyrocshmem.stream_k.choice.config import BY_BLAS, SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
+from pyrocshmem.stream_k.choice.invariant import fixed
 from pyrocshmem.stream_k.choice.placement import (
     Facts,
     Placement,
@@ -56,22 +58,28 @@ def decide(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
     allow_tf32: bool = False,
+    invariance: Invariance = NONE,
 ) -> Decision:
     """What `cost_model` gives, and why. The arguments are `stream_k.choose`'s. ValueError for an op without placements,
     and for a placement that the op doesn't have."""
     num_sms = target.num_sms(device)
     where = _target()
-    first = first_tile(M, N, dtype, num_sms, where)
+    if invariance and where == "cpu":
+        interpreter.check_rows()
+    first = first_tile(M, N, dtype, num_sms, where, invariance)
     config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     wire = wire_of(op, dtype, partial_dtype)
-    facts = Facts(M, N, K, dtype, world_size, device, wire, where, num_sms, config.block_m, tiles, allow_tf32)
+    sizes = (M, N, K, dtype, world_size, device, wire, where, num_sms, config.block_m, tiles)
+    facts = Facts(*sizes, allow_tf32, invariance)
     asked: list[tuple[Placement, Verdict]] = []
     behind: tuple[Placement, ...] = ()
     if placement is not None:
         chosen = find_placement(op, placement)
     else:
         placements = placements_of(op)
+        if invariance:
+            placements = tuple(each for each in placements if each.name not in BY_BLAS)
         for chosen in placements:
             asked.append((chosen, chosen.suits(facts)))
             if asked[-1][1].suits:
@@ -82,7 +90,8 @@ def decide(
     tiling = first._replace(config=changed(config, placement=chosen.name))
     if chosen.tile is not None:
         tiling = chosen.tile(tiling, facts)
-    return Decision(chosen.configure(tiling.config, facts), facts, chosen, tuple(asked), behind, tiling)
+    config = fixed(chosen.configure(tiling.config, facts), facts)
+    return Decision(config, facts, chosen, tuple(asked), behind, tiling)
 
 
 def cost_model(
@@ -96,9 +105,12 @@ def cost_model(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
     allow_tf32: bool = False,
+    invariance: Invariance = NONE,
 ) -> Config:
     """What `stream_k.choose`, which has the arguments, gives without a table."""
-    return decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32).config
+    return decide(
+        op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32, invariance
+    ).config
 
 
 def _target() -> str:

@@ -24,11 +24,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pyrocshmem import target
+from pyrocshmem.calls.invariance import NONE, Invariance, current
 from pyrocshmem.checks import as_integer
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.heap import Heap
 from pyrocshmem.stream_k.choice.cache import Made, default_path, made_here, one_line, read_json, say_once
 from pyrocshmem.stream_k.choice.config import Config, with_a_free_multiprocessor
+from pyrocshmem.stream_k.choice.invariant import why_not
 from pyrocshmem.stream_k.choice.placement import Variant, find_placement, num_tiles, placements_of
 from pyrocshmem.stream_k.choice.rules import Decision, decide
 from pyrocshmem.stream_k.choice.tilings import SHARED_BYTES
@@ -216,14 +218,16 @@ def choose_together(
     dtype: torch.dtype,
     partial_dtype: torch.dtype | None,
     allow_tf32: bool,
+    invariance: Invariance = NONE,
 ) -> Choice:
-    """What `choice` gives all ranks of `heap`: by the table where all of them read the same. Collective the first time.
+    """What `choice` gives all ranks of `heap`: by the table where all of them read the same. Collective the first time,
+    but in a mode of `invariance`, which asks no table.
 
     Ranks must choose alike, but each reads a file of its own: of another home, or one that was tuned meanwhile.
     """
     facts = (op, M, N, K, dtype, heap.world_size, heap.device, partial_dtype)
-    if heap.world_size == 1 or _is_read_by_all(heap, op):
-        return choice(*facts, allow_tf32=allow_tf32)
+    if invariance or heap.world_size == 1 or _is_read_by_all(heap, op):
+        return choice(*facts, allow_tf32=allow_tf32, invariance=invariance)
     rules = decide(*facts, allow_tf32=allow_tf32)
     return Choice(rules.config, rules, None)
 
@@ -276,18 +280,23 @@ def choose(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
     allow_tf32: bool = False,
+    invariance: Invariance | None = None,
 ) -> Config:
     """The configuration for a rank's GEMM [M, K] x [K, N] of `op`: "gemm" or a fused op's name.
 
     M, N, K: of this rank's GEMM: M rows of all ranks (also of `all_gather_gemm`), and its share of N or K. dtype: of
     the operands. world_size: ranks of the group. partial_dtype: as in `Config`. placement: one of the op's; None: the
     fastest known: that of the table which `python -m pyrocshmem tune` made here, where it has a similar GEMM, else that
-    of the rules. allow_tf32: as of the call: float32 operands may go through tf32.
+    of the rules. allow_tf32: as of the call: float32 operands may go through tf32. invariance: the mode of the call, in
+    which the table isn't asked; None: that of this thread (`pyrocshmem.batch_invariant`).
     Returns a frozen `Config`; change it with `dataclasses.replace`. `stream_k.explain` says why it is this one. Raises
     ValueError for an unknown op, a placement that the op doesn't have, sizes below 0 and fewer than one rank, TypeError
     for a dtype that the ops don't take, or a number that is no integer.
     """
-    return choice(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32).config
+    invariance = current() if invariance is None else invariance
+    return choice(
+        op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32, invariance
+    ).config
 
 
 @lru_cache(maxsize=512, typed=True)  # 8.0 would find what 8 gave
@@ -302,6 +311,7 @@ def choice(
     partial_dtype: torch.dtype | None = None,
     placement: str | None = None,
     allow_tf32: bool = False,
+    invariance: Invariance = NONE,
 ) -> Choice:
     """What `choose` gives, which has the arguments, and how it came about."""
     placements_of(op)
@@ -311,10 +321,13 @@ def choice(
         if as_integer(name, number) < least:
             raise ValueError(f"{name} is {number}, allowed are {least} or more")
     device = torch.device(device)
-    decision = decide(op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32)
+    asked = (op, M, N, K, dtype, world_size, device, partial_dtype, placement, allow_tf32, invariance)
+    decision = decide(*asked)
     if placement is not None:
         return Choice(decision.config, decision, None)
-    if decision.facts.in_tf32:
+    if invariance:
+        found = Lookup(None, None, f"what it chooses may depend on M, and the call is {invariance}")
+    elif decision.facts.in_tf32:
         found = Lookup(None, None, "its entries are of products without tf32")
     else:
         found = _look_up(decision, op, (M, N, K), dtype, world_size, device)
@@ -383,6 +396,26 @@ def check(op: str, config: Config, device: torch.device) -> None:
         raise ValueError(
             f"of {programs} programs {config.num_comm_programs} consume: none is left for the GEMM"
         )
+
+
+def check_invariant(
+    op: str,
+    config: Config,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    invariance: Invariance,
+) -> None:
+    """ValueError for a caller's configuration with which a row's bits would depend on what `invariance` says they don't
+    depend on. The other arguments are `choose`'s."""
+    if invariance:
+        rules = choice(op, M, max(N, 1), K, dtype, world_size, device, invariance=invariance).rules
+        reason = why_not(config, rules.config, rules.facts)
+        if reason:
+            raise ValueError(f"{op} is {invariance} here, which this config would break: {reason}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from pyrocshmem.calls.invariance import NONE, Invariance
 from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import (
     DEEP,
@@ -28,10 +29,12 @@ from pyrocshmem.stream_k.local_gemm.schedule import make_schedule
 FEW_ROWS = 64
 
 
-def first_tile(M: int, N: int, dtype: torch.dtype, num_sms: int, where: str) -> Tiling:
+def first_tile(
+    M: int, N: int, dtype: torch.dtype, num_sms: int, where: str, invariance: Invariance = NONE
+) -> Tiling:
     """The tile beside communication: it must not depend on K, of which ranks may have different shares."""
     if where == "cpu":
-        return _for_cpu(M, N)
+        return _for_cpu(0 if invariance else M, N)
     if where == "hip":
         return _for_amd(dtype)
     return _for_nvidia(M, N, dtype, num_sms)
@@ -161,10 +164,13 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
     """A GEMM alone, whose tile and programs may depend on K. `first`: the choice beside communication."""
     if facts.target != "sm_90":
         return first
+    whole = bool(facts.invariance)
+    if whole:
+        first = first._replace(config=changed(first.config, split="none"))
     config, num_sms = first.config, facts.num_sms
     M, N, K = max(facts.M, 1), max(facts.N, 1), max(facts.K, 1)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if facts.in_16_bits and M <= FEW_ROWS:
+    if facts.in_16_bits and M <= FEW_ROWS and not whole:
         first = _of_few_rows_alone(first, M, N, K, num_sms)
         config = first.config
     if not facts.in_16_bits or M <= FEW_ROWS:
@@ -176,11 +182,12 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
         why = f"M = {M} is at most {_DEEP_ROWS} rows: as fast as memory is read, in small steps along K"
         return Tiling(with_tile(config, DEEP), why)
     else:
-        times = tile_times(M, N, K, num_sms)
+        times = tile_times(M, N, K, num_sms, whole)
         tile, schedule = times[0].tile, times[0].schedule
         programs = tile.resident * num_sms
         estimates = tuple(Estimate(f"tile {each.tile}", each.us) for each in times)
-        why = f"it takes the least time of {len(times)} tiles, by the model of 16-bit GEMMs on an H200"
+        cut = ", none of which is cut" if whole else ""
+        why = f"it takes the least time of {len(times)} tiles{cut}, by the model of 16-bit GEMMs on an H200"
         first = Tiling(with_tile(config, tile), why, estimates)
     # Of programs that share an SM, both must be there.
     if schedule.kind == "data_parallel" and programs == num_sms:

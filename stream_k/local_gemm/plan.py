@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyrocshmem import signal, status, trace
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import (
     COLUMN,
@@ -37,7 +37,7 @@ from pyrocshmem.collectives.epilogue import (
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
 from pyrocshmem.stream_k.choice.placement import find_placement
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import check_invariant, choose
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
@@ -259,6 +259,7 @@ def run_gemm(
     if workspace is None and isinstance(a, torch.Tensor):
         workspace = local_workspace(a.device)
     recorded = trace.current.get() is not None
+    mode = invariance.current(workspace)
     more = None if residual is None else kind(residual)
     key = (
         "gemm",
@@ -271,6 +272,7 @@ def run_gemm(
         allow_tf32,
         config,
         recorded,
+        mode,
     )
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
@@ -293,7 +295,9 @@ def run_gemm(
         added = in_one(bias, residual)
         if config is not None:
             _check_by_hand(config, a, b, added, activation, out, allow_tf32)
-        chosen = config or choose("gemm", M, N, K, a.dtype, 1, a.device, allow_tf32=allow_tf32)
+            check_invariant("gemm", config, M, N, K, a.dtype, 1, a.device, mode)
+        sizes = ("gemm", M, N, K, a.dtype, 1, a.device)
+        chosen = config or choose(*sizes, allow_tf32=allow_tf32, invariance=mode)
         with on_device(workspace.device):
             given = (*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
             plan = plan_gemm(*given, by_hand=config is not None)

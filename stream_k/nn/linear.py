@@ -19,6 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyrocshmem import stream_k
+from pyrocshmem.calls import invariance
+from pyrocshmem.collectives.row_norm import row_norm
+from pyrocshmem.elements import DTYPES
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.nn.functional import (
     autocast,
@@ -265,4 +268,7 @@ class RMSNorm(OnGroup, nn.RMSNorm):
         weight = local(self.weight)
         if self.sequence_parallel:
             weight = sum_gradient(weight, self.group)
+        if invariance.asked() and x.dtype in DTYPES:
+            eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+            return row_norm(x, weight, eps)
         return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pyrocshmem.calls.op import Sizes, register
-from pyrocshmem.calls.operators import dispatched, find, ops
+from pyrocshmem.calls.operators import dispatched, find, local_name, ops
 from pyrocshmem.calls.workspace import Workspace, check_workspace
 from pyrocshmem.stream_k.choice import rules, tilings, variants
 from pyrocshmem.stream_k.choice.config import Config
@@ -64,7 +64,7 @@ def gemm(
         check_workspace(workspace)
     if dispatched(a, b, bias, whole=out is None and config is None):
         request = Request(a, b, out, bias, activation, False, allow_tf32, config)
-        return through_operator(OP, request, "" if workspace is None else workspace.label)
+        return through_operator(OP, request, local_name(workspace))
     return run_gemm(a, b, bias, activation, out, allow_tf32, config, workspace)
 
 
@@ -72,8 +72,7 @@ def _run(
     a: torch.Tensor, b: torch.Tensor, bias: Any, activation: str, allow_tf32: bool, workspace: str
 ) -> torch.Tensor:
     """The call by the schema's arguments."""
-    own = find(workspace)[1] if workspace else None
-    return run_gemm(a, b, bias, activation, None, allow_tf32, None, own)
+    return run_gemm(a, b, bias, activation, None, allow_tf32, None, find(workspace)[1])
 
 
 def _shape(

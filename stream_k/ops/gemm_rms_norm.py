@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import status, trace
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.op import Op, Sizes, register
@@ -31,7 +31,7 @@ from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
-from pyrocshmem.stream_k.choice.table import choose, choose_together
+from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
@@ -80,8 +80,8 @@ def gemm_all_reduce_rms_norm(
     if by_hand:
         heap, space = find_workspace(group, workspace)
         given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
-        recorded = trace.current.get() is not None
-        key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded)
+        recorded, mode = trace.current.get() is not None, invariance.current(space)
+        key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded, mode)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
             return plan.run(a, b, residual, weight, eps, bias)
@@ -100,13 +100,15 @@ def gemm_all_reduce_rms_norm(
     if config is None:
         kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
         K = longest_k(space, CallName.of(kind_of_sum, M), K)
-        facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32)
+        facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32, mode)
         config = choose_together(heap, "gemm_all_reduce", *facts).config
+    else:
+        check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
     if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
         wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"
-        call = CallName.of(f"{text}{by_hand_too})", M)
+        call = CallName.of(f"{text}{by_hand_too}{invariance.of_call(space)})", M)
         operands = (a, b, residual, weight, eps, bias, allow_tf32, config, space)
 
         def again(rows: int) -> object:
@@ -123,7 +125,8 @@ def gemm_all_reduce_rms_norm(
         return plan.run(a, b, residual, weight, eps, bias)
     residual = None if residual is None else residual.contiguous()
     request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
-    return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps)
+    with invariance.at_least(mode):
+        return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, heap.world_size)
 
 
 def gemm_rms_norm_all_scatter(
@@ -158,7 +161,7 @@ def gemm_rms_norm_all_scatter(
     by_hand = not dispatched(a, b, bias, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
-        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, space)
         plan: _ScatteredPlan | None = space.plans.get(key)
         if plan is not None:
             return plan.run(a, b, weight, bias)[0]
@@ -170,6 +173,9 @@ def gemm_rms_norm_all_scatter(
             "start from stream_k.choose('gemm', .., placement='after')"
         )
     check_norm(a, (M, N), None, weight, eps)
+    if by_hand and config is not None:
+        sizes = (M, N, a.shape[1], a.dtype, 1, heap.device)
+        check_invariant("gemm", config, *sizes, invariance.current(space))
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
         op, name = ops.gemm_rms_norm_all_scatter, name_of(group, workspace)
@@ -187,10 +193,11 @@ def _scattered_key(
     bias: torch.Tensor | None,
     allow_tf32: bool,
     config: Config | None,
+    workspace: Workspace,
 ) -> Any:
     given = (left_kind(a), kind(b), kind(weight), kind(bias))
-    recorded = trace.current.get() is not None
-    return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded
+    recorded, mode = trace.current.get() is not None, invariance.current(workspace)
+    return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded, mode
 
 
 def scattered(
@@ -206,7 +213,7 @@ def scattered(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M]), of
     arguments that are checked, but for `hidden`."""
-    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config)
+    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
     plan: _ScatteredPlan | None = workspace.plans.get(key)
     if plan is None:
         heap = workspace.heap
@@ -217,7 +224,7 @@ def scattered(
         M = a.shape[0]
         call = CallName.of(
             f"gemm_rms_norm_all_scatter(# x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
-            f"recorded={trace.current.get() is not None})",
+            f"recorded={trace.current.get() is not None}{invariance.of_call(workspace)})",
             M,
         )
         if M == 0 or norm.hidden == 0:
@@ -258,11 +265,15 @@ class _ScatteredPlan:
         gemm: GemmPlan | None = None
         if block.numel() > 0:
             M, N = block.shape
-            config = config or choose("gemm", M, N, a.shape[1], a.dtype, 1, a.device, allow_tf32=allow_tf32)
-            tiles_n = -(-N // config.block_n)
-            sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)[: tiles_n * M]
+            mode = invariance.current(workspace)
+            sizes = ("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
+            config = config or choose(*sizes, placement="after", allow_tf32=allow_tf32, invariance=mode)
+            squares = None
+            if not mode:  # the width of its tiles may depend on M
+                tiles_n = -(-N // config.block_n)
+                sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
+                squares = sums[: tiles_n * M].view(tiles_n, M)
             a, b, bias = _computed(a, b, bias)
-            squares = sums.view(tiles_n, M)
             gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=squares)
         self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
         self.like = shape_of(block, block.shape)
@@ -367,7 +378,7 @@ def _sum_shapes(
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """`setup_context` of `gemm_all_reduce_rms_norm`."""
-    a, b, residual, weight, ctx.eps, _, bias, ctx.allow_tf32, _ = inputs
+    a, b, residual, weight, ctx.eps, ctx.group, bias, ctx.allow_tf32, _ = inputs
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
     ctx.set_materialize_grads(False)
     keep(ctx, a, b, bias, "none", output[1], weight)
@@ -377,7 +388,8 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 def _backward_of_sum(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None) -> Gradients:
     """Backward of `gemm_all_reduce_rms_norm`: nothing is sent, as in that of `gemm_all_reduce`."""
     a, b, total, weight = ctx.saved_tensors
-    grad, of_weight = norm_gradients(g, more, total, weight, ctx.eps, ctx.needs_input_grad[3])
+    wants_weight, world_size = ctx.needs_input_grad[3], ranks(ctx.group)[1]
+    grad, of_weight = norm_gradients(g, more, total, weight, ctx.eps, wants_weight, world_size)
     grad_a, grad_b = of_replicated(ctx, a, b, grad)
     of_residual = grad if ctx.needs_input_grad[2] else None
     return grad_a, grad_b, of_residual, of_weight, None, None, bias_gradient(ctx, grad), None, None

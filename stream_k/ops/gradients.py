@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem.calls.operators import ops, ranks
+from pyrocshmem.calls.operators import local_name, ops, ranks
 from pyrocshmem.calls.streams import CALLS, Streams
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -63,16 +63,17 @@ def keep(
     ctx.b_by_columns = b.stride(0) == 1 and b.stride(1) != 1
 
 
-def b_gradient(ctx: Any, a: torch.Tensor, grad: torch.Tensor, workspace: str = "") -> torch.Tensor:
+def b_gradient(ctx: Any, a: torch.Tensor, grad: torch.Tensor, workspace: str | None = None) -> torch.Tensor:
     """A' dC, laid out as B."""
     return product_like(ctx.b_by_columns, ctx.allow_tf32, a, grad, workspace)
 
 
 def product_like(
-    by_columns: bool, allow_tf32: bool, a: torch.Tensor, grad: torch.Tensor, workspace: str = ""
+    by_columns: bool, allow_tf32: bool, a: torch.Tensor, grad: torch.Tensor, workspace: str | None = None
 ) -> torch.Tensor:
-    """A' dC, by columns where B is a weight read transposed: autograd takes it for the weight's without a copy."""
-    more = (None, "none", allow_tf32, workspace)
+    """A' dC, by columns where B is a weight read transposed: autograd takes it for the weight's without a copy.
+    workspace: as the schema of `gemm` has it; None: the device's own."""
+    more = (None, "none", allow_tf32, local_name() if workspace is None else workspace)
     return ops.gemm(grad.t(), a, *more).t() if by_columns else ops.gemm(a.t(), grad, *more)
 
 
@@ -125,7 +126,8 @@ def of_replicated(
     ctx: Any, a: torch.Tensor | None, b: torch.Tensor | None, grad: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A's and B's gradient, from that of a sum over ranks that every rank has."""
-    grad_a = ops.gemm(grad, b.t(), None, "none", ctx.allow_tf32, "") if b is not None else None
+    more = (None, "none", ctx.allow_tf32, local_name())
+    grad_a = ops.gemm(grad, b.t(), *more) if b is not None else None
     return grad_a, b_gradient(ctx, a, grad) if a is not None else None
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from pyrocshmem import trace
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import Launch
@@ -43,7 +43,7 @@ from pyrocshmem.stream_k.choice.config import (
 )
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.choice.table import choose_together
+from pyrocshmem.stream_k.choice.table import check_invariant, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
@@ -293,7 +293,19 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     residual = request.residual
     more = None if residual is None else kind(residual)
     recorded = trace.current.get() is not None
-    key = (op.name, left_kind(a), kind(b), kind(bias), kind(out), more, offset, *request[4:-1], recorded)
+    mode = invariance.current(workspace)
+    key = (
+        op.name,
+        left_kind(a),
+        kind(b),
+        kind(bias),
+        kind(out),
+        more,
+        offset,
+        *request[4:-1],
+        recorded,
+        mode,
+    )
     plan = workspace.plans.get(key)
     if plan is None:
         check_product(a, b, bias, request.activation)
@@ -304,6 +316,11 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         if request.config is not None and request.partial_dtype is not None:
             raise ValueError(
                 f"partial_dtype is {request.partial_dtype} beside a config, which says that itself"
+            )
+        if mode and request.squared_partials:
+            raise ValueError(
+                f"squared_partials of {op.name} are sums over the columns of a tile, whose width depends on M, and the "
+                f"call is {mode}"
             )
         simple = _without_plan(op, request, M, shape, heap, workspace)
         if simple is not None:
@@ -357,7 +374,8 @@ def _without_plan(
         )
         return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
-        product = run_gemm(a, b, bias, activation, out, allow_tf32, _of_one_rank(config), None, residual)
+        with invariance.at_least(invariance.current(workspace)):
+            product = run_gemm(a, b, bias, activation, out, allow_tf32, _of_one_rank(config), None, residual)
         return (product, a.clone()) if has_second else product
     if ELEMENTS[a.dtype].widened:
         # The same in fp32, rounded once.
@@ -398,6 +416,7 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     assert heap is not None
     K, N = request.b.shape
     dtype, partial_dtype = request.a.dtype, request.partial_dtype
+    mode = invariance.current(workspace)
     if op.sums:
         K = longest_k(workspace, CallName.of(f"{op.name}(# x {N} {dtype}, partials {partial_dtype})", M), K)
     # A rank without columns multiplies nothing: any N will do.
@@ -410,7 +429,7 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
             return config
         placement = "after" if config.placement in BY_MESSAGE else "own_stream"
         return cost_model(*facts, placement=placement, allow_tf32=request.allow_tf32)
-    found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32)
+    found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32, mode)
     return _gathering_as(found.rules.config, found.config) if op.has_own_columns else found.config
 
 
@@ -455,6 +474,10 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(names)}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
+    if request.config is not None:
+        check_invariant(
+            op.name, config, M, N, K, dtype, heap.world_size, heap.device, invariance.current(workspace)
+        )
     config = with_a_free_multiprocessor(config, heap.device)
     if request.squared_partials and config.placement in _WITHOUT_SQUARES:
         raise ValueError(
@@ -468,7 +491,7 @@ def _make_plan(
         f"residual={residual is not None}, activation={request.activation}, squares={request.squared_partials}, "
         f"tf32={request.allow_tf32}, {partials}{f'options={request.options}, ' if request.options else ''}"
         f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(heap.device)} SMs"
-        f"{'' if request.config is None else f', {_by_hand(request.config, op)}'})",
+        f"{'' if request.config is None else f', {_by_hand(request.config, op)}'}{invariance.of_call(workspace)})",
         M,
     )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here alone.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyrocshmem.calls import invariance
 from pyrocshmem.calls.operators import (
     define,
     dispatched,
@@ -28,7 +29,7 @@ from pyrocshmem.calls.operators import (
     refuse,
 )
 from pyrocshmem.calls.tensors import check_held
-from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
@@ -118,12 +119,13 @@ def run_products(
     if not gathers:
         return [found], None
     first, gathered = found
-    products = [
-        first
-        if number == widest
-        else run_gemm(gathered, b, bias, x.activation, out, x.allow_tf32, None, None)
-        for number, (b, bias, out) in enumerate(zip(x.bs, x.biases, x.outs, strict=True))
-    ]
+    with invariance.at_least(invariance.current(find_workspace(group, workspace)[1])):
+        products = [
+            first
+            if number == widest
+            else run_gemm(gathered, b, bias, x.activation, out, x.allow_tf32, None, None)
+            for number, (b, bias, out) in enumerate(zip(x.bs, x.biases, x.outs, strict=True))
+        ]
     return products, gathered if save_gathered else None
 
 

@@ -41,6 +41,7 @@ def run(
     iters: int | None,
     json_path: Path | None,
     trace_path: Path | None,
+    batch_invariant: bool,
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right. ValueError for what makes no sense."""
     on_gpu = target.backend() != "host"
@@ -63,6 +64,7 @@ def run(
         wire,
         trace=trace_path is not None,
         block=block,
+        batch_invariant=batch_invariant,
     )
     fused.check_job(job, ranks)
     return _run_job(Console(), job, ranks, json_path, trace_path)
@@ -165,6 +167,7 @@ def _chosen(job: fused.Job, num_ranks: int) -> dict[str, object]:
     if job.block is None:
         M, N, K = problem.local_shape(job.shape, num_ranks)
         placement = None if job.placement == "auto" else job.placement
-        why = explain(problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype, placement)
+        asked = (problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype, placement)
+        why = explain(*asked, invariance=job.invariance)
         facts["why"] = why.line()
     return facts

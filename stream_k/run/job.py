@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import target
+from pyrocshmem.calls.invariance import Invariance, at_least, wanted
 from pyrocshmem.calls.timeline import Timeline, record_call
 from pyrocshmem.collectives.exchange import PIECE_BYTES
 from pyrocshmem.elements import ELEMENTS
@@ -23,7 +24,7 @@ from pyrocshmem.reference.problems import Problem, find_problem
 from pyrocshmem.reference.timing import Meter, Run
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
-from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.choice.table import check_invariant, choose
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
 from pyrocshmem.stream_k.run.calls import meeting, our_run
@@ -42,6 +43,7 @@ class Job:
 
     trace: record a timeline of one more call. Of a problem that is `configured`: placement: one of the op's, or "auto".
     partial_dtype: what partial sums travel in, as in `Config`. block: the tile, (M, N, K); None: the configuration's.
+    batch_invariant: run it as inside `pyrocshmem.batch_invariant`.
     """
 
     collective: str
@@ -53,6 +55,12 @@ class Job:
     partial_dtype: torch.dtype | None = None
     trace: bool = False
     block: tuple[int, ...] | None = None
+    batch_invariant: bool = False
+
+    @property
+    def invariance(self) -> Invariance:
+        """The mode of its calls."""
+        return wanted(self.batch_invariant)
 
     @property
     def problem(self) -> Problem:
@@ -88,6 +96,10 @@ def check_job(job: Job, num_ranks: int) -> None:
         why = "chooses its GEMM itself" if problem.gemm else "has no GEMM"
         raise ValueError(f"{job.collective} {why}: leave --block, --placement and --partial-dtype out")
     problem.check_sizes(job.shape, num_ranks)
+    if job.invariance and problem.configured:
+        M, N, K = problem.local_shape(job.shape, num_ranks)
+        config = make_config(job, num_ranks, target.device(0))
+        check_invariant(problem.op, config, M, N, K, job.dtype, num_ranks, target.device(0), job.invariance)
     if job.iters < 1:
         raise ValueError(f"iters is {job.iters}, allowed 1 or more")
 
@@ -114,7 +126,7 @@ def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     M, N, K = problem.local_shape(job.shape, num_ranks)
     placement = None if job.placement == "auto" else job.placement
     kind = (problem.op, M, N, K, job.dtype, num_ranks, device, job.partial_dtype)
-    config = choose(*kind, placement)
+    config = choose(*kind, placement, invariance=job.invariance)
     if job.block is None:
         return config
     # A product of the BLAS has no tile of ours.
@@ -157,7 +169,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     options: dict[str, Any] = {}
     if problem.configured:
         options = {"config": make_config(job, world_size, device)}
-    with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
+    with at_least(job.invariance), Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
         ours, reference = our_run(operands, heap, **options), _reference(operands, heap)
         runs = {"ours": ours, "reference": reference}
         say = report.step_of(rank)

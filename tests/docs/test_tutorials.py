@@ -12,7 +12,10 @@ TIER = 2
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "docs" / "guide.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [
+    *(ROOT / "docs" / f"{name}.md" for name in ("guide", "reproducibility")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:

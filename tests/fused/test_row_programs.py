@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, signal  # before Triton
-from pyrocshmem.collectives import exchange, exchange_kernel
+from pyrocshmem.collectives import exchange, exchange_kernel, normalizing
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 from pyrocshmem.message_slots import HEAD_WORDS, NUM_SLOTS, SENTINEL
 
@@ -128,7 +128,7 @@ WIDE = [
 ]
 CALLS = 30
 LATE_NS = tl.constexpr(30_000)
-_note_squares, _of_rank = exchange_kernel._note_squares, exchange_kernel._of_rank
+_note_squares, of_rank = exchange_kernel._note_squares, normalizing.of_rank
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def squares_so_far(
     each = tl.sum(word.to(tl.float32, bitcast=True), axis=0)
     squares = tl.zeros(word.shape, tl.float32)
     for k in tl.static_range(WORLD):
-        squares = tl.where(ranks == k, _of_rank(each, k, RANKS), squares)
+        squares = tl.where(ranks == k, of_rank(each, k), squares)
     return squares, tl.zeros(word.shape, tl.int32)
 
 

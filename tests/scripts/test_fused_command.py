@@ -137,9 +137,21 @@ def test_default_shape_on_one_rank(collective: str) -> None:
     assert done.stdout.splitlines()[-1] == "the one rank is right"
 
 
+@pytest.mark.cpu
+def test_batch_invariant() -> None:
+    """Tiles that the default cuts are whole, and the run says so."""
+    options = ("--shape", "64,192,2048", "--iters", "1", "--batch-invariant")
+    done = commands.invoke(app, "-n", "1", "-c", "all_reduce", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 split tiles" in done.stdout
+    assert "batch-invariant: tiles are whole" in " ".join(done.stdout.replace("│", " ").split())
+    assert done.stdout.splitlines()[-1] == "the one rank is right"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (("-c", "all_reduce", "--batch-invariant", "--placement", "unfused"), "which this config would break"),
         (("-c", "all_reduce", "--shape", "7,50", "--placement", "inside"), "all_reduce has no GEMM"),
         (("-c", "gemm_rms_norm", "--placement", "messages"), "gemm_rms_norm chooses its GEMM itself"),
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),

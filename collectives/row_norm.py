@@ -1,0 +1,227 @@
+"""RMSNorm of whole rows on one rank, forward and backward, in the order of `collectives.exchange_kernel`.
+
+    y = row_norm(total, weight, eps, ranks=4)        # the bits that an exchange between 4 ranks gives this row
+
+PyTorch's norm is as fast, but adds the squares of a row in another order, which may depend on the number of rows. So
+where a row must have the same bits in every batch, calls with more rows than an exchange normalizes have this one, and
+so do calls on one rank.
+
+Shape letters: M rows of N columns, in units of 16 bytes; s the scale of a row, w the weight, g the gradient of the
+result h s w (https://arxiv.org/abs/1910.07467). Backward, as in `rms_norm_kernels`: with t = sum of g w h, times s / N,
+the gradient of h is s (g w - h s t), that of the weight the sum over rows of g h s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pyrocshmem import dependent_launch, target, trace
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.operators import define, ops
+from pyrocshmem.calls.tensors import as_rows, kind
+from pyrocshmem.collectives import normalizing
+from pyrocshmem.collectives import words as units
+from pyrocshmem.collectives.exchange import MOST_THREADS, row_programs
+from pyrocshmem.message_slots import QUAD_BYTES
+from pyrocshmem.torch_contexts import on_device
+
+# Kinds of calls whose launches are remembered.
+_KEPT = 1024
+_launches: dict[Any, Launch] = {}
+
+
+@triton.jit
+def _part_of_row(part, row_units, width, STEP: tl.constexpr, UNIT: tl.constexpr, RANKS: tl.constexpr):
+    """(columns of the first elements of a part's units [STEP], which exist, the same two as blocks [STEP, RANKS])."""
+    of_row = part * STEP + tl.arange(0, STEP)
+    column, valid = of_row * UNIT, of_row < row_units
+    wide = tl.broadcast_to(column[:, None], [STEP, RANKS])
+    return column, valid, wide, tl.broadcast_to(valid[:, None], [STEP, RANKS])
+
+
+@triton.jit
+def _sum_of_parts(sums):
+    """The sum of the parts of a row, one in each row of `sums` [STEP, RANKS]."""
+    return normalizing.of_rank(tl.sum(sums, axis=0), 0)
+
+
+@triton.jit
+def row_norm_kernel(
+    h, weight, out, width, eps, events, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """out [M, width] = the norm of h [M, width], one row a program, in PARTS parts of STEP units.
+
+    Example, a row of 16-bit (3, 5, 5, 1) and eps 0: squares 60, their mean 15, so (3, 5, 5, 1) / sqrt(15) times w.
+    """
+    dependent_launch.wait_for_previous()
+    dependent_launch.allow_next()
+    DTYPE: tl.constexpr = h.dtype.element_ty
+    UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    row = tl.program_id(0)
+    trace.mark(events, trace.STORE, row)
+    row_units, start = tl.cdiv(width, UNIT), tl.cast(row, tl.int64) * width
+    lanes = tl.broadcast_to(tl.arange(0, STEP)[:, None], [STEP, RANKS])
+    sums = tl.zeros((STEP, RANKS), tl.float32)
+    for part in range(PARTS):
+        column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
+        values = units.unpack(
+            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
+        )
+        sums = tl.where(lanes == part, normalizing.sum_of_units(values, values, column, width, valid), sums)
+    squares = _sum_of_parts(sums)
+    one = tl.broadcast_to(tl.arange(0, RANKS)[None, :], [STEP, RANKS]) == 0
+    for part in range(PARTS):
+        column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
+        words = units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED)
+        weights = normalizing.weights_of(weight, wide, width, there, UNIT, DTYPE, ALIGNED)
+        words = normalizing.normalized(words, squares, weights, width, eps, UNIT, DTYPE)
+        units.store_unit(out, start + wide, wide, width, words, there & one, UNIT, ALIGNED)
+    trace.mark(events, trace.END, -1)
+
+
+@triton.jit
+def row_norm_backward_kernel(
+    g, h, weight, grad, scales, width, eps, events, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """grad [M, width] of h, of g, that of the norm, one row a program; scales [M], fp32, gets s of each row.
+
+    Example, h = (1, 2, 2, 0) / 1.5 and eps 0, whose s is 1: of g w = (2, 0, 0, 0) the sum t is 4/3 / 4 = 1/3, so the
+    gradient is (2, 0, 0, 0) - h / 3.
+    """
+    dependent_launch.wait_for_previous()
+    dependent_launch.allow_next()
+    DTYPE: tl.constexpr = h.dtype.element_ty
+    UNIT: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    row = tl.program_id(0)
+    trace.mark(events, trace.STORE, row)
+    row_units, start = tl.cdiv(width, UNIT), tl.cast(row, tl.int64) * width
+    lanes = tl.broadcast_to(tl.arange(0, STEP)[:, None], [STEP, RANKS])
+    squares_of, products_of = tl.zeros((STEP, RANKS), tl.float32), tl.zeros((STEP, RANKS), tl.float32)
+    for part in range(PARTS):
+        column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
+        values = units.unpack(
+            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
+        )
+        given = units.unpack(units.load_unit(g, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE)
+        weights = normalizing.weights_of(weight, wide, width, there, UNIT, DTYPE, ALIGNED)
+        weighted = ()
+        for e in tl.static_range(UNIT):
+            weighted = weighted + (given[e] * weights[e],)  # type: ignore[assignment]
+        squares = normalizing.sum_of_units(values, values, column, width, valid)
+        products = normalizing.sum_of_units(weighted, values, column, width, valid)
+        squares_of = tl.where(lanes == part, squares, squares_of)
+        products_of = tl.where(lanes == part, products, products_of)
+    scale = normalizing.scale_of(_sum_of_parts(squares_of), width, eps)
+    t = _sum_of_parts(products_of) * scale / width
+    tl.store(scales + row, scale)
+    one = tl.broadcast_to(tl.arange(0, RANKS)[None, :], [STEP, RANKS]) == 0
+    for part in range(PARTS):
+        column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
+        values = units.unpack(
+            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
+        )
+        given = units.unpack(units.load_unit(g, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE)
+        weights = normalizing.weights_of(weight, wide, width, there, UNIT, DTYPE, ALIGNED)
+        found = ()
+        for e in tl.static_range(UNIT):
+            found = found + (scale * (given[e] * weights[e] - values[e] * scale * t),)  # type: ignore[assignment]
+        words = units.pack(found, DTYPE)
+        units.store_unit(grad, start + wide, wide, width, words, there & one, UNIT, ALIGNED)
+    trace.mark(events, trace.END, -1)
+
+
+def _launched(kernel: Any, tensors: tuple[torch.Tensor, ...], eps: float, ranks: int) -> None:
+    """Launch for rows of `tensors`; the first is [M, N], all are contiguous."""
+    first = tensors[0]
+    M, N = first.shape
+    key = (kernel.__name__, *map(kind, tensors), ranks, trace.recorder() is not None)
+    args = (*tensors, N, float(eps))
+    with on_device(first.device):
+        launch = _launches.get(key)
+        if launch is None:
+            if len(_launches) == _KEPT:
+                _launches.clear()
+            step, parts = row_programs(
+                -(-N * first.element_size() // QUAD_BYTES), ranks, target.interpreted()
+            )
+            columns = triton.next_power_of_2(ranks)
+            places = (*(t.data_ptr() for t in tensors), N * min(t.element_size() for t in tensors))
+            aligned = all(place % QUAD_BYTES == 0 for place in places)
+            constants = {"PARTS": parts, "STEP": step, "RANKS": columns, "ALIGNED": aligned}
+            lanes = 64 if target.backend() == "hip" else 32
+            warps = max(1, min(MOST_THREADS, step * columns) // lanes)
+            launch = Launch(kernel, M, constants, warps, 1, chained=True)
+            launch.compile(args)
+            _launches[key] = launch
+        launch(args)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int) -> torch.Tensor:
+    rows = as_rows(x).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() > 0:
+        _launched(row_norm_kernel, (rows, weight, out.view(rows.shape)), eps, ranks)
+    return out
+
+
+def _backward(
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = as_rows(x).contiguous()
+    given = as_rows(g.to(x.dtype)).contiguous()
+    grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    scales = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    if grad.numel() > 0:
+        tensors = (given, rows, weight, grad.view(rows.shape), scales)
+        _launched(row_norm_backward_kernel, tensors, eps, ranks)
+    of_weight = (given.float() * rows.float() * scales[:, None]).sum(0)
+    return grad, of_weight.to(weight.dtype)
+
+
+def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int = 1) -> torch.Tensor:
+    """RMSNorm of rows of `x`, [.., N], with the bits that an exchange between so many ranks gives them; x of float16,
+    bfloat16 or float32, weight [N], contiguous, of any of these. Has a gradient, whose rows don't depend on one another
+    either, but for that of the weight. Arguments are not checked."""
+    return ops.row_norm(x, weight, float(eps), ranks)
+
+
+def row_norm_gradients(
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(that of x, that of the weight), from that of `row_norm`."""
+    found: tuple[torch.Tensor, torch.Tensor] = ops.row_norm_backward(g, x, weight, float(eps), ranks)
+    return found
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ctx.eps, ctx.ranks = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    return *row_norm_gradients(g, x, weight, ctx.eps, ctx.ranks), None, None
+
+
+define(
+    "collectives::row_norm",
+    "(Tensor x, Tensor weight, float eps, int ranks) -> Tensor",
+    _forward,
+    lambda x, weight, eps, ranks: x.new_empty(x.shape),
+    _keep,
+    _differentiate,
+    ordered=False,
+)
+define(
+    "collectives::row_norm_backward",
+    "(Tensor g, Tensor x, Tensor weight, float eps, int ranks) -> (Tensor, Tensor)",
+    _backward,
+    lambda g, x, weight, eps, ranks: (x.new_empty(x.shape), torch.empty_like(weight)),
+    ordered=False,
+)
