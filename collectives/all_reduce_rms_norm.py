@@ -18,6 +18,7 @@ from torch.nn import functional
 from pyrocshmem import status, trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
+from pyrocshmem.calls.invariance import TP
 from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
@@ -113,7 +114,9 @@ class _Plan:
             # In two shots the squares travel beside the sums, in one they take a trip of their own: two are the faster
             # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
-        out, after = results(x, residual, weight, eps)
+        # An exchange divides a row among programs by the number of ranks.
+        self.apart = invariance.current(workspace) == TP
+        out, after = self._results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, after=after)
 
@@ -121,13 +124,20 @@ class _Plan:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns (the norm, the total)."""
-        out, after = results(x, residual, weight, eps)
-        if planning.here.mode is not None:
-            return out, after.total
-        with self.workspace.begin(self.called):
-            self.exchange.run(x.resolve_neg().contiguous(), out, after)
+        out, after = self._results(x, residual, weight, eps)
+        if planning.here.mode is None:
+            with self.workspace.begin(self.called):
+                self.exchange.run(x.resolve_neg().contiguous(), out, after)
+        if self.apart:
+            return normalized(out, None, weight, eps)
         assert after.total is not None
         return out, after.total
+
+    def _results(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, AfterSum]:
+        out, after = results(x, residual, weight, eps)
+        return (out, after._replace(total=None, weight=None)) if self.apart else (out, after)
 
 
 def check_norm(
@@ -188,8 +198,8 @@ def normalized(
         return torch.empty_like(total), total
     if residual is not None:
         total = total + residual
-    if invariance.current():
-        return row_norm(total, weight, eps, ranks), total
+    if mode := invariance.current():
+        return row_norm(total, weight, eps, 1 if mode == TP else ranks), total
     # A plain number: of a symbolic one torch 2.11's kernel on GPUs makes another.
     columns = (int(weight.shape[0]),)
     if weight.dtype == total.dtype:
@@ -212,8 +222,8 @@ def gradients(
     the exchange."""
     if g is None:
         return torch.zeros_like(total) if more is None else more, None
-    if invariance.current():
-        grad, of_weight = row_norm_gradients(g, total, weight, eps, ranks)
+    if mode := invariance.current():
+        grad, of_weight = row_norm_gradients(g, total, weight, eps, 1 if mode == TP else ranks)
         return grad if more is None else grad + more, of_weight if wants_weight else None
     with torch.enable_grad():
         wanted = total.detach().requires_grad_(), weight.detach().requires_grad_(wants_weight)

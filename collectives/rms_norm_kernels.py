@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, status, trace
-from pyrocshmem.collectives import row_sums
+from pyrocshmem.collectives import pair_sums, row_sums
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.device import others
 
@@ -34,34 +34,39 @@ _OP = tl.constexpr(int(status.Op.RMS_NORM))
 @triton.jit
 def _squares(
     x, residual, updated, block, M, N, x_stride, residual_stride,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares [ROWS] of a block of rows; where ADDS, of x + residual, which is stored."""
+    """Sums of squares [ROWS] of a block of rows, the sums of PIECES of their columns as a tree; where ADDS, of x +
+    residual, which is stored."""
     i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, N, COLUMNS):
-        j = first + tl.arange(0, COLUMNS)[None, :]
-        mask = (i < M) & (j < N)
-        value = tl.load(x + i * x_stride + j, mask=mask, other=0.0).to(tl.float32)
-        if ADDS:
-            value += tl.load(residual + i * residual_stride + j, mask=mask, other=0.0).to(tl.float32)
-            kept = rounded(value, updated.dtype.element_ty)
-            tl.store(updated + i * N + j, kept, mask=mask)
-            value = kept.to(tl.float32)
-        total += value * value
-    return tl.sum(total, axis=1)
+    sums = ()
+    for piece in tl.static_range(PIECES):
+        end = N // PIECES * (piece + 1)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(N // PIECES * piece, end, COLUMNS):
+            j = first + tl.arange(0, COLUMNS)[None, :]
+            mask = (i < M) & (j < end)
+            value = tl.load(x + i * x_stride + j, mask=mask, other=0.0).to(tl.float32)
+            if ADDS:
+                value += tl.load(residual + i * residual_stride + j, mask=mask, other=0.0).to(tl.float32)
+                kept = rounded(value, updated.dtype.element_ty)
+                tl.store(updated + i * N + j, kept, mask=mask)
+                value = kept.to(tl.float32)
+            total += value * value
+        sums = sums + (tl.sum(total, axis=1),)  # type: ignore[assignment]
+    return pair_sums.of_terms(sums)
 
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
     x, residual, updated, weight, squares, out, scales, messages, slot_quads, flags, context,
     M, N, H, column, tiles_n, x_stride, residual_stride, out_stride, eps, events,
-    ADDS: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WORLD: tl.constexpr, RANKS: tl.constexpr,
+    ADDS: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Normalize x [M, N], this rank's columns of H, from number `column` on. out: its columns, or (REPLICATED) all.
     updated: ADDS: gets x + residual. scales: fp32 [M]. TILES: 0, or how many rows at a time to add of `squares`
-    [tiles_n, M], the sums of squares that a GEMM's tiles left.
+    [tiles_n, M], the sums of squares that a GEMM's tiles left. PIECES: see `_squares`.
 
     Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
     (1/3, 1) and (5/3, 1/3) times the weights.
@@ -87,7 +92,7 @@ def rms_norm_kernel(
                 sums = row_sums.of_tiles(squares, ahead, M, tiles_n, ROWS, TILES)
             else:
                 sums = _squares(
-                    x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, ROWS, COLUMNS
+                    x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, PIECES, ROWS, COLUMNS
                 )
             row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
@@ -134,25 +139,30 @@ def rms_norm_kernel(
 
 @triton.jit
 def _products(
-    g, h, weight, block, M, N, g_stride, h_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    g, h, weight, block, M, N, g_stride, h_stride, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Sums of g w h [ROWS] of a block of rows."""
+    """Sums of g w h [ROWS] of a block of rows, the sums of PIECES of their columns as a tree."""
     i = (tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS))[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, N, COLUMNS):
-        j = first + tl.arange(0, COLUMNS)[None, :]
-        mask = (i < M) & (j < N)
-        w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
-        product = tl.load(g + i * g_stride + j, mask=mask, other=0.0).to(tl.float32) * w
-        total += product * tl.load(h + i * h_stride + j, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(total, axis=1)
+    sums = ()
+    for piece in tl.static_range(PIECES):
+        end = N // PIECES * (piece + 1)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(N // PIECES * piece, end, COLUMNS):
+            j = first + tl.arange(0, COLUMNS)[None, :]
+            mask = (i < M) & (j < end)
+            w = tl.load(weight + j, mask=j < end, other=0.0).to(tl.float32)
+            product = tl.load(g + i * g_stride + j, mask=mask, other=0.0).to(tl.float32) * w
+            total += product * tl.load(h + i * h_stride + j, mask=mask, other=0.0).to(tl.float32)
+        sums = sums + (tl.sum(total, axis=1),)  # type: ignore[assignment]
+    return pair_sums.of_terms(sums)
 
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward_kernel(
     g, more, h, weight, scales, grad, partials, messages, slot_quads, context,
     M, N, H, g_stride, more_stride, h_stride, events,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
+    ADDS: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """grad [M, N] of h, plus (ADDS) `more`, the gradient that reached h in other ways; and the weight's gradient of the
     rows of each program, partials [programs, N] in fp32.
@@ -170,7 +180,7 @@ def rms_norm_backward_kernel(
     for ahead in range(program, blocks + programs, programs):
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
-            sums = _products(g, h, weight, ahead, M, N, g_stride, h_stride, ROWS, COLUMNS)
+            sums = _products(g, h, weight, ahead, M, N, g_stride, h_stride, PIECES, ROWS, COLUMNS)
             row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:

@@ -18,6 +18,7 @@ from pyrocshmem import trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.invariance import TP, blocks_of_share
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.planned import NUM_WARPS, agree, run
 from pyrocshmem.calls.tensors import as_rows, kind, new_like, shape_of
@@ -116,7 +117,9 @@ class NormPlan:
         self.graphs: Graphs | None = None  # not of a single launch
         if gemm is not None or self.buffer is not None:
             self.graphs = Graphs(workspace, gemm is None or gemm.replayable)
-        blocks = Blocks.of(M, N, heap.device, alike=invariance.current(workspace) > 0)
+        mode = invariance.current(workspace)
+        pieces = _pieces(mode, hidden, world)
+        blocks = Blocks.of(M, N // pieces, heap.device, alike=mode > 0)
         place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)
         self.squares = None if gemm is None else gemm.squares
@@ -125,6 +128,7 @@ class NormPlan:
             "ADDS": residual is not None,
             "REPLICATED": norm.replicated,
             "TILES": Blocks.of(M, tiles_n, heap.device).columns if tiles_n else 0,
+            "PIECES": pieces,
             "ROWS": blocks.rows,
             "COLUMNS": blocks.columns,
             "WORLD": world,
@@ -185,6 +189,11 @@ class NormPlan:
         squares = scales if self.squares is None else self.squares
         target = as_rows(result) if self.buffer is None else self.buffer
         return _Tensors(rows, added, updated, weight, squares, target, scales)
+
+
+def _pieces(mode: int, hidden: int, world_size: int) -> int:
+    """Into how many pieces a rank's columns are cut whose sums are a tree."""
+    return blocks_of_share("hidden", hidden, world_size) if mode == TP else 1
 
 
 def plan_key(
@@ -268,7 +277,9 @@ def backward(
     M, N = rows.shape
     first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
     gradient = as_rows(g)[:, first : first + N]
-    blocks = Blocks.of(M, N, device, alike=invariance.current(workspace) > 0)
+    mode = invariance.current(workspace)
+    pieces = _pieces(mode, hidden, world)
+    blocks = Blocks.of(M, N // pieces, device, alike=mode > 0)
     grad = torch.empty(h.shape, dtype=dtype, device=device)
     partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)
     call = CallName.of(
@@ -283,6 +294,7 @@ def backward(
     added = gradient if more is None else as_rows(more)
     constants = {
         "ADDS": more is not None,
+        "PIECES": pieces,
         "ROWS": blocks.rows,
         "COLUMNS": blocks.columns,
         "WORLD": world,

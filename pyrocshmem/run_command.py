@@ -34,6 +34,7 @@ def main(
     json: Annotated[Path | None, typer.Option("--json")] = None,
     trace: Annotated[Path | None, typer.Option("--trace")] = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant")] = False,
+    tp_invariant: Annotated[bool, typer.Option("--tp-invariant")] = False,
     help_: Annotated[bool, typer.Option("-h", "--help")] = False,
 ) -> None:
     """Run a fused op; `usage.txt` has the options."""
@@ -71,6 +72,7 @@ def main(
             json_path=json,
             trace_path=trace,
             batch_invariant=batch_invariant,
+            tp_invariant=tp_invariant,
         )
     except (ValueError, OSError) as error:
         options.refuse(error)

@@ -10,6 +10,7 @@ which run on threads of their own, have it in the name of their group (`marked`)
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -22,19 +23,20 @@ import torch
 
 class Invariance(IntEnum):
     """What the bits of a row do not depend on. NONE: they may depend on the batch. BATCH: not on the number of rows,
-    nor on where the row is among them. A later one promises what those before it do."""
+    nor on where the row is among them. TP: nor on the number of ranks. A later one promises what those before it do."""
 
     NONE = 0
     BATCH = 1
+    TP = 2
 
     def __str__(self) -> str:
-        return ("", "batch-invariant")[self]
+        return ("", "batch-invariant", "tp-invariant")[self]
 
 
-NONE, BATCH = Invariance
+NONE, BATCH, TP = Invariance
 
 # What the environment may say.
-_WORDS = {"": NONE, "0": NONE, "1": BATCH}
+_WORDS = {"": NONE, "0": NONE, "1": BATCH, "tp": TP}
 
 
 class _HasMode(Protocol):
@@ -74,15 +76,16 @@ def asked() -> int:
     return max(_traced, _always) if torch.compiler.is_compiling() else current()
 
 
-def wanted(batch_invariant: bool) -> Invariance:
-    """The mode that a switch asks for. TypeError for what is no bool."""
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant is a {type(batch_invariant).__name__}, a bool is needed")
-    return BATCH if batch_invariant else NONE
+def wanted(batch_invariant: bool, tp_invariant: bool) -> Invariance:
+    """The mode that two switches ask for. TypeError for what is no bool."""
+    for name, value in (("batch_invariant", batch_invariant), ("tp_invariant", tp_invariant)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is a {type(value).__name__}, a bool is needed")
+    return TP if tp_invariant else BATCH if batch_invariant else NONE
 
 
 @contextmanager
-def batch_invariant() -> Iterator[None]:
+def batch_invariant(*, tp_invariant: bool = False) -> Iterator[None]:
     """Inside, the bits of a row of every result depend on that row, the weights, N, K, R and dtypes alone.
 
     Of all public ops, collectives and norms, and of their gradients with respect to activations: not on the number of
@@ -90,10 +93,14 @@ def batch_invariant() -> Iterator[None]:
     What can't keep that is a ValueError that says why, before any launch. All ranks make a call in the same mode, or
     all raise `CallMismatch`.
 
+    tp_invariant: nor on the number of ranks R, which is then 1, 2, 4 or 8 and divides what is cut over ranks: sums over
+    K are a binary tree over 8 blocks of K (fewer, where 8 doesn't divide it), of which a rank's share is a branch, and
+    partial sums travel in float32.
+
     It counts for this thread, and for the backward passes of calls made inside; functions that torch.compile compiled
     outside are compiled once more. docs/reproducibility.md says what the mode fixes, and what that costs.
     """
-    with at_least(BATCH):
+    with at_least(wanted(True, tp_invariant)):
         yield
 
 
@@ -127,6 +134,20 @@ def unmarked(name: str) -> tuple[str, Invariance]:
         if mode and name.endswith(_MARKS[mode]):
             return name.removesuffix(_MARKS[mode]), mode
     return name, NONE
+
+
+# Blocks into which the mode TP cuts what ranks share: as many as there may be ranks, fewer where it is no multiple.
+BLOCKS = 8
+
+
+def blocks_of_share(what: str, total: int, num_ranks: int) -> int:
+    """Of how many blocks a rank's share of `total` is, in the mode TP: a branch of the tree in which all are added.
+    what: the size, in words. ValueError for what ranks can't share so."""
+    if num_ranks not in (1, 2, 4, 8):
+        raise ValueError(f"calls are {TP} here, of 1, 2, 4 or 8 ranks; the group has {num_ranks}")
+    if total % num_ranks:
+        raise ValueError(f"calls are {TP} here, and {what} is {total}, no multiple of the {num_ranks} ranks")
+    return math.gcd(total, BLOCKS) // num_ranks if total else 1
 
 
 def of_call(workspace: _HasMode) -> str:

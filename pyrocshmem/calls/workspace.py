@@ -145,8 +145,8 @@ class Workspace(Streams):
     heap: where peers reach it; creating and growing a workspace is then collective. device: of a workspace with no
     heap. nbytes: a limit of all its buffers; calls that need more raise ValueError before anything is launched. None:
     grows as needed. wait_seconds: how long a device-side wait lasts, at most 2147; None: PYROCSHMEM_WAIT_SECONDS, or
-    10. batch_invariant: all its calls are made as inside `pyrocshmem.batch_invariant`. Raises ValueError for neither
-    heap nor device, more than 8 ranks, or such seconds; RuntimeError under capture.
+    10. batch_invariant, tp_invariant: all its calls are made as inside `pyrocshmem.batch_invariant`. Raises ValueError
+    for neither heap nor device, more than 8 ranks, or such seconds; RuntimeError under capture.
     """
 
     @normal_tensors()
@@ -157,8 +157,9 @@ class Workspace(Streams):
         nbytes: int | None = None,
         wait_seconds: float | None = None,
         batch_invariant: bool = False,
+        tp_invariant: bool = False,
     ) -> None:
-        self.invariance = invariance.wanted(batch_invariant)
+        self.invariance = invariance.wanted(batch_invariant, tp_invariant)
         if heap is None and device is None:
             raise ValueError("a workspace needs a heap or a device, got neither")
         seconds = timeouts.wait_seconds(wait_seconds)

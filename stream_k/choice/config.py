@@ -50,6 +50,8 @@ class Config:
       group_m                    tile rows whose tiles are done column by column (`collectives.order.tile_coords`)
       subtiles                   1, 2 or 4: column parts in which a tile leaves the registers
       flatten                    overlap a tile's epilogue with the next one's loads (NVIDIA)
+      k_blocks                   1, 2, 4 or 8: parts of K of one length whose sums are added as a binary tree; several
+                                 need whole tiles, split="none". See `pyrocshmem.batch_invariant`
       split                      a name of `stream_k.local_gemm.schedule.SPLITS`
       num_programs               programs of the launch; 0: one an SM
     Communication:
@@ -78,6 +80,7 @@ class Config:
     subtiles: int = 2
     flatten: bool = True
     split: str = "auto"
+    k_blocks: int = 1
     num_programs: int = 0
     placement: str = "beside"
     algorithm: str = "two_shot"
@@ -109,6 +112,7 @@ class Config:
             )
         for name, allowed in (
             ("subtiles", (1, 2, 4)),
+            ("k_blocks", (1, 2, 4, 8)),
             ("split", SPLITS),
             ("placement", known_placements()),
             ("algorithm", ALGORITHMS),
@@ -119,6 +123,11 @@ class Config:
         for name in ("num_stages", "group_m", "num_comm_programs", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config.{name} must be at least 1, got {getattr(self, name)}")
+        if self.k_blocks > 1 and self.split != "none":
+            raise ValueError(
+                f"Config.k_blocks is {self.k_blocks} with split {self.split!r}: blocks of K are of whole tiles, which "
+                "split='none' keeps"
+            )
         if self.num_programs < 0 or (
             self.placement == "beside" and 0 < self.num_programs <= self.num_comm_programs
         ):

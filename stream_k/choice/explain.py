@@ -185,7 +185,7 @@ def _fixed(op: str, found: Choice, default: Choice) -> str:
     facts, mine, other = found.rules.facts, found.config, default.config
     different = [
         f"{name} {getattr(mine, name)} instead of {getattr(other, name)}"
-        for name in ("placement", "split", "block_m", "block_n", "block_k")
+        for name in ("placement", "split", "k_blocks", "block_m", "block_n", "block_k", "partial_dtype")
         if getattr(mine, name) != getattr(other, name)
     ]
     text = f"{facts.invariance}: tiles are whole, the BLAS isn't asked; "

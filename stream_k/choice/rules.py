@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from pyrocshmem import interpreter, target
-from pyrocshmem.calls.invariance import NONE, Invariance
+from pyrocshmem.calls.invariance import NONE, TP, Invariance
+from pyrocshmem.calls.op import find
 from pyrocshmem.collectives.exchange import cheaper_algorithm
 from pyrocshmem.stream_k.choice.config import BY_BLAS, SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
@@ -66,6 +67,12 @@ def decide(
     where = _target()
     if invariance and where == "cpu":
         interpreter.check_rows()
+    if invariance == TP and getattr(find(op), "sums", False):
+        if partial_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"partial_dtype of {op} is {partial_dtype}, but the call is {invariance}: partial sums travel in fp32"
+            )
+        partial_dtype = torch.float32
     first = first_tile(M, N, dtype, num_sms, where, invariance)
     config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)

@@ -64,7 +64,7 @@ def gemm_kernel(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
-    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -77,5 +77,5 @@ def gemm_kernel(
     run_program(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
-        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
     )  # fmt: skip

@@ -133,7 +133,7 @@ def _split_tiles(
     a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
-    A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def _split_tiles(
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
         acc = multiply(
-            a, b, row, problem.M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, PRECISION,
+            a, b, row, problem.M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
@@ -186,7 +186,7 @@ def _whole_tiles(
     strides, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
-    A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def _whole_tiles(
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         acc = multiply(
-            a, b, a_row + row, a_rows, tile_n, 0, problem.iterations, problem, strides, A_HOW, B_HOW, PRECISION,
+            a, b, a_row + row, a_rows, tile_n, 0, problem.iterations, problem, strides, A_HOW, B_HOW, ALONG,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
@@ -233,7 +233,7 @@ def run_program(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
-    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -274,7 +274,7 @@ def run_program(
         if may_write & (program < problem.num_split_programs):
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
-                EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION,
+                EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, ALONG,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, SEPARATE,
             )  # fmt: skip
 
@@ -289,7 +289,7 @@ def run_program(
         if may_write & (program < num_gemm_programs):
             _whole_tiles(
                 a, b, c, 0, first, end, tiles_m, 0, size, start, start + size, rank, epoch, extra, context,
-                problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+                problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             one = tl.arange(0, 1)
@@ -310,7 +310,7 @@ def run_program(
                     _whole_tiles(
                         gathered, b, c, begin, turn, begin + piece_m * tiles_n, piece_m, start, M, start, row_end, rank,
                         epoch, extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW,
-                        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
                     )  # fmt: skip
     elif SUMS:
         begin = tiles_m * tiles_n
@@ -318,12 +318,12 @@ def run_program(
         _whole_tiles(
             a, b, c, begin, begin + program, begin + own_tiles_m * tiles_n, own_tiles_m, block_start(rank, M, WORLD),
             M, 0, block_size(rank, M, WORLD), rank, epoch, extra, context, problem, strides, events, EPILOGUE,
-            ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+            ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
         )  # fmt: skip
     elif may_write & (program < num_gemm_programs):
         _whole_tiles(
             a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
-            problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, PRECISION, FLATTEN,
+            problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, ALONG, FLATTEN,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
         )  # fmt: skip
 
@@ -342,7 +342,7 @@ def stream_k_kernel(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
-    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -351,5 +351,5 @@ def stream_k_kernel(
     run_program(
         a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, unpacked(problem), strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
-        B_HOW, PRECISION, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
     )  # fmt: skip

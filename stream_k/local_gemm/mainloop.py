@@ -22,6 +22,14 @@ _MASKED = tl.constexpr(MASKED)
 _INTERPRETED = tl.constexpr(target.interpreted())
 
 
+class Along(NamedTuple):
+    """Constants of the sum along K. precision: of `tl.dot`. blocks: into how many parts of one length, each summed from
+    zero, K is cut; their sums are added as a tree of neighbours (`collectives.pair_sums`)."""
+
+    precision: str
+    blocks: int = 1
+
+
 class Strides(NamedTuple):
     """Elements from one row, and one column, of A and of B to the next, where they are read by pointers; descriptors
     have their own."""
@@ -88,16 +96,60 @@ def _in_rows(y, R: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def multiply(
     a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALONG: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
-    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]."""
+    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]. Where ALONG has several blocks, the iterations must be all."""
+    if ALONG.blocks == 1:
+        acc = _chain(
+            a, b, row, rows, tile_n, 0, problem.K, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc = _tree(
+            a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _tree(
+    a, b, row, rows, tile_n, FIRST: tl.constexpr, COUNT: tl.constexpr, problem, strides, A_HOW: tl.constexpr,
+    B_HOW: tl.constexpr, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum over COUNT blocks of K, a power of two, from number FIRST on. In the order of `pair_sums.of_terms`, but
+    a block is multiplied when it is added, so that few sums take registers at once."""
+    if COUNT == 1:
+        length = problem.K // ALONG.blocks
+        acc = _chain(
+            a, b, row, rows, tile_n, FIRST * length, (FIRST + 1) * length, 0, tl.cdiv(length, BLOCK_K), problem,
+            strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        acc = _tree(
+            a, b, row, rows, tile_n, FIRST, HALF, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        acc += _tree(
+            a, b, row, rows, tile_n, FIRST + HALF, HALF, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _chain(
+    a, b, row, rows, tile_n, first, last, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    ALONG: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum over the iterations [k_begin, k_end) of the block [first, last) of K, one behind the other."""
     # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
     FMA_OF_COLUMNS: tl.constexpr = (
         B_HOW == _COLUMN
-        and PRECISION == "ieee"
+        and ALONG.precision == "ieee"
         and not TRANSPOSED
         and not _INTERPRETED
         and not target_info.is_hip()
@@ -107,16 +159,17 @@ def multiply(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(k_begin, k_end):
-        x = _load_block(a, row, k * BLOCK_K, rows, problem.K, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
+        at = first + k * BLOCK_K
+        x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
         y = _load_block(
-            b, k * BLOCK_K, tile_n * BLOCK_N, problem.K, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, BLOCK_N
-        )  # fmt: skip
+            b, at, tile_n * BLOCK_N, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, BLOCK_N
+        )
         if FMA_OF_COLUMNS and y.dtype == tl.float32:
             y = _in_rows(y, BLOCK_K, BLOCK_N)
         if TRANSPOSED:
-            acc = tl.dot(y.T, x.T, acc, input_precision=PRECISION)
+            acc = tl.dot(y.T, x.T, acc, input_precision=ALONG.precision)
         else:
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+            acc = tl.dot(x, y, acc, input_precision=ALONG.precision)
     if TRANSPOSED:
         acc = acc.T
     return acc

@@ -32,7 +32,7 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
 from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived, nothing, stream_k_kernel
-from pyrocshmem.stream_k.local_gemm.mainloop import Strides
+from pyrocshmem.stream_k.local_gemm.mainloop import Along, Strides
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.target import num_sms
 
@@ -137,8 +137,8 @@ class Product:
             "SEPARATE": separate,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
-            "PRECISION": self.precision,
-            "FLATTEN": config.flatten and flatten,
+            "ALONG": Along(self.precision, config.k_blocks),
+            "FLATTEN": config.flatten and flatten and config.k_blocks == 1,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -239,9 +239,14 @@ def make_product(
     tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
     by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
+    if K % config.k_blocks:
+        raise ValueError(f"Config.k_blocks is {config.k_blocks}, which K = {K} is no multiple of")
     a, b, a_how, b_how, copies = _as_read(
         a, b, config, schedule, by_rows, bool(row_blocks), keeps_a, workspace
     )
+    if config.k_blocks > 1 and K // config.k_blocks % config.block_k:
+        # A block of K ends inside a step, where descriptors would go on reading.
+        a_how, b_how = POINTER, POINTER
     strides = Strides(*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
     templates = (
         template(a, a_how, config.block_m, config.block_k),

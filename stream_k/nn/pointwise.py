@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.nn.functional import silu
 
 from pyrocshmem import dependent_launch, target, trace
+from pyrocshmem.calls import invariance
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import is_watched, once
 from pyrocshmem.calls.tensors import as_rows, kind, tell_autograd
@@ -255,10 +256,11 @@ def _rotate(
 
 
 def _by_kernel(x: torch.Tensor) -> bool:
-    """Whether kernels are for `x`; what derives from Tensor may have no memory."""
+    """Whether kernels are for `x`; what derives from Tensor may have no memory. On a CPU where a row's bits must not
+    depend on where it is cut: PyTorch's exponential has other ones at the end of a row."""
     if torch.compiler.is_compiling():
         return False
-    return x.is_cuda and type(x) is torch.Tensor and x.dtype in DTYPES
+    return (x.is_cuda or invariance.current() > 0) and type(x) is torch.Tensor and x.dtype in DTYPES
 
 
 def _has_gradient(x: torch.Tensor) -> bool:

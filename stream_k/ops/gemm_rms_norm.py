@@ -20,6 +20,7 @@ from pyrocshmem import status, trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.invariance import TP
 from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
@@ -104,7 +105,8 @@ def gemm_all_reduce_rms_norm(
         config = choose_together(heap, "gemm_all_reduce", *facts).config
     else:
         check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
-    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0:
+    # An exchange divides a row among programs by the number of ranks.
+    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and mode < TP:
         wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"

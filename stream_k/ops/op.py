@@ -24,6 +24,7 @@ from pyrocshmem import trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.invariance import TP
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, ops, ranks, refuse
@@ -41,9 +42,10 @@ from pyrocshmem.stream_k.choice.config import (
     check_config,
     with_a_free_multiprocessor,
 )
+from pyrocshmem.stream_k.choice.invariant import in_blocks
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.choice.table import check_invariant, choose_together
+from pyrocshmem.stream_k.choice.table import check_invariant, choice, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
@@ -375,7 +377,8 @@ def _without_plan(
         return (empty, second) if has_second else empty
     if heap.world_size == 1 and not squared_partials:
         with invariance.at_least(invariance.current(workspace)):
-            product = run_gemm(a, b, bias, activation, out, allow_tf32, _of_one_rank(config), None, residual)
+            alone = _of_one_rank(op, config, num_rows, b, allow_tf32)
+            product = run_gemm(a, b, bias, activation, out, allow_tf32, alone, None, residual)
         return (product, a.clone()) if has_second else product
     if ELEMENTS[a.dtype].widened:
         # The same in fp32, rounded once.
@@ -392,8 +395,14 @@ def _without_plan(
     return None
 
 
-def _of_one_rank(config: Config | None) -> Config | None:
+def _of_one_rank(
+    op: GemmOp, config: Config | None, M: int, b: torch.Tensor, allow_tf32: bool
+) -> Config | None:
     """A configuration by hand for the GEMM alone that an op is on one rank, where no placement makes a difference."""
+    if config is None and op.sums and invariance.current() == TP and b.shape[1] > 0:
+        K, N = b.shape
+        found = choice("gemm", M, N, K, b.dtype, 1, b.device, allow_tf32=allow_tf32, invariance=TP)
+        config = in_blocks(found.config, found.rules.facts)
     if config is None or config.placement == "unfused":  # `gemm` knows where the BLAS can
         return None
     return replace(config, placement="after")
@@ -403,10 +412,14 @@ def longest_k(workspace: Workspace, call: CallName, K: int) -> int:
     """The inner size by which all ranks choose the configurations of a sum, since their shares may differ: the largest
     of those that they had when they first asked, whatever the rows."""
     assert workspace.heap is not None
-    asked = f"{call.text}: configuration"
+    mode = invariance.of_call(workspace)
+    asked = f"{call.text}: configuration{mode}"
     if asked not in workspace.agreed:
-        votes = workspace.heap.vote(f"{call}: configuration", str(K).encode())
-        workspace.agreed[asked] = max(int(size) for size in votes)
+        votes = workspace.heap.vote(f"{call}: configuration{mode}", str(K).encode())
+        sizes = [int(size) for size in votes]
+        if invariance.current(workspace) == TP and len(set(sizes)) > 1:
+            raise ValueError(f"calls are tp-invariant here, of equal shares of K; the ranks' are {sizes}")
+        workspace.agreed[asked] = max(sizes)
     return workspace.agreed[asked]
 
 

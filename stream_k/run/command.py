@@ -15,6 +15,7 @@ from rich.console import Console
 
 from pyrocshmem import launching, target
 from pyrocshmem.calls import timeline_files
+from pyrocshmem.calls.invariance import wanted
 from pyrocshmem.options import MAX_RANKS, check_gpus, program_name
 from pyrocshmem.reference import report
 from pyrocshmem.reference.problems import find_problem
@@ -42,6 +43,7 @@ def run(
     json_path: Path | None,
     trace_path: Path | None,
     batch_invariant: bool,
+    tp_invariant: bool,
 ) -> bool:
     """Run the job and print everything; whether every rank's result is right. ValueError for what makes no sense."""
     on_gpu = target.backend() != "host"
@@ -64,7 +66,7 @@ def run(
         wire,
         trace=trace_path is not None,
         block=block,
-        batch_invariant=batch_invariant,
+        invariance=wanted(batch_invariant, tp_invariant),
     )
     fused.check_job(job, ranks)
     return _run_job(Console(), job, ranks, json_path, trace_path)

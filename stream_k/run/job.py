@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import target
-from pyrocshmem.calls.invariance import Invariance, at_least, wanted
+from pyrocshmem.calls.invariance import NONE, TP, Invariance, at_least
 from pyrocshmem.calls.timeline import Timeline, record_call
 from pyrocshmem.collectives.exchange import PIECE_BYTES
 from pyrocshmem.elements import ELEMENTS
@@ -43,7 +43,7 @@ class Job:
 
     trace: record a timeline of one more call. Of a problem that is `configured`: placement: one of the op's, or "auto".
     partial_dtype: what partial sums travel in, as in `Config`. block: the tile, (M, N, K); None: the configuration's.
-    batch_invariant: run it as inside `pyrocshmem.batch_invariant`.
+    invariance: the mode of its calls (`pyrocshmem.batch_invariant`).
     """
 
     collective: str
@@ -55,12 +55,7 @@ class Job:
     partial_dtype: torch.dtype | None = None
     trace: bool = False
     block: tuple[int, ...] | None = None
-    batch_invariant: bool = False
-
-    @property
-    def invariance(self) -> Invariance:
-        """The mode of its calls."""
-        return wanted(self.batch_invariant)
+    invariance: Invariance = NONE
 
     @property
     def problem(self) -> Problem:
@@ -69,7 +64,7 @@ class Job:
 
     def rounds_to(self, num_ranks: int) -> torch.dtype | None:
         """What each rank's partial sum is rounded to; None: there are none, or they are not rounded."""
-        if num_ranks == 1 or not (self.problem.gemm and self.problem.sums):
+        if num_ranks == 1 or not (self.problem.gemm and self.problem.sums) or self.invariance == TP:
             return None
         wire = ELEMENTS[self.dtype].wire_dtype(self.partial_dtype)
         return None if wire == torch.float32 else wire

@@ -153,6 +153,14 @@ _ONCE = [
         arguments=(("activation", "silu"), ("bias", True)),
         changes=(("split", "separate"), ("block_m", 64), ("block_n", 64), ("num_warps", 4)),
     ),
+    # Blocks of K whose sums are a tree: few rows, and the peers' and own rows of a sum.
+    Case("gemm", shape=SMALL, changes=(("split", "none"), ("k_blocks", 2)), hot=True),
+    Case(
+        "gemm_reduce_scatter",
+        world_size=2,
+        changes=(*_COPIED, *STRICT, ("k_blocks", 2), ("block_n", 128), ("subtiles", 4)),
+        hot=True,
+    ),
     # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
     Case("gemm", layouts=("column", "column")),
     Case("gemm", layouts=("odd", "odd")),

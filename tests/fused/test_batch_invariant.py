@@ -14,7 +14,7 @@ from hypothesis import strategies
 import pyrocshmem
 from pyrocshmem import CallMismatch, Heap, Workspace, collectives, stream_k  # before Triton
 from pyrocshmem.calls import invariance
-from pyrocshmem.calls.invariance import BATCH, NONE
+from pyrocshmem.calls.invariance import BATCH, NONE, TP
 from pyrocshmem.collectives import row_sums
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.json_objects import all_gather_json
@@ -254,11 +254,11 @@ def test_a_workspace_may_ask_for_it() -> None:
 
 @pytest.mark.cpu
 def test_the_environment_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for word, mode in (("", NONE), ("0", NONE), ("1", BATCH)):
+    for word, mode in (("", NONE), ("0", NONE), ("1", BATCH), ("tp", TP)):
         monkeypatch.setenv("PYROCSHMEM_BATCH_INVARIANT", word)
         assert invariance._of_environment() == mode
     monkeypatch.setenv("PYROCSHMEM_BATCH_INVARIANT", "yes")
-    with pytest.raises(ValueError, match="'yes', allowed are 0, 1"):
+    with pytest.raises(ValueError, match="'yes', allowed are 0, 1, tp"):
         invariance._of_environment()
     monkeypatch.setattr(invariance, "_always", BATCH)
     assert invariance.current() == BATCH

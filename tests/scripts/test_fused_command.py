@@ -146,12 +146,20 @@ def test_batch_invariant() -> None:
     assert "0 split tiles" in done.stdout
     assert "batch-invariant: tiles are whole" in " ".join(done.stdout.replace("│", " ").split())
     assert done.stdout.splitlines()[-1] == "the one rank is right"
+    options = ("--shape", "7,40,96", "--iters", "1", "--tp-invariant")
+    done = commands.invoke(app, "-n", "2", "-c", "reduce_scatter", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "k_blocks 4 instead of 1" in " ".join(done.stdout.replace("│", " ").split())
+    assert "partials in fp32" in " ".join(done.stdout.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("-c", "all_reduce", "--batch-invariant", "--placement", "unfused"), "which this config would break"),
+        (
+            ("-c", "all_reduce", "--batch-invariant", "--placement", "unfused"),
+            "which this config would break",
+        ),
         (("-c", "all_reduce", "--shape", "7,50", "--placement", "inside"), "all_reduce has no GEMM"),
         (("-c", "gemm_rms_norm", "--placement", "messages"), "gemm_rms_norm chooses its GEMM itself"),
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
