@@ -32,7 +32,7 @@ SLOWEST = "sm_90"
 
 def _pool(num_processes: int, without: str, cache: Path) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # which imports no Triton
+    context.set_forkserver_preload(["tests.compile.preload"])
     return ProcessPoolExecutor(num_processes, context, worker.prepare, (without, str(cache)))
 
 

@@ -4,7 +4,7 @@ clocks in the right places and no other pipeline."""
 import pytest
 
 from pyrocshmem.testing import Compiled
-from tests.compile.cases import CASES, FULL_PIPELINE_BYTES, Case
+from tests.compile.cases import CASES, FULL_PIPELINE_BYTES, SUMMING, Case
 from tests.compile.conftest import Compile
 
 TIER = 3
@@ -18,7 +18,7 @@ GEMM = Case("gemm", changes=(("split", "none"), ("num_programs", 0)), hot=True)
 MARKED = [
     GEMM,
     Case("gemm_all_reduce", changes=OWN_STREAM, hot=True),
-    Case("gemm_reduce_scatter", changes=COPIED, hot=True),
+    SUMMING,
     Case("all_gather_gemm", changes=COPIED, hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
 ]

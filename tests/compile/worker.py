@@ -1,7 +1,7 @@
 """The processes that compile: a pool of them, each for all targets.
 
-Importing this module imports no Triton: `prepare` first settles, in the fresh process, that kernels are compiled and
-not interpreted, GPUs present or not.
+Importing this module imports no Triton: `preload`, in the server that forks these processes, or `prepare` first
+settles that kernels are compiled and not interpreted, GPUs present or not.
 """
 
 import os
