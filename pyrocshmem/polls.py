@@ -14,8 +14,8 @@ _PAUSE = tl.constexpr(f"nanosleep.u32 {_PAUSE_NS};\nmov.u32 $0, 0;")
 
 def _host_yield():
     # Ranks share the processor's cores on the CPU target, threads its interpreter too: a rank that spins keeps
-    # the one it waits for from running.
-    interpreter.pass_on(0.0002)
+    # the one it waits for from running. To look once takes half a millisecond there, a small kernel twenty.
+    interpreter.pass_on(0.002)
 
 
 # Triton's dependency scan refuses plain functions; this one runs in the interpreter only.
