@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.scripts import support
 from tests.scripts.test_package import backend_version, call
 
@@ -112,7 +113,7 @@ def elsewhere(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, path: Path | None, *command: str, python: str = sys.executable) -> str:
+def run(folder: Path, path: Path | None, *command: str, python: str = "") -> str:
     """What `python COMMAND` in `folder` prints on stdout, `path` being the PYTHONPATH."""
     inherited = {name: value for name, value in os.environ.items() if name not in support.DECIDING}
     environment = inherited | {
@@ -122,7 +123,7 @@ def run(folder: Path, path: Path | None, *command: str, python: str = sys.execut
         **({"PYTHONPATH": str(path)} if path else {}),
     }
     done = subprocess.run(
-        [python, *command],
+        [python or warm.python(), *command],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -39,6 +39,7 @@ NEEDED_COMMANDS = [
     "cat",
     "chmod",
     "cksum",
+    "cp",
     "dirname",
     "env",
     "find",

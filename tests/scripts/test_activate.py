@@ -28,9 +28,35 @@ BASE_PYTHON = next(
 )
 
 
+LIBRARY = "finegrained_alloc/libfinegrained_alloc.so"
+# `python3 -m venv` takes seconds, most of them for pip: it copies one that was made before. FOLDER comes last.
+COPIES = """#!/bin/sh
+[ "$1 $2" = "-m venv" ] || exec "{python}" "$@"
+case $* in *--system-site-packages*) system=true ;; *) system=false ;; esac
+for folder; do :; done
+cp -a "{made}" "$folder"
+sed -i "s#{made}#$folder#" "$folder"/bin/activate
+sed -i "s/^\\(include-system-site-packages = \\).*/\\1$system/" "$folder/pyvenv.cfg"
+"""
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    return support.copy_tree(tmp_path, *support.ACTIVATION)
+    """With the C library, so that activation need not build it."""
+    tree = support.copy_tree(tmp_path, *support.ACTIVATION)
+    shutil.copy2(support.ROOT / LIBRARY, tree / LIBRARY)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def copying_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that makes virtual environments at once."""
+    folder = tmp_path_factory.mktemp("made")
+    subprocess.run([BASE_PYTHON, "-m", "venv", str(folder / "venv")], check=True, timeout=support.TIMEOUT_S)
+    python = folder / "python"
+    python.write_text(COPIES.format(python=BASE_PYTHON, made=folder / "venv"))
+    python.chmod(0o755)
+    return str(python)
 
 
 def made(tree: Path) -> set[str]:
@@ -39,6 +65,8 @@ def made(tree: Path) -> set[str]:
 
 
 def test_no_venv_installs_nothing(tree: Path, tmp_path: Path) -> None:
+    """But it builds the C library."""
+    (tree / LIBRARY).unlink()
     calls = tmp_path / "calls"
     spy = tmp_path / "spy"
     spy.mkdir()
@@ -55,7 +83,7 @@ def test_no_venv_installs_nothing(tree: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[{tree}:/other]\n"
     assert made(tree) == set()
-    assert (tree / "finegrained_alloc/libfinegrained_alloc.so").exists()
+    assert (tree / LIBRARY).exists()
     called = calls.read_text()
     assert called
     assert not {"pip", "venv"} & set(called.split())
@@ -87,10 +115,10 @@ def test_active_environment_with_torch_is_used(tree: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.alone
-def test_torch_for_gpus_of_this_machine_is_used(tree: Path, tmp_path: Path) -> None:
+def test_torch_for_gpus_of_this_machine_is_used(tree: Path, tmp_path: Path, copying_python: str) -> None:
     """.venv on top of it; the second activation is quick; a change of the requirements is noticed."""
     # No command `python`: else that of a container would be used as it is.
-    path = support.path_without_python(tmp_path, python3=BASE_PYTHON)
+    path = support.path_without_python(tmp_path, python3=copying_python)
     environment = {"PATH": path, "PYTHONPATH": support.fake_torch(tmp_path / "site"), "PIP_NO_INDEX": "1"}
     script = 'source ./activate.sh && echo "[$VIRTUAL_ENV]"'
     done = support.bash(tree, script, **environment)
@@ -121,8 +149,10 @@ def test_torch_for_gpus_of_this_machine_is_used(tree: Path, tmp_path: Path) -> N
     assert "making .venv" in done.stderr
 
 
-def test_two_activations_at_once_make_one_environment(tree: Path, tmp_path: Path) -> None:
-    path = support.path_without_python(tmp_path, python3=BASE_PYTHON)
+def test_two_activations_at_once_make_one_environment(
+    tree: Path, tmp_path: Path, copying_python: str
+) -> None:
+    path = support.path_without_python(tmp_path, python3=copying_python)
     environment = {"PATH": path, "PYTHONPATH": support.fake_torch(tmp_path / "site"), "PIP_NO_INDEX": "1"}
     script = "bash activate.sh >one & bash activate.sh >two; code=$?; wait $! && exit $code"
     done = support.bash(tree, script, **environment)
@@ -131,13 +161,13 @@ def test_two_activations_at_once_make_one_environment(tree: Path, tmp_path: Path
     assert (tree / "one").read_text() == (tree / "two").read_text() == f"{tree}/.venv\n"
 
 
-def test_only_what_is_missing_is_installed(tree: Path, tmp_path: Path) -> None:
+def test_only_what_is_missing_is_installed(tree: Path, tmp_path: Path, copying_python: str) -> None:
     """By the packages' names, all that the extras `test` and `plot` have."""
     site = Path(support.fake_torch(tmp_path / "site"))
     for name in ("pytest", "pytest_timeout", "xdist", "hypothesis", "matplotlib"):
         shutil.rmtree(site / name)
     bare = tmp_path / "bare"  # without what this machine's Python has
-    bare.write_text(f'#!/bin/sh\nexec "{BASE_PYTHON}" -S "$@"\n')
+    bare.write_text(f'#!/bin/sh\n[ "$1" = -m ] || set -- -S "$@"\nexec "{copying_python}" "$@"\n')
     bare.chmod(0o755)
     path = support.path_without_python(tmp_path, python3=str(bare))
     done = support.bash(tree, ". ./activate.sh", PATH=path, PYTHONPATH=str(site), PIP_NO_INDEX="1")
@@ -148,9 +178,11 @@ def test_only_what_is_missing_is_installed(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.16.0"])
-def test_failed_installation_leaves_no_stamp(tree: Path, tmp_path: Path, version: str) -> None:
+def test_failed_installation_leaves_no_stamp(
+    tree: Path, tmp_path: Path, version: str, copying_python: str
+) -> None:
     """Also: a torch outside the supported window is not used, so that pip is asked for another."""
-    path = support.path_without_python(tmp_path, python3=BASE_PYTHON)
+    path = support.path_without_python(tmp_path, python3=copying_python)
     site = support.fake_torch(tmp_path / "site", version=version)
     done = support.bash(
         tree,
