@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.scripts import support
 from tests.scripts.test_package import backend_version, call
 
@@ -113,7 +112,7 @@ def elsewhere(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, path: Path | None, *command: str, python: str = "") -> str:
+def run(folder: Path, path: Path | None, *command: str, python: str = sys.executable) -> str:
     """What `python COMMAND` in `folder` prints on stdout, `path` being the PYTHONPATH."""
     inherited = {name: value for name, value in os.environ.items() if name not in support.DECIDING}
     environment = inherited | {
@@ -123,7 +122,7 @@ def run(folder: Path, path: Path | None, *command: str, python: str = "") -> str
         **({"PYTHONPATH": str(path)} if path else {}),
     }
     done = subprocess.run(
-        [python or warm.python(), *command],
+        [python, *command],
         cwd=folder,
         env=environment,
         capture_output=True,
