@@ -10,6 +10,8 @@ come with PyTorch, and the table of all; `peer_providers` has the others.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +34,7 @@ from pyrocshmem.benchmarks.provider import (
     provided,
 )
 from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
+from pyrocshmem.calls.invariance import BATCH, TP, Invariance, batch_invariant
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.reference import ops as reference_ops
 from pyrocshmem.reference.problems import ALL, EPS
@@ -108,6 +111,27 @@ def _ours_fp32(x: Operands) -> Run:
     return _ours(partial_dtype=torch.float32)(x)
 
 
+def _ours_invariant(mode: Invariance) -> Callable[[Operands], Run]:
+    """Ours in a mode of `pyrocshmem.batch_invariant`, whose price is its time over that of `ours`."""
+
+    def prepare_invariant(x: Operands) -> Run:
+        case, config = x.case, None
+        if x.problem.configured:
+            config = stream_k.choose(
+                case.op, case.M, case.N, case.K, x.dtype, x.num_ranks, x.device, invariance=mode
+            )
+        roundings = 0 if mode == TP else _roundings(x, None)
+        run = provided(our_run(x, x.heap, lambda: x.workspace), config=config, roundings=roundings)
+
+        def inside() -> Any:
+            with batch_invariant(tp_invariant=mode == TP):
+                return run.function()
+
+        return dataclasses.replace(run, function=inside)
+
+    return prepare_invariant
+
+
 def _own_gemm(x: Operands) -> Config:
     return chosen.own_gemm(x.case.M, x.case.N, x.case.K, x.dtype, x.device)
 
@@ -152,6 +176,32 @@ def _unfused(x: Operands) -> Run:
     if problem.norm and problem.out_cut != "N":
         return _gathered_norm(x)
     return provided(x.reference(), roundings=x.num_ranks if problem.sums else 0, library=True)
+
+
+@functools.cache
+def _pinned_group() -> dist.ProcessGroup:
+    """All ranks, by one channel and the Simple protocol: what engines pin NCCL to for the same bits in every batch."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 1
+    group = dist.new_group(pg_options=options)
+    assert group is not None
+    before = os.environ.get("NCCL_PROTO")
+    os.environ["NCCL_PROTO"] = "Simple"
+    try:
+        # Which is when it is read.
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    finally:
+        del os.environ["NCCL_PROTO"]
+        if before is not None:
+            os.environ["NCCL_PROTO"] = before
+    return group
+
+
+def _unfused_pinned(x: Operands) -> Run:
+    """The BLAS, then NCCL's all-reduce by one channel and one protocol, then what the op has behind it."""
+    need_gpus(x)
+    group, total = _pinned_group(), x.new(x.case.M, x.case.N)
+    return chain(x, (total, total, lambda: dist.all_reduce(total, group=group)))
 
 
 def _gathered_norm(x: Operands) -> Run:
@@ -233,9 +283,13 @@ _NORMED = ("gemm_all_reduce_rms_norm",)
 _DECODED = ("gemm_all_reduce", *_NORMED)
 _ROWS_DIVIDED = ("all_gather_gemm", "gemm_reduce_scatter")
 _SUMMED = ("all_reduce", "all_reduce_rms_norm")
+# By the device's rows and by ranks': a mode may have another kernel.
+_NORMS = tuple(each.name for each in ALL if each.norm and not each.gemm)
 _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours": (tuple(each.name for each in ALL), _ours()),
     "ours_fp32": ((*_SUMS, *_NORMED), _ours_fp32),
+    "ours_batch_invariant": (("gemm", *_PRODUCTS, *_NORMS), _ours_invariant(BATCH)),
+    "ours_tp_invariant": ((*_SUMS, *_NORMED, *_NORMS, "gemm_rms_norm_all_scatter"), _ours_invariant(TP)),
     "ours_no_blas": (("gemm",), _ours_no_blas),
     **{
         f"ours_{placement}": (
@@ -250,6 +304,7 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "ours_gemm": (_PRODUCTS, _ours_gemm),
     "blas": (("gemm", *_PRODUCTS), _blas),
     "unfused": ((*_PRODUCTS, *_ALONE), _unfused),
+    "unfused_pinned": ((*_DECODED, *_SUMMED), _unfused_pinned),
     "unfused_stacked": (("gemm_all_scatter", "all_scatter"), _unfused_stacked),
     "nccl_window": ((*_PRODUCTS, *_ALONE), _nccl_window),
     "blas_ours": (_DECODED, _blas_ours),

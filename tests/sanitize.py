@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from pyrocshmem import collectives, status, stream_k
+from pyrocshmem import batch_invariant, collectives, status, stream_k
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.planned import run
 from pyrocshmem.calls.timeline import meet_kernel
@@ -222,6 +222,33 @@ def _norms(heap: Heap) -> Iterator[tuple[str, bool]]:
         )
 
 
+def _invariant(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """What the modes of `batch_invariant` have kernels of their own for: K as a tree of blocks, and norms of rows."""
+    M, N, K = 96, 80, 128
+    world, device = heap.world_size, heap.device
+    generator = torch.Generator().manual_seed(1)
+    a, b, residual, weight = (
+        torch.randn(shape, generator=generator).half().to(device)
+        for shape in ((world, M, K), (world, K, N), (M, N), (N,))
+    )
+    mine = a[heap.rank], b[heap.rank]
+    product = torch.bmm(a.double(), b.double()).sum(0)
+    total = product + residual.double()
+    exact = torch.nn.functional.rms_norm(total, (N,), weight.double(), EPS)
+    for tp_invariant in (False, True):
+        with batch_invariant(tp_invariant=tp_invariant):
+            sums = stream_k.gemm_all_reduce(*mine, group=heap)
+            rows = stream_k.gemm_reduce_scatter(*mine, group=heap)
+            y, updated = stream_k.gemm_all_reduce_rms_norm(*mine, residual, weight, EPS, group=heap)
+            found = list(_norms(heap))
+        heap.synchronize()
+        mode = "tp_invariant" if tp_invariant else "batch_invariant"
+        yield f"gemm_all_reduce {mode}", close(sums, product)
+        yield f"gemm_reduce_scatter {mode}", close(rows, product.chunk(world)[heap.rank])
+        yield f"gemm_all_reduce_rms_norm {mode}", close(updated, total) and close(y, exact)
+        yield from ((f"{name} {mode}", ok) for name, ok in found)
+
+
 def _signals(heap: Heap) -> Iterator[tuple[str, bool]]:
     """What `pyrocshmem doctor` and timelines launch."""
     workspace, world = workspace_for(heap), heap.world_size
@@ -353,7 +380,7 @@ def together(rank: int, world_size: int, meeting: str) -> int:
                     f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
                     flush=True,
                 )
-        for name, ok in (*_integers(heap), *_norms(heap), *_signals(heap)):
+        for name, ok in (*_integers(heap), *_norms(heap), *_invariant(heap), *_signals(heap)):
             wrong += not ok
             print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()
