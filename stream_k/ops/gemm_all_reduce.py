@@ -48,9 +48,10 @@ def gemm_all_reduce(
 
     a: [M, K/R] or [.., M, K/R], whose dimensions the results have then, b: [K/R, N]: this rank's shares, any strides;
     float16, bfloat16 or float32. M and N are the same on all ranks, shares of K may differ. From call to call, at the
-    same M and N, a share may change on some ranks alone where no tile is split: with split="none", or placement
-    "copy_engine", "messages" or "unfused" (on H200 every default is one of these). Otherwise change it on all ranks in
-    the same call: ranks compare a call that is new, and a rank that is alone with one ends in `PeerTimeout`.
+    same M and N, a share may change on some ranks alone, without a config as long as it stays the same multiple of 64
+    when rounded, and where no tile is split: with split="none", or placement "copy_engine", "messages" or "unfused" (on
+    H200 every default is one of these). Otherwise change it on all ranks in the same call: ranks compare a call that is
+    new, and a rank that is alone with one ends in `PeerTimeout`.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap

@@ -56,6 +56,8 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
+# Shares of K that, rounded to multiples of it, are equal have one configuration: ranks' may differ by so little.
+_AS_LONG = 64
 _WITHOUT_SQUARES = (*BY_ROWS, *BY_MESSAGE)
 
 
@@ -410,17 +412,21 @@ def _of_one_rank(
 
 def longest_k(workspace: Workspace, call: CallName, K: int) -> int:
     """The inner size by which all ranks choose the configurations of a sum, since their shares may differ: the largest
-    of those that they had when they first asked, whatever the rows."""
+    of those that they had when they first asked with one as long as K, whatever the rows."""
     assert workspace.heap is not None
     mode = invariance.of_call(workspace)
-    asked = f"{call.text}: configuration{mode}"
-    if asked not in workspace.agreed:
+    equal = invariance.current(workspace) == TP
+
+    def asked(size: int) -> Hashable:
+        return f"{call.text}: configuration{mode}", size if equal else round(size / _AS_LONG)
+
+    if asked(K) not in workspace.agreed:
         votes = workspace.heap.vote(f"{call}: configuration{mode}", str(K).encode())
         sizes = [int(size) for size in votes]
-        if invariance.current(workspace) == TP and len(set(sizes)) > 1:
+        if equal and len(set(sizes)) > 1:
             raise ValueError(f"calls are tp-invariant here, of equal shares of K; the ranks' are {sizes}")
-        workspace.agreed[asked] = max(sizes)
-    return workspace.agreed[asked]
+        workspace.agreed |= {asked(size): max(sizes) for size in sizes}
+    return workspace.agreed[asked(K)]
 
 
 def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Config:
@@ -515,7 +521,8 @@ def _make_plan(
     def make(longest_k: int) -> FusedPlan:
         assert op.plan is not None
         direct = offset is not None
-        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, max(1, longest_k))
+        schedules = max(1, longest_k if share_counts else K)
+        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, schedules)
         plan = op.plan(made)
         plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
         plan.graphs = Graphs(workspace, plan.replayable)

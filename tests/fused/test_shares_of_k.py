@@ -83,6 +83,29 @@ def test_a_share_that_changes_on_one_rank_alone() -> None:
         assert found == {f"{op} {placement}": [True] * 5 for op, placement, _ in WAYS}
 
 
+def of_two_lengths(rank: int, world_size: int) -> list[int]:
+    """The inner sizes that configurations were chosen for, of calls of one N and several K, whose tiles have as many
+    steps."""
+    found = []
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=WAIT_S)
+        for K in (400, 24, 700):
+            with mock.patch.object(fused, "choose_together", wraps=fused.choose_together) as chosen:
+                assert _is_right(heap, "gemm_all_reduce", None, workspace, (K, K))
+            *_, plan = workspace.plans.values()
+            steps, config = plan.product.schedule.iters_per_tile, plan.product.config
+            assert steps == -(-K // config.block_k)
+            found.append(chosen.call_args.args[4])
+    return found
+
+
+@pytest.mark.num_ranks(2)
+def test_layers_of_one_width_and_two_lengths() -> None:
+    """The two row-parallel linears of a transformer's layer: the second one was planned, and multiplied, as long as
+    the first."""
+    assert values(run_ranks(of_two_lengths, 2)) == [[400, 24, 700]] * 2
+
+
 def by_share(op: str, M: int, N: int, K: int, *facts: Any, **options: Any) -> Config:
     """A model that depends on K."""
     return cost_model(op, M, N, K, *facts, **{"placement": "inside" if K > 128 else "after", **options})
