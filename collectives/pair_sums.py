@@ -44,10 +44,10 @@ def _steps(x, AXIS: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def of_terms(terms, FIRST: tl.constexpr = 0, COUNT: tl.constexpr = 0):
-    """The sum of COUNT blocks of the tuple `terms`, all of them if 0, from number FIRST on."""
+    """The sum in fp32 of COUNT blocks of the tuple `terms`, all of them if 0, from number FIRST on."""
     NUM: tl.constexpr = COUNT if COUNT > 0 else len(terms)
     if NUM == 1:
-        total = terms[FIRST]
+        total = terms[FIRST].to(tl.float32)
     else:
         LEFT: tl.constexpr = triton.next_power_of_2(NUM) // 2
         total = of_terms(terms, FIRST, LEFT) + of_terms(terms, FIRST + LEFT, NUM - LEFT)

@@ -157,14 +157,14 @@ def _sent(
 
 @triton.jit
 def _in_rank_order(own, blocks, rank, WORLD: tl.constexpr):
-    """fp32 terms of all ranks: this rank's `own`, and the `blocks` of the others."""
+    """Terms of all ranks: this rank's `own`, and the `blocks` of the others."""
     terms = ()
     for source in tl.static_range(WORLD):
         term = own
         if source < WORLD - 1:
-            term = tl.where(rank > source, blocks[source].to(tl.float32), term)
+            term = tl.where(rank > source, blocks[source], term)
         if source > 0:
-            term = tl.where(rank < source, blocks[source - 1].to(tl.float32), term)
+            term = tl.where(rank < source, blocks[source - 1], term)
         terms = terms + (term,)  # type: ignore[assignment]
     return terms
 
@@ -191,7 +191,7 @@ def sum_rows(
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        own = partial_sum(parts[part], extra.finish, partials.dtype.element_ty).to(tl.float32)
+        own = partial_sum(parts[part], extra.finish, partials.dtype.element_ty)
         blocks = ()
         for peer in tl.static_range(PEERS):
             block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
