@@ -19,9 +19,14 @@ from __future__ import annotations
 import torch
 
 from pyrocshmem.calls.invariance import BLOCKS, TP, blocks_of_share
-from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, changed
+from pyrocshmem.stream_k.choice.config import BY_BLAS, BY_MESSAGE, Config, changed
 from pyrocshmem.stream_k.choice.placement import Facts
 
+# Registers of a thread for the sums of a tree: of `gemm_kernel`, whose epilogue needs others, and of `stream_k_kernel`.
+# With more, the assembler runs the wgmmas of a step one by one, and a GEMM took 3 to 5 times as long.
+_REGISTERS_ALONE, _REGISTERS = 128, 192
+# Of shorter steps, as many more are under way.
+_MOST_STAGES = 12
 # Rows, or columns, of a wgmma; warps of a group that issues them.
 _WGMMA, _WARPS = 64, 4
 
@@ -43,23 +48,26 @@ def in_blocks(config: Config, facts: Facts) -> Config:
     if blocks == 1:
         return changed(config, k_blocks=1)
     if facts.in_16_bits:
-        # As many sums as the tree is deep are in registers beside the one that grows.
-        height, width = (128, 128) if blocks < BLOCKS else (64, 128)
-        if config.block_m * config.block_n > height * width:
+        # As many sums as the tree is deep, and one that grows, are in a thread's registers.
+        alone = config.placement in (*BY_MESSAGE, "after")
+        room = _REGISTERS_ALONE if alone else _REGISTERS
+        if blocks.bit_length() * config.block_m * config.block_n > 32 * config.num_warps * room:
+            height, width = (64, 128) if blocks == BLOCKS else (128, 64) if alone else (128, 128)
             small = {
                 "block_m": height,
                 "block_n": width,
                 "block_k": 64,
                 "num_warps": 8,
                 "num_stages": 4,
-                "subtiles": 4,
+                "subtiles": 2 if alone else 4,
             }
             config = changed(config, **small, comm_rows=min(config.comm_rows, height))
         # Steps that end with a block can be read by TMA; on a CPU, and by FMA, their length is part of the order.
-        length, step = facts.K // blocks, config.block_k
+        length, step, stages = facts.K // blocks, config.block_k, config.num_stages
         while step > 16 and length % step:
-            step //= 2
-        config = changed(config, block_k=step if length % step == 0 else config.block_k)
+            step, stages = step // 2, min(2 * stages, _MOST_STAGES) if alone else stages
+        if length % step == 0:
+            config = changed(config, block_k=step, num_stages=stages)
     return changed(config, k_blocks=blocks)
 
 

@@ -138,6 +138,23 @@ _ONCE = [
         changes=(*_COPIED, *STRICT, ("k_blocks", 2), ("block_n", 128), ("subtiles", 4)),
         hot=True,
     ),
+    Case(
+        "gemm_all_reduce",
+        shape=FEW,
+        world_size=2,
+        changes=(
+            ("placement", "messages"),
+            ("split", "none"),
+            *STRICT,
+            ("k_blocks", 4),
+            ("block_m", 128),
+            ("block_n", 64),
+            ("block_k", 64),
+            ("num_warps", 8),
+            ("subtiles", 2),
+        ),
+        hot=True,
+    ),
     # Not held to "no spills": 4 vector registers on gfx950 with Triton 3.6 where tiles are split.
     Case("gemm", layouts=("column", "column")),
     Case("gemm", layouts=("odd", "odd")),

@@ -18,7 +18,7 @@ from tests.stream_k.products import ON_CPU, check_product, device
 
 TIER = 2
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-HEAP_BYTES = 64 << 20
+HEAP_BYTES = (64 if ON_CPU else 1024) << 20
 EPS = 1e-6
 # (M, N, K, dtype): K is 8 blocks of less than a step; of one that ends inside a step; it is 4 blocks.
 CASES = ((9, 40, 64, F32), (5, 48, 344, F16), (3, 16, 12, BF16))
