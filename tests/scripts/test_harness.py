@@ -31,6 +31,13 @@ import pytest
 @pytest.mark.num_ranks(3)
 def test_ranks(): pass
 """
+SHARING = """
+import pytest
+@pytest.fixture(scope="module")
+def made(): pass
+@pytest.mark.parametrize("number", range(8))
+def test_shared(made, number): pass
+"""
 FAILING = "def test_wrong(): assert 1 == 2\n"
 COMPILED = """
 import os
@@ -104,9 +111,13 @@ def test_all_passes_add_up(tree: Path) -> None:
 
 def test_several_at_once_and_the_others_alone(tree: Path) -> None:
     (tree / "tests/b/test_alone.py").write_text("import pytest\n@pytest.mark.alone\ndef test_apart(): pass\n")
+    (tree / "tests/b/test_shared.py").write_text(SHARING)
     code, closing, text = run(tree, "-v", "tests/b", PYROCSHMEM_TEST_WORKERS="2")
-    assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped"), text
+    assert (code, closing) == (0, "10 passed, 0 failed, 0 skipped"), text
     assert "2 workers" in text
+    # xdist 3.8 is deaf to groups with pytest 9.2.
+    workers = {line.split()[0] for line in text.splitlines() if "PASSED tests/b/test_shared.py" in line}
+    assert len(workers) == 1, "what a module's tests share is made twice"
     assert text.index("test_cheap") < text.index("test_apart PASSED"), "with others around it"
 
 
