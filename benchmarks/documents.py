@@ -42,21 +42,22 @@ bytes over {LINK_BYTES_PER_S / 1e9:.0f} GB/s; overlap efficiency is floor over t
 
 `ours`: the default configuration. Partial sums of 16-bit operands travel in 16 bits, as every library's do;
 `ours_fp32`: in fp32, the strict mode. Until November 25, 2026 that was the default: records of then are shown under
-today's names, their host time is the strict mode's, and other variants of then are `ours_fp32_` and a name. `ours_`
-and a placement (after, beside, inside, ...) or an algorithm (one_shot, two_shot): where that is not the default; a
-third of the samples. `gemm` may take the vendor's BLAS; `ours_no_blas` is our own kernel where it did,
-`ours_whole_tiles` our own kernel with no tile split. A variant that would do what another does is not timed: its cell
-repeats the other's time, without a ratio, and that counts in its means. `ours_gemm`, `blas`: the product alone, by
-our own kernel and by the BLAS. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and
-RMSNorm where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another
-all-reduce: ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
+today's names, their host time is the strict mode's, and other variants of then are `ours_fp32_` and a name. `ours_` and
+a placement (after, beside, inside, ...) or an algorithm (one_shot, two_shot): where that is not the default; a third of
+the samples. `gemm` may take the vendor's BLAS; `ours_no_blas` is our own kernel where it did, `ours_whole_tiles` our
+own kernel with no tile split. A variant that would do what another does is not timed: its cell repeats the other's
+time, without a ratio, and that counts in its means. `ours_batch_invariant`, `ours_tp_invariant`: in the modes of
+`pyrocshmem.batch_invariant` ([Reproducibility](reproducibility.md)). `ours_gemm`, `blas`: the product alone, by our own
+kernel and by the BLAS. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
+where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
+ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).
+`unfused_pinned`: NCCL by one channel and the Simple protocol, whose bits don't depend on the batch; no peer.
 `unfused_stacked`: without the copy that brings the ranks' blocks side by side. `nccl_window`: unfused on registered
 symmetric windows. Where a norm's result is on all ranks, unfused gathers the columns, which PyTorch then normalizes.
-`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum and RMSNorm where
-the op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism, `torch_tp_async`:
-compiled, with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as torchtitan's do,
-`ours_symm_mem`: the same, served by ours; peak: what a step holds beyond weights and inputs, ours with the workspace
-that it needs.
+`torch_symm_mem`, `torch_one_shot`, `torch_two_shot`: PyTorch's symmetric-memory ops, then its sum and RMSNorm where the
+op has them. Multicast is off for all. Of layers, `torch_tp`: PyTorch's tensor parallelism, `torch_tp_async`: compiled,
+with its asynchronous one, `symm_mem`: linears that call `torch.ops.symm_mem`, as torchtitan's do, `ours_symm_mem`: the
+same, served by ours; peak: what a step holds beyond weights and inputs, ours with the workspace that it needs.
 
 `chosen` is what the configuration of `ours` chose: a placement, and how the GEMM's tiles are done. `whole`: each by
 one program. `split_k`: some in equal parts, which their programs add; `separate`: the same, added by a second kernel.
@@ -184,6 +185,24 @@ def _mean_and_worst(found: Sequence[float]) -> str:
     return f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else ""
 
 
+PRICES_BEGIN, PRICES_END = "<!-- prices: made by benchmarks.report -->", "<!-- end of prices -->"
+
+
+def price_table(files: Sequence[File]) -> str:
+    """A row for each op and set on GPUs that was timed in the modes of `pyrocshmem.batch_invariant`: their times over
+    the default's, and how many times as fast the first one is as the BLAS and NCCL pinned to one channel and protocol.
+    docs/reproducibility.md has it between PRICES_BEGIN and PRICES_END."""
+    rows = []
+    for group in stats.groups(files):
+        prices = [stats.prices(group, name) for name in stats.INVARIANT]
+        if any(prices):
+            texts = [f"{geometric_mean(each):.2f} ({max(each):.2f})" if each else "" for each in prices]
+            pinned = stats.speedups(group, "unfused_pinned", stats.INVARIANT[0])
+            rows.append([*_what(group), str(len(group.cases)), *texts, _mean_and_worst(pinned)])
+    header = ["op", "shapes", "on", "cases", "batch-invariant / default", "tp-invariant / default"]
+    return table([*header, "batch-invariant over pinned NCCL"], rows)
+
+
 OPS_BEGIN, OPS_END = "<!-- ops: made by benchmarks.report -->", "<!-- end of ops -->"
 
 
@@ -221,10 +240,14 @@ def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes
         raise ValueError(f"{readme} has no table to put in place, allowed is one between {BEGIN} and {END}")
     readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{after}")
     (root / "docs" / "results.md").write_text(text)
-    guide = root / "docs" / "guide.md"
-    if guide.exists():
-        before, _, rest = guide.read_text().partition(OPS_BEGIN)
-        guide.write_text(f"{before}{OPS_BEGIN}\n{op_table()}{OPS_END}{rest.partition(OPS_END)[2]}")
+    for name, first, made, last in (
+        ("guide.md", OPS_BEGIN, op_table(), OPS_END),
+        ("reproducibility.md", PRICES_BEGIN, price_table(files), PRICES_END),
+    ):
+        page = root / "docs" / name
+        if page.exists():
+            before, _, rest = page.read_text().partition(first)
+            page.write_text(f"{before}{first}\n{made}{last}{rest.partition(last)[2]}")
     folders = {name: root / "docs" / name for name in ("results", "img")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 A published drawn set comes first, the newest of several; where an op has none, the Llama shapes, then decoding. Sets of
 tuning seeds are never shown. All are of one machine, of two GPUs if there is one, but for ops of which that has no such
-records.
+records, or none with other peers than the libraries' pair.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def headline(groups: Iterable[Group]) -> Headline | None:
 
     main = max(fused, key=weight)
 
-    def place(group: Group) -> tuple[int, bool, bool]:
-        return _place(group), group.machine != main.machine, group.dtype == "float32"
+    def place(group: Group) -> tuple[int, bool, bool, bool, bool]:
+        alone = not set(stats.peers(group)) - {baseline(group.op)}
+        elsewhere = group.machine != main.machine
+        return _place(group), alone, elsewhere, group.ranks != main.ranks, group.dtype == "float32"
 
     ops = dict.fromkeys(group.op for group in fused)
     gemms = [group for group in timed if (group.op, group.device) == ("gemm", main.device)]
@@ -68,7 +70,7 @@ def _place(group: Group) -> int:
     return 1 + (_SETS.index(group.shapes) if group.shapes in _SETS else len(_SETS))
 
 
-def _first(groups: Iterable[Group], place: Callable[[Group], tuple[int, bool, bool]]) -> Group:
+def _first(groups: Iterable[Group], place: Callable[[Group], tuple[int, bool, bool, bool, bool]]) -> Group:
     """The one in front; of equal ones the newest."""
     newest = sorted(
         groups, key=lambda group: max(str(case["run"]["started"]) for case in group.cases), reverse=True

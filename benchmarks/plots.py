@@ -112,6 +112,7 @@ def figures(files: Iterable[File]) -> dict[str, Figure]:
             found[f"{group.shapes}-{group.dtype}-utilisation"] = utilisation(group)
         found |= _numbered("roofline", [rooflines(part) for part in _parts(_machines(whole))])
         found["speedup-over-peers"] = speedup_bars([*whole, *corpora])
+        found["price-of-modes"] = prices(groups)
         found[FRONT.removesuffix(".svg")] = front_bars(headline(groups))
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -288,6 +289,43 @@ def _key(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     while columns > 1 and sum(max(map(len, part)) + 8 for part in _parts(labels, columns)) > _KEY_LETTERS:
         columns -= 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9.5)
+
+
+def prices(groups: Sequence[Group]) -> Figure | None:
+    """The times of the modes of `pyrocshmem.batch_invariant` over the default's, against M, a panel an op. None of
+    nothing."""
+    by_op: dict[str, list[Group]] = {}
+    for group in groups:
+        if any(stats.prices(group, mode) for mode in stats.INVARIANT):
+            by_op.setdefault(group.op, []).append(group)
+    if not by_op:
+        return None
+    columns = min(2, len(by_op))
+    rows = math.ceil(len(by_op) / columns)
+    figure = Figure(figsize=(_WIDTH, 2.6 * rows + 1.0), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    looks = dict(zip(stats.INVARIANT, (_OURS, _BEST), strict=True))
+    for axis in axes.flat[len(by_op) :]:
+        axis.set_visible(False)
+    for axis, (op, found) in zip(axes.flat, by_op.items(), strict=False):
+        cases = [case for group in found for case in group.cases]
+        for mode, colour in looks.items():
+            points = [
+                (_rows(case), 1 / ratio)
+                for case in cases
+                if (ratio := stats.speedup(case, "ours", mode)) is not None
+            ]
+            axis.plot(*zip(*points, strict=True), ls="", marker="o", ms=3.5, mew=0, color=colour)
+        axis.axhline(1.0, color="black", lw=1)
+        machines = ", ".join(dict.fromkeys(group.machine for group in found))
+        axis.set(
+            title=escape.plot(f"{op}, {machines}"), xlabel="M", ylabel="time / default's", ylim=(0, None)
+        )
+        _x_ticks(axis, {_rows(case) for case in cases}, False)
+    figure.suptitle("Price of the invariant modes (1.0 = none)")
+    handles = [Line2D([], [], color=colour, marker="o", ls="") for colour in looks.values()]
+    _key(figure, handles, [name.removeprefix("ours_") for name in looks])
+    return figure
 
 
 def _x_ticks(axis: Any, xs: Iterable[int], nbytes: bool) -> None:

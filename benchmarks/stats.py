@@ -12,8 +12,11 @@ from pyrocshmem.benchmarks.records import File, Record, median
 from pyrocshmem.benchmarks.schema import timed_as
 from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S, MEMORY_BOUND_ROWS, TIMED
 
-# Parts of an op, or results in another layout: beside ours for orientation, not peers of it.
-NOT_PEERS = ("ours_gemm", "unfused_stacked")
+# Parts of an op, results in another layout, or a library held to one way of its own: beside ours for orientation, not
+# peers of it.
+NOT_PEERS = ("ours_gemm", "unfused_stacked", "unfused_pinned")
+# The modes of `pyrocshmem.batch_invariant`.
+INVARIANT = ("ours_batch_invariant", "ours_tp_invariant")
 # A peer whose better half is ours, which is not asked for where ours is compared with the best of others.
 OURS_IN_PART = ("blas_ours",)
 # A floor is clear where it is so long, and the longer one of GEMM and link takes so many times the other's time: there
@@ -95,6 +98,11 @@ def speedup(case: Record, provider: str, ours: str = "ours") -> float | None:
 def speedups(group: Group, provider: str, ours: str = "ours") -> list[float]:
     """Of all cases that have both."""
     return [ratio for case in group.cases if (ratio := speedup(case, provider, ours)) is not None]
+
+
+def prices(group: Group, mode: str) -> list[float]:
+    """The times of ours in a mode over the default's, of all cases that have both."""
+    return [1 / ratio for ratio in speedups(group, "ours", mode)]
 
 
 def speedups_over_best(group: Group, ours: str = "ours") -> list[float]:

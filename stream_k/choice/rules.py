@@ -167,6 +167,9 @@ _SENT_ROWS = 128
 # Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, of a rank's gathered
 # rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md).
 _COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
+# Sums of whole tiles leave as fast as they are made up to this inner size, or from this share of a wave on: beyond,
+# our GEMM takes up to 1.4 times the BLAS' time (2 x H100, docs/log.md).
+_LONG_K, _FULL_WAVE = 8192, 0.9
 # Inner size beyond which the GEMM of an all-reduce is long enough to overlap with copies of fp32 sums.
 _PAIR_K = 2048
 
@@ -239,9 +242,13 @@ def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
 def _leaves_late(facts: Facts) -> Verdict:
     multiple, few = 2 * _SENT_ROWS, few_tiles(facts)
     if few.suits and facts.M % multiple == 0:
-        return Verdict(
-            False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
-        )
+        full = facts.tiles >= _FULL_WAVE * facts.num_sms
+        if facts.K <= _LONG_K or full:
+            return Verdict(
+                False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
+            )
+        long = f"K = {facts.K} is more than {_LONG_K}: the BLAS cuts {facts.tiles} tiles better"
+        return Verdict(True, f"{long} among {facts.num_sms} SMs")
     if facts.tiles <= 1.5 * facts.num_sms:
         return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
     return _low(facts, _block_rows(facts))
