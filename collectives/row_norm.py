@@ -44,6 +44,13 @@ def _part_of_row(part, row_units, width, STEP: tl.constexpr, UNIT: tl.constexpr,
 
 
 @triton.jit
+def _values(x, start, wide, width, there, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Those of a part's units, of the row of `x` that begins at `start`."""
+    words = units.load_unit(x, start + wide, wide, width, there, UNIT, ALIGNED)
+    return units.unpack(words, UNIT, x.dtype.element_ty)
+
+
+@triton.jit
 def _sum_of_parts(sums):
     """The sum of the parts of a row, one in each row of `sums` [STEP, RANKS]."""
     return normalizing.of_rank(tl.sum(sums, axis=0), 0)
@@ -69,9 +76,7 @@ def row_norm_kernel(
     sums = tl.zeros((STEP, RANKS), tl.float32)
     for part in range(PARTS):
         column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
-        values = units.unpack(
-            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
-        )
+        values = _values(h, start, wide, width, there, UNIT, ALIGNED)
         sums = tl.where(lanes == part, normalizing.sum_of_units(values, values, column, width, valid), sums)
     squares = _sum_of_parts(sums)
     one = tl.broadcast_to(tl.arange(0, RANKS)[None, :], [STEP, RANKS]) == 0
@@ -105,10 +110,8 @@ def row_norm_backward_kernel(
     squares_of, products_of = tl.zeros((STEP, RANKS), tl.float32), tl.zeros((STEP, RANKS), tl.float32)
     for part in range(PARTS):
         column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
-        values = units.unpack(
-            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
-        )
-        given = units.unpack(units.load_unit(g, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE)
+        values = _values(h, start, wide, width, there, UNIT, ALIGNED)
+        given = _values(g, start, wide, width, there, UNIT, ALIGNED)
         weights = normalizing.weights_of(weight, wide, width, there, UNIT, DTYPE, ALIGNED)
         weighted = ()
         for e in tl.static_range(UNIT):
@@ -123,10 +126,8 @@ def row_norm_backward_kernel(
     one = tl.broadcast_to(tl.arange(0, RANKS)[None, :], [STEP, RANKS]) == 0
     for part in range(PARTS):
         column, valid, wide, there = _part_of_row(part, row_units, width, STEP, UNIT, RANKS)
-        values = units.unpack(
-            units.load_unit(h, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE
-        )
-        given = units.unpack(units.load_unit(g, start + wide, wide, width, there, UNIT, ALIGNED), UNIT, DTYPE)
+        values = _values(h, start, wide, width, there, UNIT, ALIGNED)
+        given = _values(g, start, wide, width, there, UNIT, ALIGNED)
         weights = normalizing.weights_of(weight, wide, width, there, UNIT, DTYPE, ALIGNED)
         found = ()
         for e in tl.static_range(UNIT):

@@ -200,7 +200,7 @@ class Call:
     request: checked; its bias has the residual in it, as `in_one` says. a, b: its operands, with an inner size of at
     least 1. out: its output, or a tensor like it. direct: peers can write `out` itself. config: the one to use.
     num_rows: M of the whole product. longest_k: the largest inner size of all ranks, where their schedules depend on
-    it; at least 1.
+    it, else 0.
     """
 
     request: Request
@@ -521,8 +521,9 @@ def _make_plan(
     def make(longest_k: int) -> FusedPlan:
         assert op.plan is not None
         direct = offset is not None
-        schedules = max(1, longest_k if share_counts else K)
-        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, schedules)
+        # Elsewhere a rank's schedule has its own.
+        longest_k = longest_k if share_counts else 0
+        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k)
         plan = op.plan(made)
         plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
         plan.graphs = Graphs(workspace, plan.replayable)
