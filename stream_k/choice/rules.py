@@ -8,6 +8,7 @@ why), and what completes a configuration. Tiles are `tilings`'.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -165,11 +166,16 @@ def few_tiles(facts: Facts) -> Verdict:
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
 _SENT_ROWS = 128
 # Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, of a rank's gathered
-# rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md).
+# rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers,
+# whole tiles or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
 _COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
-# Sums of whole tiles leave as fast as they are made up to this inner size, or from this share of a wave on: beyond,
-# our GEMM takes up to 1.4 times the BLAS' time (2 x H100, docs/log.md).
-_LONG_K, _FULL_WAVE = 8192, 0.9
+_SCATTERED_TILES, _REDUCED_TILES = 32, 8
+# What an exchange by messages takes: of each hop, microseconds and bytes a microsecond; and multiply-adds of an SM in a
+# microsecond, of 16 bits (2 x H200 and 2 x H100, docs/log.md).
+_HOP_US, _HOP_BYTES, _SM_MULTIPLY_ADDS = 4.0, 330e3, 2.95e6
+# A last wave that idles so many times as long as the exchange takes is the BLAS' to fill. A GEMM of fewer microseconds
+# is over before copies have begun.
+_IDLES, _SHORT_US = 1.1, 50.0
 # Inner size beyond which the GEMM of an all-reduce is long enough to overlap with copies of fp32 sums.
 _PAIR_K = 2048
 
@@ -219,12 +225,12 @@ def _low_columns(facts: Facts) -> Verdict:
     return little if little.suits else _low(facts, facts.M, _COLUMN_TILES)
 
 
-def _low(facts: Facts, rows: int, whole: int = 0) -> Verdict:
-    """Whether `rows`, of what is copied, are too few for steps. whole: tile rows that are enough where they are
-    whole."""
-    cut = rows % facts.block_m != 0
-    least = (_CUT_TILES if cut else whole) * facts.block_m
-    what = f"{rows} rows, which end {'inside' if cut else 'with'} a tile,"
+def _low(facts: Facts, rows: int, whole: int = 0, cut: int = _CUT_TILES) -> Verdict:
+    """Whether `rows`, of what is copied, are too few for steps. whole, cut: tile rows that are enough where they are
+    whole, and where the last one isn't."""
+    is_cut = rows % facts.block_m != 0
+    least = (cut if is_cut else whole) * facts.block_m
+    what = f"{rows} rows, which end {'inside' if is_cut else 'with'} a tile,"
     if rows < least:
         return Verdict(True, f"{what} are fewer than {least}")
     return Verdict(False, f"{what} are enough to copy in steps")
@@ -240,18 +246,56 @@ def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
 
 
 def _leaves_late(facts: Facts) -> Verdict:
-    multiple, few = 2 * _SENT_ROWS, few_tiles(facts)
-    if few.suits and facts.M % multiple == 0:
-        full = facts.tiles >= _FULL_WAVE * facts.num_sms
-        if facts.K <= _LONG_K or full:
-            return Verdict(
-                False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
-            )
-        long = f"K = {facts.K} is more than {_LONG_K}: the BLAS cuts {facts.tiles} tiles better"
-        return Verdict(True, f"{long} among {facts.num_sms} SMs")
+    idle = _idles(facts, hops=1)
+    if idle.suits:
+        return idle
+    multiple = 2 * _SENT_ROWS
+    if few_tiles(facts).suits and facts.M % multiple == 0:
+        return Verdict(
+            False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
+        )
     if facts.tiles <= 1.5 * facts.num_sms:
         return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
-    return _low(facts, _block_rows(facts))
+    short = _short(facts)
+    few = _SCATTERED_TILES // facts.world_size
+    return short if short.suits else _low_sums(facts, few, min(_CUT_TILES, few))
+
+
+def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
+    """`_low` of a block of sums. several: tile rows that are enough of whole ones, where a rank has several peers."""
+    return _low(facts, _block_rows(facts), several if facts.world_size > 2 else 0, cut)
+
+
+_WIDE = Verdict(False, "partial sums travel in fp32, which no BLAS gives")
+
+
+def _gemm_us(facts: Facts) -> float:
+    """Of a GEMM that leaves no SM idle."""
+    return facts.M * facts.N * facts.K / (facts.num_sms * _SM_MULTIPLY_ADDS)
+
+
+def _idles(facts: Facts, hops: int) -> Verdict:
+    """Whether SMs that have no tile in the last wave idle longer than an exchange behind the GEMM takes. The BLAS has
+    more shapes of tiles. hops: of the exchange."""
+    if not facts.is_narrow or facts.wire is None:
+        return _WIDE
+    waves = facts.tiles / facts.num_sms
+    idle = (math.ceil(waves) / waves - 1) * _gemm_us(facts) if waves else 0.0
+    sent = facts.M * facts.N * facts.wire.itemsize * (facts.world_size - 1) / facts.world_size
+    taken = hops * (_HOP_US + sent / _HOP_BYTES)
+    what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
+    if idle > _IDLES * taken:
+        return Verdict(True, f"{what}, longer than an exchange behind the GEMM takes, {taken:.0f} us")
+    return Verdict(False, f"{what}, an exchange behind the GEMM takes {taken:.0f} us")
+
+
+def _short(facts: Facts) -> Verdict:
+    if not facts.is_narrow:
+        return _WIDE
+    took = _gemm_us(facts)
+    if took <= _SHORT_US:
+        return Verdict(True, f"a GEMM of {took:.0f} us is too short to overlap with copies")
+    return Verdict(False, f"a GEMM of {took:.0f} us is long enough to overlap with copies")
 
 
 def short_sum_for_blas(facts: Facts) -> Verdict:
@@ -264,11 +308,14 @@ def _short_sum(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
-    low = _low(facts, _block_rows(facts))
+    low = _low_sums(facts, _REDUCED_TILES)
     if low.suits:
         return low
     waves = f"{facts.tiles} tiles are %s two waves on {facts.num_sms} SMs"
     if facts.tiles > 2 * facts.num_sms:
+        for verdict in (_short(facts), _idles(facts, hops=2)):
+            if verdict.suits:
+                return verdict
         return Verdict(False, f"{waves % 'more than'}: the GEMM is long enough to overlap with")
     if facts.is_narrow:
         return Verdict(True, f"{waves % 'at most'}, and partial sums travel in 16 bits")

@@ -22,6 +22,7 @@ PIECE_BYTES = 2048
 def in_pieces(rank: int, world_size: int) -> list[str]:
     """Every sum with a bias, in many pieces; what is further from float64 than fp32 sums are."""
     exchange.PIECE_BYTES, by_message._PIECE = PIECE_BYTES, PIECE_BYTES // 4
+    by_message._PIECES = 1 << 20  # as many as that makes
     device = target.device(rank)
     wrong = []
     with Heap(32 << 20) as heap:
