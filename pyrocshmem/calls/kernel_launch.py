@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -39,15 +40,15 @@ def _current_device() -> int:
 
 def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable:
     """All of `args` that Triton compiles a kernel for, and maybe more. specialized: whether the value of each counts,
-    if it is an integer."""
+    if it is an integer. A call of new rows asks for each launch, so this is written for speed."""
     found: list[Any] = []
     for arg, by_value in zip(args, specialized, strict=False):
         if isinstance(arg, torch.Tensor):
             small = arg.untyped_storage().nbytes() < _TWO_GIB
             found.append((arg.dtype, arg.data_ptr() % _ALIGNED == 0, small))
-        elif isinstance(arg, int) and not isinstance(arg, bool):
+        elif isinstance(arg, int) and type(arg) is not bool:
             bits = 32 if -_INT32 <= arg < _INT32 else 64 if arg < _INT64 else 65
-            found.append((bits, by_value and arg == 1, by_value and arg % _ALIGNED == 0))
+            found.append((bits, arg == 1, arg % _ALIGNED == 0) if by_value else bits)
         elif isinstance(arg, tuple):
             found.append((type(arg), kinds(arg)))
         elif isinstance(arg, TensorDescriptor):
@@ -55,6 +56,12 @@ def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable
         else:
             found.append(type(arg))
     return tuple(found)
+
+
+@cache
+def _specialized(kernel: Any) -> tuple[bool, ...]:
+    """Of which arguments of a kernel the value counts, if it is an integer."""
+    return tuple(not parameter.do_not_specialize for parameter in kernel.params)
 
 
 class Launch:
@@ -138,9 +145,8 @@ class Launch:
 
     def _compiled_for(self, arguments: tuple[Any, ...], **options: int) -> Hashable:
         """All that the machine code depends on."""
-        specialized = [not parameter.do_not_specialize for parameter in self.kernel.params]
         what = (_current_device(), *self._values, *self.options.values(), *options.items())
-        return self.kernel, what, kinds(arguments, specialized)
+        return self.kernel, what, kinds(arguments, _specialized(self.kernel))
 
     def _events(self, buffer: Any) -> tuple[Any, ...]:
         return (buffer,) if self._marks else ()

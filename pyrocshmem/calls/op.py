@@ -88,6 +88,11 @@ def register(op: AnyOp) -> AnyOp:
     return op
 
 
+def lookup(name: str) -> Op | None:
+    """The op of that name, if there is one."""
+    return _ops.get(name)
+
+
 def find(name: str) -> Op:
     """The op of that name; ValueError with the names there are for any other."""
     if name not in _ops:

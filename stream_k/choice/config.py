@@ -25,7 +25,7 @@ BY_ROWS = ("copy_engine", "pull")
 # Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
 # Those whose GEMM is the vendor's BLAS's, where that computes the same (`stream_k.local_gemm.blas`).
-BY_BLAS = ("blas", "unfused")
+BY_BLAS = ("blas", "unfused", "blas_blocks")
 
 
 def known_placements() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pyrocshmem.calls.invariance import NONE, Invariance
-from pyrocshmem.calls.op import find, registered
+from pyrocshmem.calls.op import find, lookup, registered
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
@@ -149,10 +149,10 @@ def placements_by_op() -> dict[str, tuple[Placement, ...]]:
 
 def placements_of(op: str) -> tuple[Placement, ...]:
     """The placements of an op, in the order in which they are asked. ValueError for an op that has none."""
-    found = placements_by_op()
-    if op not in found:
-        raise ValueError(f"op is {op!r}, allowed are {', '.join(found)}")
-    return found[op]
+    placements: tuple[Placement, ...] = getattr(lookup(op), "placements", ())
+    if not placements:
+        raise ValueError(f"op is {op!r}, allowed are {', '.join(placements_by_op())}")
+    return placements
 
 
 def find_placement(op: str, name: str) -> Placement:

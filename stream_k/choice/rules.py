@@ -339,6 +339,30 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
     return Verdict(False, f"{gathered}, more than {most} for {facts.M} rows")
 
 
+# Microseconds that evenly cut rows must take to gather: their products by the BLAS cost the host 100 us more.
+_LATE_US = 60.0
+
+
+def blocks_for_blas(facts: Facts) -> Verdict:
+    """The BLAS, a block of rows at a time, where they take long to gather (2 x H200, docs/log.md). Here, too, columns
+    must not matter."""
+    blas, few = _by_blas(facts, _SENT_ROWS), few_gathered_bytes(facts)
+    if not blas.suits:
+        return blas
+    if not facts.in_16_bits or facts.world_size != 2:
+        return Verdict(False, "it was measured in 16 bits alone, between 2 ranks")
+    if few.suits:
+        return Verdict(False, few.why)
+    # Each block ends with a wave of its own, half of whose SMs idle.
+    ends = (facts.world_size - 1) * 128 * 256 / 2 * facts.K / _SM_MULTIPLY_ADDS
+    took = facts.M * facts.K * facts.dtype.itemsize * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
+    least = ends if _little_gathered(facts).suits else max(ends, _LATE_US)
+    what = f"the peers' rows come in {took:.0f} us"
+    if took > least:
+        return Verdict(True, f"{what}, longer than the {least:.0f} us of a product for each block")
+    return Verdict(False, f"{what}, a product for each block takes {least:.0f} us")
+
+
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
     """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
     unequally many, which would be stored by pointers."""

@@ -1,4 +1,4 @@
-"""GEMMs by the vendor's BLAS, through PyTorch: those of placements "blas" and "unfused".
+"""GEMMs by the vendor's BLAS, through PyTorch: those of placements "blas", "unfused" and "blas_blocks".
 
 Its tiles may be of any multiple of 8 columns, and clusters of its programs share what they read by multicast: of more
 than 64 rows of 16 bits our GEMM has 0.914 of its speed on average (one H200, docs/log.md).

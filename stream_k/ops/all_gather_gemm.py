@@ -1,7 +1,8 @@
 """`all_gather_gemm`: the rows of all ranks times the columns of this one.
 
 Copy engines push this rank's rows to its peers, first to the one that needs them first, while the GEMM multiplies this
-rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the order in which they arrive.
+rank's own rows; then the GEMM takes the peers' blocks, piece by piece, in the order in which they arrive. Or the BLAS multiplies
+them, a block at a time.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class _CopyPlan(FusedPlan):
         M, K = call.num_rows, call.a.shape[1]
         # Every block has as many pieces, on all ranks alike, though blocks may differ by a row.
         most = -(-M // world)
-        height = min(call.config.chunk * call.config.block_m, most)
+        height = self._piece_rows(call.config, most)
         self.num_pieces = -(-most // height)
         self.flags = workspace.flags(self.num_pieces)
         self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
@@ -171,6 +172,10 @@ class _CopyPlan(FusedPlan):
         if call.b.shape[1] > 0:
             self.senders = 0  # the GEMM waits for the peers' rows
             self._plan_gemm(call)
+
+    def _piece_rows(self, config: Config, most: int) -> int:
+        """Of a block of at most so many rows."""
+        return min(config.chunk * config.block_m, most)
 
     def _copy(
         self, heap: Heap, piece: int, rows: slice, peer: int
@@ -231,19 +236,70 @@ class _CopyPlan(FusedPlan):
             self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
-            for to, rows, flag in self.pieces:
-                trace.copy(to.copy_, a[rows])
-                flag.copy_(self.epoch)
+            self._push(a)
         if self.gemm is not None and gemm_last:
             self.gemm(self._gemm_arguments(a, b, bias, out))
         workspace.join(_COPIES)
         self.end(self._step_arguments(self.senders))
+
+    def _push(self, a: torch.Tensor) -> None:
+        for to, rows, flag in self.pieces:
+            trace.copy(to.copy_, a[rows])
+            flag.copy_(self.epoch)
 
     def second(self, a: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks."""
         first, last = self.block
         K = a.shape[1]
         return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
+
+
+class _BlocksPlan(_CopyPlan):
+    """Whole blocks of rows, a product each: this rank's, then its peers' in the order in which they arrive. blocks: their
+    owners, which rows they are, and the product; none of a rank without columns."""
+
+    blocks: tuple[tuple[int, slice, GemmPlan | BlasPlan], ...] = ()
+
+    def _piece_rows(self, config: Config, most: int) -> int:
+        return most
+
+    def _plan_gemm(self, call: Call) -> None:
+        request, world = call.request, self.world
+        self.wait = step_launch(int(status.Op.ALL_GATHER_GEMM), world)
+        for turn in range(world):
+            owner = (self.rank + turn) % world
+            rows = slice(*shard_range(call.num_rows, owner, world))
+            if rows.start == rows.stop:
+                self.senders |= 1 << owner  # nothing to multiply, but its flag comes
+                continue
+            a = self.rows[rows] if turn else call.a
+            more = (call.config, request.allow_tf32, request.bias, request.activation)
+            gemm = plan_gemm(a, call.b, *more, call.out[rows], self.workspace)
+            self.blas |= isinstance(gemm, BlasPlan)
+            self.blocks = (*self.blocks, (owner, rows, gemm))
+        self.senders &= ~(1 << self.rank)
+
+    @property
+    def replayable(self) -> bool:
+        return not self.blas and all(gemm.replayable for *_, gemm in self.blocks)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        waits = [self.wait] if self.blocks else []
+        for launch in (self.enter, *waits, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.
+        self.enter(self._step_arguments())
+        self.workspace.fork(_COPIES)
+        with self.workspace.beside(_COPIES):
+            self._push(a)
+        for owner, rows, gemm in self.blocks:
+            if owner != self.rank:
+                self.wait(self._step_arguments(1 << owner))
+            gemm.run(a if owner == self.rank else self.rows[rows], b, bias, out[rows])
+        self.workspace.join(_COPIES)
+        self.end(self._step_arguments(self.senders))
 
 
 class _MessagePlan(FusedPlan):
@@ -284,7 +340,9 @@ class _MessagePlan(FusedPlan):
 
 
 def _make_plan(call: Call) -> FusedPlan:
-    return _MessagePlan(call) if call.config.placement in BY_MESSAGE else _CopyPlan(call)
+    if call.config.placement in BY_MESSAGE:
+        return _MessagePlan(call)
+    return _BlocksPlan(call) if call.config.placement == "blas_blocks" else _CopyPlan(call)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -321,6 +379,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
+    Placement("blas_blocks", rules.blocks_for_blas),
     Placement("unfused", rules.few_gathered_bytes_for_blas),
     Placement("messages", rules.few_gathered_bytes, variants=variants.nothing),
     Placement(

@@ -36,6 +36,7 @@ from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
+    BY_BLAS,
     BY_MESSAGE,
     BY_ROWS,
     Config,
@@ -58,6 +59,8 @@ from pyrocshmem.torch_contexts import normal_tensors, on_device
 _ENDLESS_K = 1 << 40
 # Shares of K that, rounded to multiples of it, are equal have one configuration: ranks' may differ by so little.
 _AS_LONG = 64
+# Of an sm_90's 65,536 registers, those that a GEMM of 8 warps and 192 a thread leaves; and what a consumer needs.
+_BESIDE_A_GEMM, _FEWEST = 16_384, 48
 _WITHOUT_SQUARES = (*BY_ROWS, *BY_MESSAGE)
 
 
@@ -405,7 +408,7 @@ def _of_one_rank(
         K, N = b.shape
         found = choice("gemm", M, N, K, b.dtype, 1, b.device, allow_tf32=allow_tf32, invariance=TP)
         config = in_blocks(found.config, found.rules.facts)
-    if config is None or config.placement == "unfused":  # `gemm` knows where the BLAS can
+    if config is None or config.placement in BY_BLAS:  # `gemm` knows where the BLAS can
         return None
     return replace(config, placement="after")
 
@@ -588,4 +591,9 @@ def consumer_launches(
         grid = min(product.schedule.num_tiles, config.num_programs or processors)
         return None, Launch(consumer_kernel, grid, constants, config.num_warps, 1)
     grid = min(product.schedule.num_tiles, config.num_comm_programs)
-    return gate_launch(op, world_size), Launch(consumer_kernel, grid, constants, config.comm_warps, 1)
+    # Those that share an SM with a program of the GEMM; more of them have SMs for themselves.
+    most = _BESIDE_A_GEMM // (32 * config.comm_warps * -(-grid // processors)) // 8 * 8
+    consumes = Launch(
+        consumer_kernel, grid, constants, config.comm_warps, 1, max_registers=most if most >= _FEWEST else 0
+    )
+    return gate_launch(op, world_size), consumes

@@ -155,6 +155,7 @@ def _chosen(job: fused.Job, num_ranks: int) -> dict[str, object]:
         "own_stream": "a kernel on a stream of its own, beside the GEMM",
         "messages": "by messages, before or after the GEMM",
         "unfused": "by messages, before or after a product of the BLAS where it can",
+        "blas_blocks": "by copy engines, beside products of the BLAS where it can, one for each block of rows",
     }
     where = ways.get(config.placement, f"{config.placement} the GEMM")
     tiles = f"{schedule.whole_tiles} whole tiles, {schedule.num_split_tiles} split tiles"

@@ -22,7 +22,7 @@ from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.reference.operands import Operands
 from pyrocshmem.reference.problems import Problem, find_problem
 from pyrocshmem.reference.timing import Meter, Run
-from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.config import BY_BLAS, Config
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.choice.table import check_invariant, choose
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
@@ -111,8 +111,8 @@ def _check_options(job: Job, problem: Problem) -> None:
         raise ValueError(
             f"block is {job.block}, allowed are {', '.join(map(str, BLOCKS))} for each of M, N, K"
         )
-    if job.block is not None and job.placement == "unfused":
-        raise ValueError("placement is 'unfused', whose product is the BLAS's: it takes no block")
+    if job.block is not None and job.placement in BY_BLAS:
+        raise ValueError(f"placement is {job.placement!r}, whose product is the BLAS's: it takes no block")
 
 
 def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
@@ -125,7 +125,7 @@ def make_config(job: Job, num_ranks: int, device: torch.device) -> Config:
     if job.block is None:
         return config
     # A product of the BLAS has no tile of ours.
-    return with_block(choose(*kind, "messages") if config.placement == "unfused" else config, job.block)
+    return with_block(choose(*kind, "messages") if config.placement in BY_BLAS else config, job.block)
 
 
 def with_block(config: Config, block: tuple[int, ...]) -> Config:

@@ -18,6 +18,7 @@ import pyrocshmem
 from pyrocshmem import Heap, collectives, stream_k
 from pyrocshmem.reference.accuracy import make_operand
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.stream_k.products import ON_CPU, device, laid_out
 
@@ -237,7 +238,7 @@ def every_placement(rank: int, world_size: int, sizes: Sizes) -> list[str]:
         }  # fmt: skip
         for name, (columns, inner, call) in calls.items():
             wanted = bits(call(group=heap))
-            for placement in (each for each in placement_names(name) if each != "unfused"):
+            for placement in (each for each in placement_names(name) if each not in BY_BLAS):
                 asked = (name, M, columns, inner, sizes.dtype, world_size, heap.device)
                 for algorithm in ("one_shot", "two_shot") if name == "gemm_all_reduce" else ("two_shot",):
                     config = dataclasses.replace(

@@ -1,4 +1,5 @@
-"""The placement "unfused": the BLAS multiplies where it does what `gemm` would, and `gemm` elsewhere."""
+"""The placements "unfused" and "blas_blocks": the BLAS multiplies where it does what `gemm` would, and `gemm`
+elsewhere."""
 
 import itertools
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from tests.fused.cases import HEAP_BYTES
@@ -41,12 +43,23 @@ CASES: list[tuple[str, torch.dtype, dict[str, Any], bool]] = [
 SWITCH = torch.backends.mkldnn.matmul if target.interpreted() else torch.backends.cuda.matmul
 
 
-def who_multiplies(rank: int, world_size: int, in_tf32: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+def cases(placement: str) -> list[tuple[str, torch.dtype, dict[str, Any], bool]]:
+    return [case for case in CASES if placement in placement_names(case[0])]
+
+
+def products(placement: str, world_size: int) -> int:
+    """Of a call."""
+    return world_size if placement == "blas_blocks" else 1
+
+
+def who_multiplies(
+    rank: int, world_size: int, placement: str, in_tf32: tuple[int, ...]
+) -> list[tuple[int, int, bool]]:
     """(products by the BLAS, by our own GEMM, whether the result is exact) of two calls of each case. in_tf32: ranks
     whose switch lets fp32 products of the BLAS go through tf32 at the second one."""
     found = []
     with Heap(HEAP_BYTES) as heap:
-        for number, (op, dtype, more, _) in enumerate(CASES):
+        for number, (op, dtype, more, _) in enumerate(cases(placement)):
             gathers, scatters = op == "all_gather_gemm", op == "gemm_all_scatter"
             every = [
                 (
@@ -62,7 +75,7 @@ def who_multiplies(rank: int, world_size: int, in_tf32: tuple[int, ...]) -> list
             options = {**more, "bias": bias if more.get("bias") else None}
             if gathers:
                 options["num_rows"] = M
-            config = small_config(placement="unfused", algorithm="one_shot")
+            config = small_config(placement=placement, algorithm="one_shot")
             with (
                 mock.patch.object(
                     BlasPlan, "multiplies", autospec=True, side_effect=BlasPlan.multiplies
@@ -88,19 +101,21 @@ def who_multiplies(rank: int, world_size: int, in_tf32: tuple[int, ...]) -> list
             if op == "gemm_reduce_scatter":
                 exact = exact.tensor_split(world_size)[rank]
             # A plan of the BLAS that is asked and may not runs our own.
-            blas = asked.call_count - max(0, both - 2)
+            blas = asked.call_count - max(0, both - 2 * products(placement, world_size))
             found.append((blas, own.call_count, torch.equal(out.double(), exact)))
     return found
 
 
 @pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("placement", ["unfused", "blas_blocks"])
 @pytest.mark.parametrize("in_tf32", [(), (1,), (0, 1)], ids=str)
-def test_the_blas_multiplies_where_it_may(in_tf32: tuple[int, ...]) -> None:
+def test_the_blas_multiplies_where_it_may(in_tf32: tuple[int, ...], placement: str) -> None:
     """Who does, ranks need not agree on: what they exchange is the same."""
-    for rank, found in enumerate(values(run_ranks(who_multiplies, 2, in_tf32, timeout=TIMEOUT_S))):
-        for (blas, own, right), case in zip(found, CASES, strict=True):
+    ranks, each = run_ranks(who_multiplies, 2, placement, in_tf32, timeout=TIMEOUT_S), products(placement, 2)
+    for rank, found in enumerate(values(ranks)):
+        for (blas, own, right), case in zip(found, cases(placement), strict=True):
             expected = 0 if not case[3] else 1 if case[1] == F32 and rank in in_tf32 else 2
-            assert (blas, own, right) == (expected, 2 - expected, True), case
+            assert (blas, own, right) == (each * expected, each * (2 - expected), True), case
 
 
 def what_is_replayed(rank: int, world_size: int) -> dict[str, str]:

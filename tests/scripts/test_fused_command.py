@@ -165,11 +165,11 @@ def test_batch_invariant() -> None:
         (("-n", "3", "-c", "gemm_rms_norm_all_scatter", "--shape", "7,50,9"), "N is 50, a multiple of the 3"),
         (
             ("-c", "all_gather", "--placement", "inside"),
-            "is 'inside', allowed unfused, messages, copy_engine, auto",
+            "is 'inside', allowed blas_blocks, unfused, messages, copy_engine, auto",
         ),
         (
             ("-c", "reduce_scatter", "--placement", "within"),
-            "is 'within', allowed unfused, messages, copy_engine, auto",
+            "is 'within', allowed blas_blocks, unfused, messages, copy_engine, auto",
         ),
         (
             ("-c", "all_reduce", "--placement", "within"),

@@ -139,10 +139,17 @@ CROSSED = [
     ),
     (
         "all_gather_gemm",
-        (8193, 4096, 4096, 2, None),
-        (8192, 4096, 4096, 2, None),
-        "not equally many on each of 2",
-        "4096 rows, which end with a tile, are enough",
+        (1801, 4096, 4096, 2, None),
+        (4097, 4096, 4096, 2, None),
+        "1801 rows are not equally many on each of 2",
+        "longer than the 23 us of a product for each block",
+    ),
+    (
+        "all_gather_gemm",
+        (8193, 4096, 4096, 4, None),
+        (8192, 4096, 4096, 4, None),
+        "not equally many on each of 4",
+        "2048 rows, which end with a tile, are enough",
     ),
     (
         "gemm_all_scatter",
@@ -270,7 +277,9 @@ def test_when_and_on_what_it_was_measured(table: Put, tmp_path: Path) -> None:
 def test_what_choose_refuses() -> None:
     with pytest.raises(ValueError, match=r"op is 'gemm_all', allowed are .*gemm_all_reduce"):
         stream_k.explain("gemm_all", 8, 8, 8, HALF, 2, CPU)
-    with pytest.raises(ValueError, match="'inside', all_gather_gemm has unfused, messages, copy_engine"):
+    with pytest.raises(
+        ValueError, match="'inside', all_gather_gemm has blas_blocks, unfused, messages, copy_engine"
+    ):
         stream_k.explain("all_gather_gemm", 8, 8, 8, HALF, 2, CPU, placement="inside")
 
 

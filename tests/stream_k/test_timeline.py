@@ -27,7 +27,7 @@ OPS = {
     "gemm_all_reduce": ("after", "beside", "own_stream", "inside", "copy_engine", *BY_MESSAGE),
     "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
     "gemm_all_scatter": ("beside", "own_stream", "inside", *BY_ROWS, *BY_MESSAGE),
-    "all_gather_gemm": ("copy_engine", *BY_MESSAGE),
+    "all_gather_gemm": ("blas_blocks", "copy_engine", *BY_MESSAGE),
 }
 
 
@@ -152,7 +152,13 @@ def _check_recording(op: str, config: Config, recordings: list[tuple[Timeline, b
         tiles = WORLD * -(-M // WORLD // config.block_m) * (N // config.block_n)
     if config.placement in BY_MESSAGE:
         _check_messages(op, config, found, tiles)
-    for rank in range(WORLD if config.placement not in BY_MESSAGE else 0):
+    elif config.placement == "blas_blocks":
+        for rank in range(WORLD):
+            own = [span for span in found.spans if span.rank == rank]
+            assert Counter(span.stage for span in own if span.kernel != "stream")[MMA] == WORLD
+            assert Counter(span.stage for span in own)[COPY] == WORLD - 1
+    whole = (*BY_MESSAGE, "blas_blocks")
+    for rank in range(WORLD if config.placement not in whole else 0):
         own = [span for span in found.spans if span.rank == rank]
         sums_own = config.placement == "copy_engine" and op in ("gemm_all_reduce", "gemm_reduce_scatter")
         stored = {"push"} if config.placement == "inside" else {"store", "reduce"} if sums_own else {"store"}

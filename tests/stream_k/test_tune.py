@@ -1,7 +1,7 @@
 """`python -m pyrocshmem tune`: what it tries, what it takes for right, and the whole of it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ pytestmark = pytest.mark.cpu
 OPS = tuple(placements_by_op())
 
 
+@pytest.fixture(autouse=True)
+def _forgotten_afterwards() -> Iterator[None]:
+    """What is remembered of the devices that a test made up, when these are gone."""
+    yield
+    forget()
+
+
 @pytest.mark.parametrize("interpreted", [True, False])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(16, 4096, 1024), (4096, 3584, 8192), (4091, 1801, 4104)], ids=str)
@@ -48,7 +55,6 @@ def test_candidates(
     dtype = HALF if interpreted else torch.bfloat16
     ranks = 4 if op != "gemm" else 1
     found = candidates(op, shape, dtype, ranks, CPU)
-    forget()
     assert 2 <= len(found) <= 9
     assert next(iter(found)) == cost_model(op, *shape, dtype, ranks, CPU)
     for config, variant in found.items():
@@ -73,7 +79,6 @@ def test_candidates_around_small_tiles(
     monkeypatch.setattr(target, "backend", lambda: "cuda")
     forget()
     found = list(candidates("gemm", shape, torch.bfloat16, 1, CPU))
-    forget()
     assert found[0].num_programs == programs
     for config in found:
         stage = 2 * (config.block_m + config.block_n) * config.block_k
