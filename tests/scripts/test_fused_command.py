@@ -169,7 +169,7 @@ def test_batch_invariant() -> None:
         ),
         (
             ("-c", "reduce_scatter", "--placement", "within"),
-            "is 'within', allowed blas_blocks, unfused, messages, copy_engine, auto",
+            "is 'within', allowed unfused, messages, copy_engine, auto",
         ),
         (
             ("-c", "all_reduce", "--placement", "within"),
