@@ -178,7 +178,8 @@ def _measured(files: Sequence[File]) -> Iterator[tuple[stats.Group, str, dict[st
 def _what(group: stats.Group) -> tuple[str, str, str]:
     drawn = models.seed_of_set(group.shapes)
     kind = "" if not drawn else " (tuning seed)" if seeds.objection(group) else " (published)"
-    return f"`{group.op}`", f"{group.shapes}{kind}", markdown(group.machine)
+    dtype = "" if group.dtype == "bfloat16" else f", {group.dtype}"
+    return f"`{group.op}`", f"{group.shapes}{kind}{dtype}", markdown(group.machine)
 
 
 def _mean_and_worst(found: Sequence[float]) -> str:

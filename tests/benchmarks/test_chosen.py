@@ -52,7 +52,7 @@ def test_fused_ops_say_theirs() -> None:
         for placement in placement_names(op):
             call = (op, 128, 96, 64, FP16, 2, CPU, None, placement)
             found = chosen.schedule(stream_k.choose(*call), *call)
-            assert (found == "blas") == (placement == "unfused"), (op, placement)
+            assert (found == "blas") == (placement in ("unfused", "blas_blocks")), (op, placement)
             if placement == "copy_engine" and op == "all_gather_gemm":
                 assert found == "whole"
 

@@ -55,6 +55,7 @@ NEEDS: dict[str, dict[str, Need]] = {
     },
     "all_gather_gemm": {
         "copy_engine": lambda _: M * K * 2,
+        "blas_blocks": lambda _: M * K * 2,
         "messages": lambda _: messages(M * K * 2) + M * K * 2,
         "unfused": lambda _: messages(M * K * 2) + M * K * 2,
     },
