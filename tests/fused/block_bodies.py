@@ -78,6 +78,8 @@ def ahead(
             place, reader = {
                 "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
             }.get(op, (Programs if placement == "pull" else RowCopy, "__call__"))  # fmt: skip
+            if placement == "blas_blocks":
+                place, reader = plan.blocks[-1][2], "run"  # of the peer's rows
             honest = getattr(place, reader)
             if rank == 1:
                 setattr(place, reader, stalling(plan, honest))

@@ -20,6 +20,7 @@ BLOCKS = [
         for op in ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
     ),
     ("all_scatter", "pull", "two_shot"),
+    ("all_gather", "blas_blocks", "two_shot"),
 ]
 MESSAGES = [
     *(("all_reduce", "messages", algorithm) for algorithm in ("one_shot", "two_shot")),
@@ -144,6 +145,7 @@ def test_no_rows_that_were_not_announced() -> None:
     ("op", "placement", "name"),
     [
         ("all_gather", "copy_engine", "flags"),
+        ("all_gather", "blas_blocks", "flags"),
         ("reduce_scatter", "copy_engine", "flags"),
         ("reduce_scatter", "copy_engine", "local flags"),
         ("all_reduce", "copy_engine", "flags"),
