@@ -31,9 +31,9 @@ from pyrocshmem.torch_contexts import on_device
 
 # Kinds of calls whose launches are remembered.
 _KEPT = 1024
-# Parts of a row that fit into registers with their weights, 12 of a thread each in 16 bits; and up to how many rows that
-# is faster (one H200, 8192 columns of bf16: 1 row 3.2 us instead of 5.8, 128 rows 3.6 instead of 6.1, 1024 rows 14.1
-# instead of 13.1, 4096 rows 57.5 instead of 48.5, since fewer programs share an SM).
+# Parts of a row that fit into registers with their weights, 12 of a thread each in 16 bits; and up to how many rows
+# that is faster (one H200, 8192 columns of bf16: 1 row 3.2 us instead of 5.8, 128 rows 3.6 instead of 6.1, 1024 rows
+# 14.1 instead of 13.1, 4096 rows 57.5 instead of 48.5, since fewer programs share an SM).
 _KEPT_PARTS, _KEPT_ROWS = 8, 512
 _launches: dict[Any, Launch] = {}
 

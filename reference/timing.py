@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 # Written before each timed call so that operands don't wait in the L2 cache of a GPU (60 MB on an H200).
 _FLUSH_BYTES = 256 << 20
-_BUSY_CYCLES = 3_000_000  # about 1.5 ms: eager ops take the host up to 0.5 ms between two ranks, 1 ms between eight
+# About 1.5 ms: eager ops take the host up to 0.5 ms between two ranks, 1 ms between eight.
+_BUSY_CYCLES = 3_000_000
 WARM_UP_SECONDS = 0.5
 _WARM_UP_ROUNDS = 3
 # Providers that are timed less often take part in every third round, in which the GPU's clock is read, too.

@@ -30,7 +30,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.epilogue import Finish, Options, activation_number, finished, store_block
 from pyrocshmem.collectives.exchange import Exchange
 from pyrocshmem.device import others
-from pyrocshmem.stream_k.choice import rules
+from pyrocshmem.stream_k.choice import verdicts
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
@@ -213,7 +213,7 @@ OP = register_gemm(
         steps="matmul, then broadcast",
         reference=reference,
         # Asked in this order; the first that suits a call's sizes is taken where no config is given.
-        placements=(Placement("messages", rules.few_tiles), Placement("push", rules.otherwise)),
+        placements=(Placement("messages", verdicts.few_tiles), Placement("push", verdicts.otherwise)),
         plan=_make_plan,
         schema="(Tensor a, Tensor b, int root, str group, Tensor? bias, str activation) -> Tensor",
         arguments=_arguments,

@@ -1,8 +1,8 @@
 """Placements: the places where an op's finished tiles can be consumed, each with the rule that says when it is best.
 
     _PLACEMENTS = (
-        Placement("messages", rules.few_tiles),                              # asked first
-        Placement("copy_engine", rules.otherwise, rules.own_row_blocks),     # whatever the sizes
+        Placement("messages", verdicts.few_tiles),                                  # asked first
+        Placement("copy_engine", verdicts.otherwise, completed.own_row_blocks),     # whatever the sizes
     )
 
 An op has its placements as data (`GemmOp.placements`). `rules.decide` asks them in order, and the first that suits

@@ -10,7 +10,7 @@ import torch
 from pyrocshmem.calls.op import Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, local_name, ops
 from pyrocshmem.calls.workspace import Workspace, check_workspace
-from pyrocshmem.stream_k.choice import rules, tilings, variants
+from pyrocshmem.stream_k.choice import tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
@@ -105,8 +105,8 @@ def _sized(sizes: Sizes) -> Callable[[int], object]:
 
 # In the order in which they are asked. What the sizes don't tell, `local_gemm.blas.why_not` looks at.
 _PLACEMENTS = (
-    Placement("blas", rules.faster_by_blas, tile=tilings.alone, alone=True),
-    Placement("after", rules.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
+    Placement("blas", verdicts.faster_by_blas, tile=tilings.alone, alone=True),
+    Placement("after", verdicts.nothing_to_consume, tile=tilings.alone, variants=variants.alone, alone=True),
 )
 
 OP = register(

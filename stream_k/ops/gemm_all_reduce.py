@@ -14,7 +14,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice import rules, variants
+from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
@@ -155,23 +155,31 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
-    Placement("unfused", rules.short_sum_for_blas, rules.fewest_hops),
-    Placement("messages", rules.few_tiles, rules.fewest_hops, variants=variants.half_tiles),
+    Placement("unfused", verdicts.short_sum_for_blas, completed.fewest_hops),
+    Placement("messages", verdicts.few_tiles, completed.fewest_hops, variants=variants.half_tiles),
     Placement(
         "copy_engine",
-        rules.tall_blocks,
-        rules.summed_row_blocks,
+        verdicts.tall_blocks,
+        completed.summed_row_blocks,
         variants=variants.of_several_waves(variants.summed_blocks),
         blocks=True,
     ),
     Placement(
-        "own_stream", rules.on_sm_90, rules.beside, variants=variants.of_several_waves(variants.summed_beside)
+        "own_stream",
+        verdicts.on_sm_90,
+        completed.beside,
+        variants=variants.of_several_waves(variants.summed_beside),
     ),
     Placement(
-        "beside", rules.otherwise, rules.summed_within, variants=variants.of_several_waves(variants.itself)
+        "beside",
+        verdicts.otherwise,
+        completed.summed_within,
+        variants=variants.of_several_waves(variants.itself),
     ),
-    Placement("inside", rules.by_name, rules.summed_within, variants=variants.itself_or_both_algorithms),
-    Placement("after", rules.by_name, rules.summed_after, variants=variants.both_algorithms),
+    Placement(
+        "inside", verdicts.by_name, completed.summed_within, variants=variants.itself_or_both_algorithms
+    ),
+    Placement("after", verdicts.by_name, completed.summed_after, variants=variants.both_algorithms),
 )
 
 OP = register_gemm(

@@ -14,7 +14,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice import rules, variants
+from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
@@ -149,28 +149,34 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
-    Placement("unfused", rules.low_for_blas),
-    Placement("messages", rules.few_tiles, variants=variants.half_tiles),
+    Placement("unfused", verdicts.low_for_blas),
+    Placement("messages", verdicts.few_tiles, variants=variants.half_tiles),
     Placement(
-        "pull", rules.busy_links, rules.pulled_columns, variants=variants.of_several_waves(variants.pulled)
+        "pull",
+        verdicts.busy_links,
+        completed.pulled_columns,
+        variants=variants.of_several_waves(variants.pulled),
     ),
     Placement(
         "copy_engine",
-        rules.on_sm_90,
-        rules.copied_columns,
+        verdicts.on_sm_90,
+        completed.copied_columns,
         variants=variants.of_several_waves(variants.longer_steps),
     ),
     Placement(
-        "beside", rules.otherwise, rules.pushed_within, variants=variants.of_several_waves(variants.itself)
+        "beside",
+        verdicts.otherwise,
+        completed.pushed_within,
+        variants=variants.of_several_waves(variants.itself),
     ),
     Placement(
         "own_stream",
-        rules.by_name,
-        rules.pushed_beside,
+        verdicts.by_name,
+        completed.pushed_beside,
         variants=variants.of_several_waves(variants.pushed_beside),
     ),
-    Placement("inside", rules.by_name, rules.pushed_within),
-    Placement("after", rules.by_name, rules.pushed_within, variants=variants.of_one_wave),
+    Placement("inside", verdicts.by_name, completed.pushed_within),
+    Placement("after", verdicts.by_name, completed.pushed_within, variants=variants.of_one_wave),
 )
 
 OP = register_gemm(

@@ -9,7 +9,7 @@ import torch
 
 from pyrocshmem.calls.operators import once, ops
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.stream_k.choice import rules, variants
+from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
@@ -76,10 +76,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
-    Placement("unfused", rules.few_cut_tiles_for_blas),
-    Placement("messages", rules.few_tiles, variants=variants.nothing),
+    Placement("unfused", verdicts.few_cut_tiles_for_blas),
+    Placement("messages", verdicts.few_tiles, variants=variants.nothing),
     Placement(
-        "copy_engine", rules.otherwise, rules.own_row_blocks, variants=variants.scattered_blocks, blocks=True
+        "copy_engine",
+        verdicts.otherwise,
+        completed.own_row_blocks,
+        variants=variants.scattered_blocks,
+        blocks=True,
     ),
 )
 

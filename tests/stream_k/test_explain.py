@@ -12,7 +12,7 @@ import torch
 from pyrocshmem import stream_k, target
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.calls import op as registry
-from pyrocshmem.stream_k.choice import rules
+from pyrocshmem.stream_k.choice import rules, verdicts
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.gemm_model import tile_times
 from pyrocshmem.stream_k.choice.placement import Facts, Placement, Verdict, placement_names, placements_by_op
@@ -290,7 +290,7 @@ def test_an_op_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda facts: Verdict(facts.M > 64, f"M = {facts.M}, more than 64 are needed"),
         fewer_warps,
     )
-    small = Placement("by_hand", rules.otherwise)
+    small = Placement("by_hand", verdicts.otherwise)
     with monkeypatch.context() as patch:
         patch.setitem(
             registry._ops, "gemm_carried", SimpleNamespace(name="gemm_carried", placements=(large, small))

@@ -11,7 +11,7 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.calls.streams import Streams
-from pyrocshmem.stream_k.ops import all_gather_gemm
+from pyrocshmem.stream_k.ops import gathered_rows
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -121,7 +121,7 @@ def test_a_gemm_that_waits_for_copies_of_its_own_queue_comes_last(
     monkeypatch.setattr(target, "backend", lambda: backend)
     calls.now.priority = priority
     done: list[str] = []
-    plan: Any = object.__new__(all_gather_gemm._CopyPlan)
+    plan: Any = object.__new__(gathered_rows.PiecesPlan)
     plan.workspace = SimpleNamespace(
         runs_in_order=calls.streams.runs_in_order,
         fork=lambda side: None,

@@ -1,0 +1,141 @@
+"""What completes a configuration that has a placement and a tile, from measurements on H200 (docs/log.md): steps of
+what copy engines move, and programs of a GEMM and of what runs beside it.
+
+    Placement("copy_engine", verdicts.otherwise, completed.own_row_blocks)
+"""
+
+from __future__ import annotations
+
+from pyrocshmem.collectives.exchange import cheaper_algorithm
+from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
+from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
+from pyrocshmem.stream_k.choice.placement import Facts
+from pyrocshmem.stream_k.choice.tilings import piece_rows
+from pyrocshmem.stream_k.choice.verdicts import few_tiles
+
+
+def fewest_hops(config: Config, facts: Facts) -> Config:
+    """An all-reduce with little to overlap with: the fewest hops, or the fewest bytes."""
+    assert facts.wire is not None
+    sent = facts.M * facts.N * facts.wire.itemsize
+    return changed(config, algorithm=cheaper_algorithm(sent, facts.world_size))
+
+
+def _shares_sms(facts: Facts) -> bool:
+    """Whether programs of both sides are worth balancing, from measurements on 4 x H200 (docs/log.md has them)."""
+    return facts.target == "sm_90" and not few_tiles(facts).suits
+
+
+def pushed_within(config: Config, facts: Facts) -> Config:
+    """Tiles that programs of the GEMM's launch, or of one after it, push to the peers."""
+    return _within(config, facts, comm=32, rows=16)
+
+
+def summed_within(config: Config, facts: Facts) -> Config:
+    """The same for sums over ranks."""
+    return _within(config, facts, *((24, 16) if facts.is_narrow else (40, 8)))
+
+
+def summed_after(config: Config, facts: Facts) -> Config:
+    """The same for an all-reduce after the GEMM."""
+    return summed_within(fewest_hops(config, facts), facts)
+
+
+def _within(config: Config, facts: Facts, comm: int, rows: int) -> Config:
+    """comm: programs that consume, of 132."""
+    if not _shares_sms(facts):
+        return config
+    return changed(config, num_comm_programs=max(1, facts.num_sms * comm // 132), comm_rows=rows)
+
+
+def beside(config: Config, facts: Facts) -> Config:
+    """Consumers on a stream of their own, that share SMs with the GEMM."""
+    if not _shares_sms(facts):
+        return config
+    comm, rows = (facts.num_sms // 2, 8) if facts.is_narrow else (2 * facts.num_sms, 4)
+    return _balanced(config, facts, facts.num_sms - SPARE, comm, 4, rows)
+
+
+def pushed_beside(config: Config, facts: Facts) -> Config:
+    """Pushing takes an eighth of the SMs, three programs each, for itself."""
+    if not _shares_sms(facts):
+        return config
+    most = facts.num_sms * 7 // 8
+    return _balanced(config, facts, most, 3 * (facts.num_sms - balanced_programs(facts.tiles, most)), 8, 32)
+
+
+def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, rows: int) -> Config:
+    """most: programs of the GEMM. comm, warps, rows: programs that consume, their warps, and what they move at once."""
+    return changed(
+        config,
+        split="none",
+        num_programs=balanced_programs(facts.tiles, most),
+        num_comm_programs=comm,
+        comm_warps=warps,
+        comm_rows=rows,
+    )
+
+
+# What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.
+_PULLED_BYTES = 8 << 20
+
+
+def own_row_blocks(config: Config, facts: Facts) -> Config:
+    """A reduce-scatter by copy engines, block by block of all ranks' rows, from measurements on H200 (docs/log.md): at
+    least two steps, of few tile rows, since something follows the last one; but a step costs the copy engines as long
+    as it takes them to move a megabyte or two."""
+    tile_rows = _tile_rows(config, facts, facts.world_size)
+    return beside(_in_steps(config, min(8, -(-tile_rows // 2))), facts)
+
+
+def summed_row_blocks(config: Config, facts: Facts) -> Config:
+    """The same for an all-reduce, whose sums travel once more."""
+    tile_rows = _tile_rows(config, facts, facts.world_size)
+    return beside(_in_steps(config, _copied_rows(config, facts, tile_rows, least=4)), facts)
+
+
+def copied_columns(config: Config, facts: Facts) -> Config:
+    """An all-scatter by copy engines, in steps of all rows."""
+    tile_rows = _tile_rows(config, facts, 1)
+    return beside(_in_steps(config, _copied_rows(config, facts, tile_rows, least=8)), facts)
+
+
+def pulled_columns(config: Config, facts: Facts) -> Config:
+    """An all-scatter whose columns programs pull. With 64 KiB on their way each, they need an SM of their own."""
+    config = _in_steps(config, min(8, -(-_tile_rows(config, facts, 1) // 2)))
+    config = changed(config, comm_rows=config.block_m)
+    if not _shares_sms(facts):
+        return config
+    most = facts.num_sms * 10 // 11
+    free = facts.num_sms - balanced_programs(facts.tiles, most)
+    return _balanced(config, facts, most, max(1, free - free % facts.world_size), 16, config.comm_rows)
+
+
+def _tile_rows(config: Config, facts: Facts, blocks: int) -> int:
+    """Tile rows of the largest of so many blocks of rows."""
+    largest = -(-facts.M // blocks)
+    return -(-largest // config.block_m)
+
+
+def _copied_rows(config: Config, facts: Facts, tile_rows: int, least: int) -> int:
+    """Tile rows that move about _PULLED_BYTES, at least so many."""
+    columns = -(-facts.N // config.block_n)
+    size = config.block_m * config.block_n * columns * 2
+    rows = _PULLED_BYTES // size if size else 0
+    return min(max(least, _power_of_two(rows)), -(-tile_rows // 2))
+
+
+def _in_steps(config: Config, chunk: int) -> Config:
+    chunk = max(1, chunk)
+    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
+
+
+def _power_of_two(size: int) -> int:
+    """The largest one up to `size`; 0 for 0."""
+    return 1 << (size.bit_length() - 1) if size else 0
+
+
+def gathered_pieces(config: Config, facts: Facts) -> Config:
+    """An all-gather by copy engines."""
+    chunk = piece_rows(facts) // config.block_m
+    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))

@@ -1,0 +1,302 @@
+"""Whether a placement suits, and why, by sizes alone: what measurements on H100 and H200 say (docs/log.md).
+
+    Placement("messages", verdicts.few_tiles)
+
+Ops name these in their placements, the shared ones once; `choice.rules` asks them in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pyrocshmem.stream_k.choice.placement import Facts, Verdict
+from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
+
+
+def otherwise(facts: Facts) -> Verdict:
+    """What remains where nothing before it suits."""
+    return Verdict(True, "it suits any sizes")
+
+
+def nothing_to_consume(facts: Facts) -> Verdict:
+    """Of a GEMM alone."""
+    return Verdict(True, "nothing consumes its tiles")
+
+
+def by_name(facts: Facts) -> Verdict:
+    """Never by rule."""
+    return Verdict(False, "no rule chooses it: only a measurement does, or who asks for it by name")
+
+
+def on_sm_90(facts: Facts) -> Verdict:
+    """Where kernels are compiled for NVIDIA."""
+    if facts.target == "sm_90":
+        return Verdict(True, "it suits any sizes on sm_90")
+    return Verdict(False, f"it was measured on sm_90 alone, this is {facts.target}")
+
+
+def few_tiles(facts: Facts) -> Verdict:
+    """The GEMM is over before much could travel beside it."""
+    if facts.in_16_bits and facts.M <= FEW_ROWS:
+        # Messages are short, whatever the number of tiles.
+        return Verdict(True, f"M = {facts.M} is at most {FEW_ROWS} rows, whose messages are short")
+    if facts.tiles < facts.num_sms:
+        return Verdict(True, f"{facts.tiles} tiles are fewer than {facts.num_sms} SMs, less than a wave")
+    return Verdict(False, f"{facts.tiles} tiles are at least as many as {facts.num_sms} SMs, a wave")
+
+
+# Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
+_SENT_ROWS = 128
+# Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, of a rank's gathered
+# rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers,
+# whole tiles or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
+_COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
+_SCATTERED_TILES, _REDUCED_TILES = 32, 8
+# What an exchange by messages takes: of each hop, microseconds and bytes a microsecond; and multiply-adds of an SM in a
+# microsecond, of 16 bits (2 x H200 and 2 x H100, docs/log.md).
+_HOP_US, _HOP_BYTES, _SM_MULTIPLY_ADDS = 4.0, 330e3, 2.95e6
+# A last wave that idles so many times as long as the exchange takes is the BLAS' to fill. A GEMM of fewer microseconds
+# is over before copies have begun.
+_IDLES, _SHORT_US = 1.1, 50.0
+# Inner size beyond which the GEMM of an all-reduce is long enough to overlap with copies of fp32 sums.
+_PAIR_K = 2048
+
+
+# Rows of 16 bits up to which our GEMM alone is as fast as the BLAS: of 17 to 64 it had 1.07 of its speed on average,
+# 0.91 at worst, of more 0.914 on average (one H200, weights as [N, K], docs/log.md).
+_OWN_ROWS = FEW_ROWS
+
+
+def faster_by_blas(facts: Facts) -> Verdict:
+    """A GEMM alone by the BLAS, as measured on one H200 (docs/log.md)."""
+    return _by_blas(facts, _OWN_ROWS)
+
+
+def _by_blas(facts: Facts, own_rows: int) -> Verdict:
+    """Whether the BLAS multiplies faster than our GEMM: float32 always, 16 bits of more than `own_rows` rows."""
+    if facts.target != "sm_90":
+        return Verdict(False, f"the BLAS was measured on sm_90 alone, this is {facts.target}")
+    if facts.in_tf32:
+        return Verdict(
+            False, "products may go through tf32, which for the BLAS a switch of the process decides"
+        )
+    if not facts.in_16_bits:
+        return Verdict(True, "of float32 our GEMM has a fifth of the BLAS' speed")
+    if own_rows >= facts.M:
+        return Verdict(False, f"M = {facts.M} is at most {own_rows} rows, for which the BLAS gains little")
+    return Verdict(True, f"M = {facts.M} is more than {own_rows} rows, of which the BLAS is the faster one")
+
+
+def _before_messages(facts: Facts, then: Callable[[Facts], Verdict]) -> Verdict:
+    """Whether the BLAS and an exchange take less time than a fused kernel: of 16 bits, whose GEMMs may overlap with
+    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md)."""
+    first = _by_blas(facts, _SENT_ROWS)
+    if not first.suits or not facts.in_16_bits:
+        return first
+    second = then(facts)
+    return Verdict(True, f"{first.why}, and {second.why}") if second.suits else second
+
+
+def low_for_blas(facts: Facts) -> Verdict:
+    """The BLAS and an exchange of columns, where there is little to overlap with."""
+    return _before_messages(facts, _low_columns)
+
+
+def _low_columns(facts: Facts) -> Verdict:
+    little = few_tiles(facts)
+    return little if little.suits else _low(facts, facts.M, _COLUMN_TILES)
+
+
+def _low(facts: Facts, rows: int, whole: int = 0, cut: int = _CUT_TILES) -> Verdict:
+    """Whether `rows`, of what is copied, are too few for steps. whole, cut: tile rows that are enough where they are
+    whole, and where the last one isn't."""
+    is_cut = rows % facts.block_m != 0
+    least = (cut if is_cut else whole) * facts.block_m
+    what = f"{rows} rows, which end {'inside' if is_cut else 'with'} a tile,"
+    if rows < least:
+        return Verdict(True, f"{what} are fewer than {least}")
+    return Verdict(False, f"{what} are enough to copy in steps")
+
+
+def _block_rows(facts: Facts) -> int:
+    return -(-facts.M // facts.world_size)
+
+
+def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
+    """The same of sums, unless those of whole tiles leave as fast as they are made."""
+    return _before_messages(facts, _leaves_late)
+
+
+def _leaves_late(facts: Facts) -> Verdict:
+    idle = _idles(facts, hops=1)
+    if idle.suits:
+        return idle
+    multiple = 2 * _SENT_ROWS
+    if few_tiles(facts).suits and facts.M % multiple == 0:
+        return Verdict(
+            False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
+        )
+    if facts.tiles <= 1.5 * facts.num_sms:
+        return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
+    short = _short(facts)
+    few = _SCATTERED_TILES // facts.world_size
+    return short if short.suits else _low_sums(facts, few, min(_CUT_TILES, few))
+
+
+def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
+    """`_low` of a block of sums. several: tile rows that are enough of whole ones, where a rank has several peers."""
+    return _low(facts, _block_rows(facts), several if facts.world_size > 2 else 0, cut)
+
+
+_WIDE = Verdict(False, "partial sums travel in fp32, which no BLAS gives")
+
+
+def _gemm_us(facts: Facts) -> float:
+    """Of a GEMM that leaves no SM idle."""
+    return facts.M * facts.N * facts.K / (facts.num_sms * _SM_MULTIPLY_ADDS)
+
+
+def _idles(facts: Facts, hops: int) -> Verdict:
+    """Whether SMs that have no tile in the last wave idle longer than an exchange behind the GEMM takes. The BLAS has
+    more shapes of tiles. hops: of the exchange."""
+    if not facts.is_narrow or facts.wire is None:
+        return _WIDE
+    waves = facts.tiles / facts.num_sms
+    idle = (math.ceil(waves) / waves - 1) * _gemm_us(facts) if waves else 0.0
+    sent = facts.M * facts.N * facts.wire.itemsize * (facts.world_size - 1) / facts.world_size
+    taken = hops * (_HOP_US + sent / _HOP_BYTES)
+    what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
+    if idle > _IDLES * taken:
+        return Verdict(True, f"{what}, longer than an exchange behind the GEMM takes, {taken:.0f} us")
+    return Verdict(False, f"{what}, an exchange behind the GEMM takes {taken:.0f} us")
+
+
+def _short(facts: Facts) -> Verdict:
+    if not facts.is_narrow:
+        return _WIDE
+    took = _gemm_us(facts)
+    if took <= _SHORT_US:
+        return Verdict(True, f"a GEMM of {took:.0f} us is too short to overlap with copies")
+    return Verdict(False, f"a GEMM of {took:.0f} us is long enough to overlap with copies")
+
+
+def short_sum_for_blas(facts: Facts) -> Verdict:
+    """The same for an all-reduce: also where the GEMM is too short to overlap with, up to two waves of tiles, and of
+    fp32 sums `_PAIR_K`."""
+    return _before_messages(facts, _short_sum)
+
+
+def _short_sum(facts: Facts) -> Verdict:
+    little = few_tiles(facts)
+    if little.suits:
+        return little
+    low = _low_sums(facts, _REDUCED_TILES)
+    if low.suits:
+        return low
+    waves = f"{facts.tiles} tiles are %s two waves on {facts.num_sms} SMs"
+    if facts.tiles > 2 * facts.num_sms:
+        for verdict in (_short(facts), _idles(facts, hops=2)):
+            if verdict.suits:
+                return verdict
+        return Verdict(False, f"{waves % 'more than'}: the GEMM is long enough to overlap with")
+    if facts.is_narrow:
+        return Verdict(True, f"{waves % 'at most'}, and partial sums travel in 16 bits")
+    if facts.K > _PAIR_K:
+        return Verdict(False, f"K = {facts.K} is more than {_PAIR_K}: the GEMM is long enough for fp32 sums")
+    return Verdict(True, f"{waves % 'at most'}, and K = {facts.K} is at most {_PAIR_K}")
+
+
+# Gathered rows up to here come faster by messages, in 15 us, than by copy engines; of up to _FEW_GATHERED rows, whose
+# GEMM is short, twice as many bytes do.
+_GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1024
+
+
+def few_gathered_bytes(facts: Facts) -> Verdict:
+    """A is gathered soon. Ranks may differ in columns but must agree, so for an all-gather this alone decides."""
+    most = _GATHERED_BYTES * (2 if facts.M <= _FEW_GATHERED else 1)
+    size = facts.M * facts.K * facts.dtype.itemsize
+    gathered = f"all ranks' A is {size} bytes"
+    if size <= most:
+        return Verdict(True, f"{gathered}, at most {most} for {facts.M} rows")
+    return Verdict(False, f"{gathered}, more than {most} for {facts.M} rows")
+
+
+# Microseconds that evenly cut rows must take to gather: their products by the BLAS cost the host 100 us more.
+_LATE_US = 60.0
+
+
+def blocks_for_blas(facts: Facts) -> Verdict:
+    """The BLAS, a block of rows at a time, where they take long to gather (2 x H200, docs/log.md). Here, too, columns
+    must not matter."""
+    blas, few = _by_blas(facts, _SENT_ROWS), few_gathered_bytes(facts)
+    if not blas.suits:
+        return blas
+    if not facts.in_16_bits or facts.world_size != 2:
+        return Verdict(False, "it was measured in 16 bits alone, between 2 ranks")
+    if few.suits:
+        return Verdict(False, few.why)
+    # Each block ends with a wave of its own, half of whose SMs idle.
+    ends = (facts.world_size - 1) * 128 * 256 / 2 * facts.K / _SM_MULTIPLY_ADDS
+    took = facts.M * facts.K * facts.dtype.itemsize * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
+    least = ends if _little_gathered(facts).suits else max(ends, _LATE_US)
+    what = f"the peers' rows come in {took:.0f} us"
+    if took > least:
+        return Verdict(True, f"{what}, longer than the {least:.0f} us of a product for each block")
+    return Verdict(False, f"{what}, a product for each block takes {least:.0f} us")
+
+
+def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
+    """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
+    unequally many, which would be stored by pointers."""
+    return _before_messages(facts, _little_gathered)
+
+
+def _little_gathered(facts: Facts) -> Verdict:
+    few = few_gathered_bytes(facts)
+    if few.suits:
+        return few
+    if facts.M % facts.world_size != 0:
+        return Verdict(True, f"M = {facts.M} rows are not equally many on each of {facts.world_size} ranks")
+    low = _low(facts, _block_rows(facts), _GATHERED_TILES)
+    return low if low.suits else Verdict(False, f"{few.why}, and {low.why}")
+
+
+# Tile rows of a block of sums below which consumers beside the GEMM are as fast.
+_PULLED_TILES = 8
+
+
+def tall_blocks(facts: Facts) -> Verdict:
+    """Blocks of sums that copy engines move faster than programs."""
+    where = on_sm_90(facts)
+    if not where.suits:
+        return where
+    rows, least = -(-facts.M // facts.world_size), _PULLED_TILES * facts.block_m
+    if rows >= least:
+        return Verdict(True, f"a rank's block has {rows} rows, at least {least}: {_PULLED_TILES} tiles")
+    return Verdict(False, f"a rank's block has {rows} rows, fewer than {least}: {_PULLED_TILES} tiles")
+
+
+# Inner size, over the number of peers, below which links are busier than SMs. Programs pull faster there than copy
+# engines, which get in one another's way where a rank has several peers: on 4 x H200 at 8192, not at 16384.
+_PULLED_K = 4096
+
+
+def busy_links(facts: Facts) -> Verdict:
+    """Programs pull columns faster than copy engines."""
+    where = on_sm_90(facts)
+    if not where.suits:
+        return where
+    peers, width = facts.world_size - 1, facts.N * facts.dtype.itemsize
+    if peers < 2:
+        return Verdict(False, f"a rank has {peers} peers: copy engines don't get in one another's way")
+    if peers * _PULLED_K <= facts.K:
+        return Verdict(
+            False,
+            f"K = {facts.K} is at least {peers * _PULLED_K}, {_PULLED_K} a peer: SMs are busier than links",
+        )
+    if width % 16 != 0:
+        return Verdict(False, f"rows of {width} bytes don't begin at multiples of 16")
+    return Verdict(
+        True, f"K = {facts.K} is less than {peers * _PULLED_K}, {_PULLED_K} a peer: links are busier than SMs"
+    )

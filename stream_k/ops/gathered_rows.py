@@ -1,0 +1,232 @@
+"""Plans of `all_gather_gemm`: how the rows of all ranks come, and what multiplies them.
+
+Copy engines push this rank's rows to its peers, first to the one that needs them first, while its own rows are
+multiplied; then come the peers' blocks, in the order in which they arrive: piece by piece in one GEMM of ours, or
+whole, a product of the BLAS each. Few rows go by messages, before the GEMM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyrocshmem import signal, status, trace
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.tensors import BLOCKS, POINTER, ROW, as_argument, filled, how_to_write, template
+from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, activation_number, store_output
+from pyrocshmem.collectives.exchange import Exchange
+from pyrocshmem.counts import packed
+from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.heap import Heap
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
+from pyrocshmem.stream_k.local_gemm.kernel import Arrived
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
+from pyrocshmem.stream_k.ops.op import Call
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
+from pyrocshmem.stream_k.ops.rows import step_launch
+
+_COPIES = 0
+
+
+class PiecesPlan(FusedPlan):
+    def __init__(self, call: Call) -> None:
+        # Split tiles would come first, when only this rank's rows are there.
+        call = replace(call, config=replace(call.config, split="none"))
+        heap, workspace = call.heap, call.workspace
+        world = heap.world_size
+        self.workspace, self.rank, self.world = workspace, heap.rank, world
+        self.result = None
+        M, K = call.num_rows, call.a.shape[1]
+        # Every block has as many pieces, on all ranks alike, though blocks may differ by a row.
+        most = -(-M // world)
+        height = self._piece_rows(call.config, most)
+        self.num_pieces = -(-most // height)
+        self.flags = workspace.flags(self.num_pieces)
+        self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
+        self.block = first, last = shard_range(M, heap.rank, world)
+        self.pieces = [
+            self._copy(
+                heap, piece, slice(begin, min(begin + height, last - first)), (heap.rank - turn) % world
+            )
+            for turn in range(1, world)
+            for piece, begin in enumerate(range(0, most, height))
+        ]
+        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        op = int(status.Op.ALL_GATHER_GEMM)
+        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
+        self.gemm: Launch | None = None
+        self.senders = ((1 << world) - 1) ^ (1 << heap.rank)
+        if call.b.shape[1] > 0:
+            self.senders = 0  # the GEMM waits for the peers' rows
+            self._plan_gemm(call)
+
+    def _piece_rows(self, config: Config, most: int) -> int:
+        """Of a block of at most so many rows."""
+        return min(config.chunk * config.block_m, most)
+
+    def _copy(
+        self, heap: Heap, piece: int, rows: slice, peer: int
+    ) -> tuple[torch.Tensor, slice, torch.Tensor]:
+        """(to, which of the own rows, flag) of a piece."""
+        word = piece * int(signal.MAX_WORLD.value) + self.rank
+        to = heap.peer_view(self.rows[self.block[0] : self.block[1]][rows], peer)
+        return to, rows, heap.peer_view(self.flags[word : word + 1], peer)
+
+    def _plan_gemm(self, call: Call) -> None:
+        config, world = call.config, self.world
+        # A rank without rows multiplies a stand-in and stores nothing of it: no descriptor has 0 rows.
+        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
+        if self.stand_in is not None:
+            call = replace(call, a=self.stand_in)
+        self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
+        M = product.M
+        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
+        self.c_how = how_to_write(call.out)
+        if self.c_how == ROW and M % (world * config.block_m) != 0:
+            # Blocks end inside a tile, whose last rows belong to the next block and are left alone.
+            self.c_how = BLOCKS if M % world == 0 else POINTER
+        out = call.out.unflatten(0, (world, -1)) if self.c_how == BLOCKS else call.out
+        self.c_template = template(out, self.c_how, config.block_m, product.part_n)
+        self.strides = (call.out.stride(0), call.out.stride(1))
+        self.fix_up = product.fix_up(self.workspace)
+        op = int(status.Op.ALL_GATHER_GEMM)
+        activation = activation_number(call.request.activation)
+        self.gemm = product.launch(op, world, store_output, Options(self.c_how, activation), order="GATHERS")
+
+    def _gemm_arguments(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        product = self.product
+        a = a if self.stand_in is None else self.stand_in
+        c, arrived = filled(self.c_template, out), Arrived(self.flags, packed(product.config.chunk))
+        extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
+        context = self.workspace.context
+        return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)
+
+    def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
+        return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if self.gemm is not None:
+            self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+        for launch in (self.enter, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        workspace = self.workspace
+        if self.gemm is not None:
+            a, b = self.product.readable(a, b)
+        workspace.fork(_COPIES)
+        # What runs in order would wait for copies that come after it.
+        gemm_last = workspace.runs_in_order()
+        if self.gemm is not None and not gemm_last:
+            self.gemm(self._gemm_arguments(a, b, bias, out))
+        with workspace.beside(_COPIES):
+            self.enter(self._step_arguments())
+            self._push(a)
+        if self.gemm is not None and gemm_last:
+            self.gemm(self._gemm_arguments(a, b, bias, out))
+        workspace.join(_COPIES)
+        self.end(self._step_arguments(self.senders))
+
+    def _push(self, a: torch.Tensor) -> None:
+        for to, rows, flag in self.pieces:
+            trace.copy(to.copy_, a[rows])
+            flag.copy_(self.epoch)
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks."""
+        first, last = self.block
+        K = a.shape[1]
+        return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
+
+
+class BlocksPlan(PiecesPlan):
+    """Whole blocks of rows, a product each: this rank's, then its peers' in the order in which they arrive.
+
+    blocks: their owners, which rows they are, and the product; none of a rank without columns.
+    """
+
+    blocks: tuple[tuple[int, slice, GemmPlan | BlasPlan], ...] = ()
+
+    def _piece_rows(self, config: Config, most: int) -> int:
+        return most
+
+    def _plan_gemm(self, call: Call) -> None:
+        request, world = call.request, self.world
+        self.wait = step_launch(int(status.Op.ALL_GATHER_GEMM), world)
+        for turn in range(world):
+            owner = (self.rank + turn) % world
+            rows = slice(*shard_range(call.num_rows, owner, world))
+            if rows.start == rows.stop:
+                self.senders |= 1 << owner  # nothing to multiply, but its flag comes
+                continue
+            a = self.rows[rows] if turn else call.a
+            more = (call.config, request.allow_tf32, request.bias, request.activation)
+            gemm = plan_gemm(a, call.b, *more, call.out[rows], self.workspace)
+            self.blas |= isinstance(gemm, BlasPlan)
+            self.blocks = (*self.blocks, (owner, rows, gemm))
+        self.senders &= ~(1 << self.rank)
+
+    @property
+    def replayable(self) -> bool:
+        return not self.blas and all(gemm.replayable for *_, gemm in self.blocks)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        waits = [self.wait] if self.blocks else []
+        for launch in (self.enter, *waits, self.end):
+            launch.compile(self._step_arguments())
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.
+        self.enter(self._step_arguments())
+        self.workspace.fork(_COPIES)
+        with self.workspace.beside(_COPIES):
+            self._push(a)
+        for owner, rows, gemm in self.blocks:
+            if owner != self.rank:
+                self.wait(self._step_arguments(1 << owner))
+            gemm.run(a if owner == self.rank else self.rows[rows], b, bias, out[rows])
+        self.workspace.join(_COPIES)
+        self.end(self._step_arguments(self.senders))
+
+
+class MessagesPlan(FusedPlan):
+    """All ranks' rows by messages, then the GEMM."""
+
+    def __init__(self, call: Call) -> None:
+        config, request, workspace = call.config, call.request, call.workspace
+        self.workspace, self.result = workspace, None
+        M, N = call.num_rows, call.b.shape[1]
+        # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
+        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
+        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
+        self.gathered = held[: M * K].view(M, K)
+        # A rank without columns only sends its rows.
+        self.gemm: GemmPlan | BlasPlan | None = None
+        if N > 0:
+            options = (request.allow_tf32, request.bias, request.activation)
+            self.gemm = plan_gemm(self.gathered, call.b, config, *options, call.out, workspace)
+            if isinstance(self.gemm, BlasPlan):
+                self.blas = True
+            else:
+                self.product = self.gemm.product
+        op = status.Op.ALL_GATHER_GEMM
+        self.exchange = Exchange(workspace, op, "all_gather", call.a, self.gathered, rows=M)
+
+    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Both parts are compiled when they are planned."""
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue the call."""
+        self.exchange.run(a, self.gathered)
+        if self.gemm is not None:
+            self.gemm.run(self.gathered, b, bias, out)
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        """The gathered rows, as a new tensor."""
+        return self.gathered[:, : a.shape[1]].clone()
