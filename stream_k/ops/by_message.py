@@ -31,9 +31,14 @@ from pyrocshmem.stream_k.local_gemm.plan import Sent, plan_gemm
 from pyrocshmem.stream_k.ops.op import Call, GemmOp
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 
-# A product in memory is summed in so many pieces at most, each of at least so many elements. All at once an op takes 3
+# A product in memory is summed in about so many pieces, each of at least so many elements. All at once an op takes 3
 # to 6% less time, and its slots twice the memory (2 x H200, products of two waves of tiles).
 _PIECES, _PIECE = 4, 2 << 20
+
+
+def piece_bytes(elements: int, dtype: torch.dtype) -> int:
+    """What a piece takes of a slot, of a product in memory of so many elements."""
+    return max(_PIECE, -(-elements // _PIECES)) * dtype.itemsize
 
 
 class SentProduct:
@@ -65,9 +70,7 @@ class SentProduct:
         tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, after.by_rows)
         if not tiles:
             self.x = in_passing(workspace, shape[0] * shape[1], dtype).view(shape)
-        piece_bytes = None
-        if kind in ("two_shot", "reduce_scatter") and not tiles:
-            piece_bytes = max(_PIECE, -(-self.x.numel() // _PIECES)) * dtype.itemsize
+        in_pieces = kind in ("two_shot", "reduce_scatter") and not tiles
         self.exchange = Exchange(
             workspace,
             op,
@@ -76,7 +79,7 @@ class SentProduct:
             out,
             after=after,
             tiles=tiles,
-            piece_bytes=piece_bytes,
+            piece_bytes=piece_bytes(self.x.numel(), dtype) if in_pieces else None,
             activation=activation_number(sum_activation),
         )
         self.place, sent = self.x, None

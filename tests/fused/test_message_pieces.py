@@ -67,3 +67,18 @@ def in_pieces(rank: int, world_size: int) -> list[str]:
 @pytest.mark.num_ranks(2)
 def test_in_pieces() -> None:
     assert values(run_ranks(in_pieces, 2, timeout=90.0)) == [[]] * 2
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["two_shot", "reduce_scatter"])
+def test_a_large_product_takes_few_launches(kind: str, world: int) -> None:
+    """About four, however large it is: one for each 2M elements would be 15 of 61 MB, which hosts are slower than."""
+    for M, N in ((3739, 8192), (4913, 5120), (8787, 6144), (16384, 16384), (1025, 4096)):
+        x = torch.empty(1, dtype=torch.bfloat16).expand(M, N)
+        size = by_message.piece_bytes(x.numel(), x.dtype)
+        pieces = exchange._pieces(kind, x, x.dtype, world, False, size)
+        assert len(pieces) <= 5
+        assert sum(piece.rows * piece.width for piece in pieces) >= -(-M * N // world)
+        slots = 2 * max(exchange.slot_bytes(kind, piece, x.dtype, x.dtype, world) for piece in pieces)
+        most = max(1.0, 4 / (M * N / by_message._PIECE)) * x.numel() * x.element_size()
+        assert slots <= 1.1 * most * (1 if kind == "two_shot" else 0.5), (M, N)
