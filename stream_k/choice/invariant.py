@@ -21,12 +21,10 @@ import torch
 from pyrocshmem.calls.invariance import BLOCKS, TP, blocks_of_share
 from pyrocshmem.stream_k.choice.config import BY_BLAS, BY_MESSAGE, Config, changed
 from pyrocshmem.stream_k.choice.placement import Facts
+from pyrocshmem.stream_k.local_gemm.product import TREE_REGISTERS, TREE_REGISTERS_ALONE
 
-# Registers of a thread for the sums of a tree: of `gemm_kernel`, whose epilogue needs others, and of `stream_k_kernel`.
-# With more, the assembler runs the wgmmas of a step one by one, and a GEMM took 3 to 5 times as long.
-_REGISTERS_ALONE, _REGISTERS = 128, 192
-# Of shorter steps, as many more are under way.
-_MOST_STAGES = 12
+# Columns of a step at most; of shorter ones, as many more are under way.
+_STEP, _MOST_STAGES = 64, 12
 # Rows, or columns, of a wgmma; warps of a group that issues them.
 _WGMMA, _WARPS = 64, 4
 
@@ -50,7 +48,7 @@ def in_blocks(config: Config, facts: Facts) -> Config:
     if facts.in_16_bits:
         # As many sums as the tree is deep, and one that grows, are in a thread's registers.
         alone = config.placement in (*BY_MESSAGE, "after")
-        room = _REGISTERS_ALONE if alone else _REGISTERS
+        room = TREE_REGISTERS_ALONE if alone else TREE_REGISTERS
         if blocks.bit_length() * config.block_m * config.block_n > 32 * config.num_warps * room:
             height, width = (64, 128) if blocks == BLOCKS else (128, 64) if alone else (128, 128)
             small = {
@@ -63,7 +61,8 @@ def in_blocks(config: Config, facts: Facts) -> Config:
             }
             config = changed(config, **small, comm_rows=min(config.comm_rows, height))
         # Steps that end with a block can be read by TMA; on a CPU, and by FMA, their length is part of the order.
-        length, step, stages = facts.K // blocks, config.block_k, config.num_stages
+        # Several blocks are multiplied in one loop: short steps of each.
+        length, step, stages = facts.K // blocks, min(config.block_k, _STEP), config.num_stages
         while step > 16 and length % step:
             step, stages = step // 2, min(2 * stages, _MOST_STAGES) if alone else stages
         if length % step == 0:

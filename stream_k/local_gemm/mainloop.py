@@ -15,6 +15,7 @@ from triton.language import target_info
 
 from pyrocshmem import target
 from pyrocshmem.calls.tensors import COLUMN, MASKED, POINTER
+from pyrocshmem.collectives import pair_sums
 
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
@@ -24,10 +25,12 @@ _INTERPRETED = tl.constexpr(target.interpreted())
 
 class Along(NamedTuple):
     """Constants of the sum along K. precision: of `tl.dot`. blocks: into how many parts of one length, each summed from
-    zero, K is cut; their sums are added as a tree of neighbours (`collectives.pair_sums`)."""
+    zero, K is cut; their sums are added as a tree of neighbours (`collectives.pair_sums`). together: how many of them
+    grow in one loop."""
 
     precision: str
     blocks: int = 1
+    together: int = 1
 
 
 class Strides(NamedTuple):
@@ -119,12 +122,10 @@ def _tree(
     B_HOW: tl.constexpr, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum over COUNT blocks of K, a power of two, from number FIRST on. In the order of `pair_sums.of_terms`, but
-    a block is multiplied when it is added, so that few sums take registers at once."""
-    if COUNT == 1:
-        length = problem.K // ALONG.blocks
-        acc = _chain(
-            a, b, row, rows, tile_n, FIRST * length, (FIRST + 1) * length, 0, tl.cdiv(length, BLOCK_K), problem,
-            strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
+    a block is multiplied when it is added, or with its nearest neighbours, so that few sums take registers at once."""
+    if ALONG.together >= COUNT:
+        acc = _chains(
+            a, b, row, rows, tile_n, FIRST, COUNT, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
     else:
         HALF: tl.constexpr = COUNT // 2
@@ -145,7 +146,66 @@ def _chain(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum over the iterations [k_begin, k_end) of the block [first, last) of K, one behind the other."""
-    # wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
+    acc = _zeros(BLOCK_M, BLOCK_N)
+    for k in range(k_begin, k_end):
+        acc = _add_step(
+            acc, a, b, row, rows, tile_n, first + k * BLOCK_K, last, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return _upright(acc, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _chains(
+    a, b, row, rows, tile_n, FIRST: tl.constexpr, COUNT: tl.constexpr, problem, strides, A_HOW: tl.constexpr,
+    B_HOW: tl.constexpr, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of COUNT blocks of K from number FIRST on, which grow side by side: a loop for each would fill and drain
+    its stages as often."""
+    length = problem.K // ALONG.blocks
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (_zeros(BLOCK_M, BLOCK_N),)  # type: ignore[assignment]
+    for k in range(0, tl.cdiv(length, BLOCK_K)):
+        grown = ()
+        for j in tl.static_range(COUNT):
+            first = (FIRST + j) * length
+            acc = _add_step(
+                sums[j], a, b, row, rows, tile_n, first + k * BLOCK_K, first + length, problem, strides, A_HOW, B_HOW,
+                ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            grown = grown + (acc,)  # type: ignore[assignment]
+        sums = grown
+    return _upright(pair_sums.of_terms(sums), BLOCK_M, BLOCK_N)
+
+
+# wgmma, which reads both operands from shared memory, has 64 rows or more: for fewer, columns are its rows.
+
+
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A sum that grows, transposed where that is multiplied."""
+    if BLOCK_M < 64 and BLOCK_N >= 64:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return acc
+
+
+@triton.jit
+def _upright(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A sum that has grown, [BLOCK_M, BLOCK_N]."""
+    if BLOCK_M < 64 and BLOCK_N >= 64:
+        acc = acc.T
+    return acc
+
+
+@triton.jit
+def _add_step(
+    acc, a, b, row, rows, tile_n, at, last, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`acc` and the product of the columns of A from `at` on, before `last`, with those rows of B."""
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64
     FMA_OF_COLUMNS: tl.constexpr = (
         B_HOW == _COLUMN
@@ -154,22 +214,12 @@ def _chain(
         and not _INTERPRETED
         and not target_info.is_hip()
     )
+    x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
+    y = _load_block(b, at, tile_n * BLOCK_N, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, BLOCK_N)
+    if FMA_OF_COLUMNS and y.dtype == tl.float32:
+        y = _in_rows(y, BLOCK_K, BLOCK_N)
     if TRANSPOSED:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        acc = tl.dot(y.T, x.T, acc, input_precision=ALONG.precision)
     else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(k_begin, k_end):
-        at = first + k * BLOCK_K
-        x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
-        y = _load_block(
-            b, at, tile_n * BLOCK_N, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, BLOCK_N
-        )
-        if FMA_OF_COLUMNS and y.dtype == tl.float32:
-            y = _in_rows(y, BLOCK_K, BLOCK_N)
-        if TRANSPOSED:
-            acc = tl.dot(y.T, x.T, acc, input_precision=ALONG.precision)
-        else:
-            acc = tl.dot(x, y, acc, input_precision=ALONG.precision)
-    if TRANSPOSED:
-        acc = acc.T
+        acc = tl.dot(x, y, acc, input_precision=ALONG.precision)
     return acc

@@ -40,6 +40,11 @@ Order = Literal["", "PEERS", "GATHERS", "SUMS"]
 
 # Peers' terms of an element, in bytes, up to which quarters of a tile leave registers for its sum (docs/log.md).
 _QUARTERS_BYTES = 8
+# Registers of a thread for the sums of a tree of blocks of K: of `gemm_kernel`, whose epilogue needs others, and of
+# `stream_k_kernel`. With more, the assembler runs the wgmmas of a step one by one: a GEMM took 3 to 5 times as long.
+TREE_REGISTERS_ALONE, TREE_REGISTERS = 128, 192
+# What loops over several blocks of K stage in shared memory, which has room for an epilogue beside it.
+_STAGED_BYTES, _MOST_STAGES = 192 << 10, 8
 # Of an sm_90 multiprocessor's 65,536 registers, those that a helper of 4 warps and 32 registers a thread leaves.
 _BESIDE_A_HELPER = 65_536 - 4_096
 
@@ -51,7 +56,8 @@ class Product:
     a_how, b_how: how the operands are read, a_template, b_template: their arguments but for the tensors.
     strides: as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
     both are read where they are.
-    comm_programs: programs beside those of the schedule. subtiles: column parts of a tile.
+    comm_programs: programs beside those of the schedule. subtiles: column parts of a tile. element_size: of the
+    operands, in bytes.
     """
 
     M: int
@@ -68,6 +74,7 @@ class Product:
     comm_programs: int
     subtiles: int
     copies: Copies | None
+    element_size: int
 
     @property
     def split(self) -> bool:
@@ -121,6 +128,7 @@ class Product:
         flatten: whether tiles overlap, where the configuration says so. The call ends with it where it consumes; or
         alone, if a fix-up counts the calls."""
         config, separate = self.config, alone and self.separate
+        together, stages = self._side_by_side(TREE_REGISTERS_ALONE if alone else TREE_REGISTERS)
         constants = {
             "EPILOGUE": epilogue,
             "ANNOUNCE": announce,
@@ -137,7 +145,7 @@ class Product:
             "SEPARATE": separate,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
-            "ALONG": Along(self.precision, config.k_blocks),
+            "ALONG": Along(self.precision, config.k_blocks, together),
             "FLATTEN": config.flatten and flatten and config.k_blocks == 1,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -150,7 +158,23 @@ class Product:
         chained = order == "SUMS" or (alone and not self._wants_neighbours)
         # Of 8 warps 240: Triton 3.8 and 3.9 take up to 255 for sums, where 3.6 takes 184.
         most = _BESIDE_A_HELPER // (32 * config.num_warps) if order == "SUMS" else 0
-        return Launch(kernel, grid, constants, config.num_warps, config.num_stages, chained, most)
+        return Launch(kernel, grid, constants, config.num_warps, stages, chained, most)
+
+    def _side_by_side(self, registers: int) -> tuple[int, int]:
+        """(blocks of K that grow in one loop, its stages): as many as there are registers of a thread for their sums,
+        and for those that wait, and room for two stages."""
+        config, together = self.config, 1
+        staged = (config.block_m + config.block_n) * config.block_k * self.element_size
+        each = config.block_m * config.block_n // (32 * config.num_warps)
+        while together < config.k_blocks and self.element_size < 4:
+            more = 2 * together
+            waiting = (config.k_blocks // more).bit_length() - 1
+            if (more + waiting) * each > registers or 2 * more * staged > _STAGED_BYTES:
+                break
+            together = more
+        if together == 1:
+            return 1, config.num_stages
+        return together, min(_MOST_STAGES, _STAGED_BYTES // (together * staged))
 
     @property
     def _wants_neighbours(self) -> bool:
@@ -266,6 +290,7 @@ def make_product(
         comm_programs,
         subtiles,
         copies,
+        a.element_size(),
     )
 
 

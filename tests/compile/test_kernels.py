@@ -183,6 +183,22 @@ def _gemms(kernels: list[Compiled]) -> list[Compiled]:
     return [kernel for kernel in kernels if kernel.kernel in GEMMS]
 
 
+TREES = [case for case in CASES if "k_blocks" in dict(case.changes)]
+
+
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_blocks_of_a_tree_grow_side_by_side(case: Case, compiled: Compile) -> None:
+    """A step multiplies one of each of several blocks, and none waits for the others: before the next one, at most the
+    products of the step before are waited for. The last one of a loop waits for all."""
+    for gemm in (kernel for kernel in compiled(case, "sm_90") if kernel.kernel in GEMMS):
+        blocks, together = (int(n) for n in re.findall(r"(?:blocks|together)=(\d+)", gemm.constants["ALONG"]))
+        assert 1 < together <= blocks == dict(case.changes)["k_blocks"]
+        waits = [int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", gemm.text)]
+        assert sorted({*waits}) == [0, together], waits
+        loops = blocks // together
+        assert waits.count(0) == waits.count(together) == loops, waits
+
+
 @pytest.mark.parametrize("case", [case for case in FED if "gemm" in case.op], ids=str)
 def test_shipped_gemm_keeps_its_pipeline(case: Case, compiled: Compile) -> None:
     """A barrier in the loop, or a tile too wide, would leave fewer stages: shared memory shows it. What sums, or adds a
