@@ -123,7 +123,8 @@ def readme_table(files: Sequence[File]) -> str:
     shown = headline(stats.groups(files))
     if shown is None:
         return "Nothing was measured on GPUs yet.\n"
-    groups, rows, sets = shown.fused[:_README_OPS], [], {}
+    groups, rows = shown.fused[:_README_OPS], []
+    sets: dict[str, dict[str, None]] = {}
     peers: dict[str, list[str]] = {}
     for group in groups:
         base = [stats.speedups(group, baseline(group.op), name) for name in MODES]
@@ -131,14 +132,15 @@ def readme_table(files: Sequence[File]) -> str:
         if best:
             peers.setdefault(best, []).append(f"`{group.op}`")
         rows.append([f"`{group.op}`", markdown(shown.set_of(group)), *map(_mean_and_worst, [*base, *speeds])])
-        sets[group.shapes] = _words_of_set(group)
+        if text := _words_of_set(group):
+            sets.setdefault(text, {})[f"`{group.shapes}`"] = None
     header = ["op", "shapes", "over cuBLAS + NCCL", "fp32 sums", "over the best peer", "fp32 sums"]
     runs = [case["run"] for group in groups for case in group.cases]
     dates = sorted(run["started"][:10] for run in runs)
     facts = [markdown(shown.machine), f"{dates[0]} to {dates[-1]}"]
     facts += sorted({versions(run, ("torch", "triton", "nccl")) for run in runs})
     of = "; ".join(f"{peer} for {', '.join(ops)}" for peer, ops in peers.items())
-    words = "; ".join(f"`{name}`: {text}" for name, text in sets.items() if text)
+    words = "; ".join(f"{', '.join(names)}: {text}" for text, names in sets.items())
     return (
         f"{'; '.join(facts)}. Multicast is off for all.\n\n{table(header, rows)}\nBest peers: {of or 'none'}.\n"
         f"Shapes: {words or 'see docs/results.md'}.\n"
