@@ -30,6 +30,7 @@ from pyrocshmem.groups import Group
 from pyrocshmem.stores import StoreBoard
 from tests.finegrained_alloc import support
 from tests.ranks import load_server
+from tests.stopwatch import until
 
 _LONGEST_S = 0.015  # some times what a heap takes to form
 _PATIENCE_S = 20.0
@@ -129,10 +130,7 @@ def _kill_parent(nbytes: int) -> None:
             # It has the server of the process that it was forked from, and mustn't wait for it as for a child.
             forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
             _as_child(launching.run_ranks, _form_as_rank, 2, nbytes, folder)
-        deadline = time.monotonic() + _PATIENCE_S
-        while len(os.listdir(folder)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: len(os.listdir(folder)) == 2)
         time.sleep(random.uniform(0, 5 * _LONGEST_S))
         os.kill(parent, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(parent, 0)[1]) == signal.SIGKILL
