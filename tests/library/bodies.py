@@ -17,7 +17,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.reference.accuracy import EPS32, make_operand
 from pyrocshmem.reference.problems import PROBLEMS, Problem
-from pyrocshmem.stream_k.ops import all_gather_gemm
+from pyrocshmem.stream_k.ops import all_gather_gemm, gathered_rows
 from pyrocshmem.stream_k.ops.op import Request
 from tests.stopwatch import until
 from tests.stream_k.products import ACTIVATIONS, device, random
@@ -260,7 +260,7 @@ def ways(rank: int, world_size: int) -> dict[int, Any]:
 def late_rows(rank: int, world_size: int, guarded: bool) -> int:
     """Rows gathered by no columns, rank 1's late after it has entered the call: how many calls have others' rows.
     Without the guard nothing waits for them."""
-    honest = all_gather_gemm.trace.copy
+    honest = gathered_rows.trace.copy
 
     def late(copy: Any, argument: torch.Tensor) -> None:
         if rank == 1 and waits:
@@ -269,7 +269,7 @@ def late_rows(rank: int, world_size: int, guarded: bool) -> int:
             until(lambda: int(gathered_at) == seed + 1)  # the peer has gone on
         honest(copy, argument)
 
-    all_gather_gemm.trace.copy = late
+    gathered_rows.trace.copy = late
     wrong, waits = 0, True
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap)
