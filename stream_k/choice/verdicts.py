@@ -157,6 +157,11 @@ def _gemm_us(facts: Facts) -> float:
     return facts.M * facts.N * facts.K / (facts.num_sms * _SM_MULTIPLY_ADDS)
 
 
+def _hop_us(facts: Facts, nbytes: int) -> float:
+    """Of the peers' share of so many bytes of all ranks, on its way."""
+    return nbytes * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
+
+
 def _idles(facts: Facts, hops: int) -> Verdict:
     """Whether SMs that have no tile in the last wave idle longer than an exchange behind the GEMM takes. The BLAS has
     more shapes of tiles. hops: of the exchange."""
@@ -164,8 +169,7 @@ def _idles(facts: Facts, hops: int) -> Verdict:
         return _WIDE
     waves = facts.tiles / facts.num_sms
     idle = (math.ceil(waves) / waves - 1) * _gemm_us(facts) if waves else 0.0
-    sent = facts.M * facts.N * facts.wire.itemsize * (facts.world_size - 1) / facts.world_size
-    taken = hops * (_HOP_US + sent / _HOP_BYTES)
+    taken = hops * (_HOP_US + _hop_us(facts, facts.M * facts.N * facts.wire.itemsize))
     what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
     if idle > _IDLES * taken:
         return Verdict(True, f"{what}, longer than an exchange behind the GEMM takes, {taken:.0f} us")
@@ -238,7 +242,7 @@ def blocks_for_blas(facts: Facts) -> Verdict:
         return Verdict(False, few.why)
     # Each block ends with a wave of its own, half of whose SMs idle.
     ends = (facts.world_size - 1) * 128 * 256 / 2 * facts.K / _SM_MULTIPLY_ADDS
-    took = facts.M * facts.K * facts.dtype.itemsize * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
+    took = _hop_us(facts, facts.M * facts.K * facts.dtype.itemsize)
     least = ends if _little_gathered(facts).suits else max(ends, _LATE_US)
     what = f"the peers' rows come in {took:.0f} us"
     if took > least:

@@ -33,6 +33,8 @@ _COPIES = 0
 
 
 class PiecesPlan(FusedPlan):
+    """Blocks of rows in pieces, which one GEMM of ours takes as they arrive."""
+
     def __init__(self, call: Call) -> None:
         # Split tiles would come first, when only this rank's rows are there.
         call = replace(call, config=replace(call.config, split="none"))
@@ -148,10 +150,11 @@ class PiecesPlan(FusedPlan):
 class BlocksPlan(PiecesPlan):
     """Whole blocks of rows, a product each: this rank's, then its peers' in the order in which they arrive.
 
-    blocks: their owners, which rows they are, and the product; none of a rank without columns.
+    blocks: their owners, which rows they are, where a peer's are gathered (None: this rank's), and the product; no
+    blocks of a rank without columns.
     """
 
-    blocks: tuple[tuple[int, slice, GemmPlan | BlasPlan], ...] = ()
+    blocks: tuple[tuple[int, slice, torch.Tensor | None, GemmPlan | BlasPlan], ...] = ()
 
     def _piece_rows(self, config: Config, most: int) -> int:
         return most
@@ -165,11 +168,13 @@ class BlocksPlan(PiecesPlan):
             if rows.start == rows.stop:
                 self.senders |= 1 << owner  # nothing to multiply, but its flag comes
                 continue
-            a = self.rows[rows] if turn else call.a
+            theirs = self.rows[rows] if turn else None
             more = (call.config, request.allow_tf32, request.bias, request.activation)
-            gemm = plan_gemm(a, call.b, *more, call.out[rows], self.workspace)
+            gemm = plan_gemm(
+                call.a if theirs is None else theirs, call.b, *more, call.out[rows], self.workspace
+            )
             self.blas |= isinstance(gemm, BlasPlan)
-            self.blocks = (*self.blocks, (owner, rows, gemm))
+            self.blocks = (*self.blocks, (owner, rows, theirs, gemm))
         self.senders &= ~(1 << self.rank)
 
     @property
@@ -187,10 +192,10 @@ class BlocksPlan(PiecesPlan):
         self.workspace.fork(_COPIES)
         with self.workspace.beside(_COPIES):
             self._push(a)
-        for owner, rows, gemm in self.blocks:
-            if owner != self.rank:
+        for owner, rows, theirs, gemm in self.blocks:
+            if theirs is not None:
                 self.wait(self._step_arguments(1 << owner))
-            gemm.run(a if owner == self.rank else self.rows[rows], b, bias, out[rows])
+            gemm.run(a if theirs is None else theirs, b, bias, out[rows])
         self.workspace.join(_COPIES)
         self.end(self._step_arguments(self.senders))
 

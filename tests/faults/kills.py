@@ -130,7 +130,7 @@ def _kill_parent(nbytes: int) -> None:
             # It has the server of the process that it was forked from, and mustn't wait for it as for a child.
             forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
             _as_child(launching.run_ranks, _form_as_rank, 2, nbytes, folder)
-        until(lambda: len(os.listdir(folder)) == 2)
+        until(lambda: len(os.listdir(folder)) == 2, _PATIENCE_S)
         time.sleep(random.uniform(0, 5 * _LONGEST_S))
         os.kill(parent, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(parent, 0)[1]) == signal.SIGKILL

@@ -79,7 +79,7 @@ def ahead(
                 "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
             }.get(op, (Programs if placement == "pull" else RowCopy, "__call__"))  # fmt: skip
             if placement == "blas_blocks":
-                place, reader = plan.blocks[-1][2], "run"  # of the peer's rows
+                place, reader = plan.blocks[-1][-1], "run"  # of the peer's rows
             honest = getattr(place, reader)
             if rank == 1:
                 setattr(place, reader, stalling(plan, honest))
