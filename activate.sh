@@ -138,6 +138,9 @@ is_current() {
 
 make_venv() {
   local python both_for_gpus missing quiet=()
+  # Every `.venv` that this script makes has the lock beside it.
+  [ -e "$root/.venv.lock" ] || [ ! -e "$venv" ] ||
+    fail "'.venv' is not of this script's making, and stays as it is: activate it and set PYROCSHMEM_NO_VENV=1, or move it"
   python=$(find_python)
   # Two shells may come here at once. The lock belongs to descriptor 9 and goes when this script and its children end.
   exec 9>"$root/.venv.lock" || fail "can't write to $root; set PYROCSHMEM_NO_VENV=1 to use the active Python as it is"

@@ -26,7 +26,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
-from pyrocshmem.collectives.row_norm import row_norm, row_norm_gradients
+from pyrocshmem.collectives.row_norm import is_apart, row_norm, row_norm_gradients
 from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
 
@@ -114,8 +114,8 @@ class _Plan:
             # In two shots the squares travel beside the sums, in one they take a trip of their own: two are the faster
             # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
-        # An exchange divides a row among programs by the number of ranks.
-        self.apart = invariance.current(workspace) == TP
+        self.mode = invariance.current(workspace)
+        self.apart = is_apart(self.mode, x, x.shape[-1], weight)
         out, after = self._results(x, residual, weight, eps)
         op = status.Op.ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, after=after)
@@ -129,7 +129,8 @@ class _Plan:
             with self.workspace.begin(self.called):
                 self.exchange.run(x.resolve_neg().contiguous(), out, after)
         if self.apart:
-            return normalized(out, None, weight, eps)
+            with invariance.at_least(self.mode):
+                return normalized(out, None, weight, eps, self.workspace.world_size)
         assert after.total is not None
         return out, after.total
 

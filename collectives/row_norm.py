@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, target, trace
+from pyrocshmem.calls.invariance import BATCH, TP, Invariance
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, ops
 from pyrocshmem.calls.tensors import as_rows, kind
@@ -28,6 +29,7 @@ from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.exchange import MOST_THREADS, row_programs
 from pyrocshmem.message_slots import QUAD_BYTES
 from pyrocshmem.torch_contexts import on_device
+from pyrocshmem.versions import version_of
 
 # Kinds of calls whose launches are remembered.
 _KEPT = 1024
@@ -36,6 +38,19 @@ _KEPT = 1024
 # 14.1 instead of 13.1, 4096 rows 57.5 instead of 48.5, since fewer programs share an SM).
 _KEPT_PARTS, _KEPT_ROWS = 8, 512
 _launches: dict[Any, Launch] = {}
+# Older ones lay a block that is added as the loads lie that it comes from, on AMD always, and on NVIDIA where these are
+# not of whole units: an exchange's and those of the kernels here differ.
+_LAYS_ALIKE = target.interpreted() or version_of(triton.__version__) >= (3, 7)
+
+
+def is_apart(mode: Invariance, like: torch.Tensor, columns: int, weight: torch.Tensor) -> bool:
+    """Whether this mode has rows of `columns` elements as those of `like` normalized by the kernel here however few
+    they are, behind the exchange that sums them, which would give them other bits: those of its number of ranks, or,
+    by an older Triton, of its loads."""
+    if mode != BATCH:
+        return mode == TP
+    row_bytes = columns * min(like.element_size(), weight.element_size())
+    return not _LAYS_ALIKE and (target.backend() == "hip" or row_bytes % QUAD_BYTES != 0)
 
 
 @triton.jit

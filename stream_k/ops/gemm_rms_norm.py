@@ -20,7 +20,6 @@ from pyrocshmem import status, trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
-from pyrocshmem.calls.invariance import TP
 from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
@@ -30,6 +29,7 @@ from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, r
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
+from pyrocshmem.collectives.row_norm import is_apart
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
@@ -105,8 +105,8 @@ def gemm_all_reduce_rms_norm(
         config = choose_together(heap, "gemm_all_reduce", *facts).config
     else:
         check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
-    # An exchange divides a row among programs by the number of ranks.
-    if config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0 and mode < TP:
+    by_message = config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0
+    if by_message and not is_apart(mode, a, N, weight):
         wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"

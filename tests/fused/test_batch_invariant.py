@@ -3,6 +3,8 @@ batch: whatever the number of rows, where the row is, and how the batch lies in 
 
 import contextlib
 import dataclasses
+import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ import pyrocshmem
 from pyrocshmem import CallMismatch, Heap, Workspace, collectives, stream_k  # before Triton
 from pyrocshmem.calls import invariance
 from pyrocshmem.calls.invariance import BATCH, NONE, TP
-from pyrocshmem.collectives import row_sums
+from pyrocshmem.collectives import row_norm, row_sums
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.json_objects import all_gather_json
 from pyrocshmem.stream_k.choice import rules
@@ -250,6 +252,62 @@ def by_workspace(rank: int, world_size: int) -> list[Any]:
 def test_a_workspace_may_ask_for_it() -> None:
     for found in values(run_ranks(by_workspace, 2)):
         assert found == [True] * 6 + [False]
+
+
+def apart(rank: int, world_size: int) -> list[list[Any]]:
+    """How many of the two norms of sums are made behind them as kernels are laid now, and by an older Triton; whether
+    the results are the same. Of 20 columns, and of 24, which are whole units of 16 bytes."""
+    found = []
+    for N in (20, 24):
+        norm_of_sums = sys.modules["pyrocshmem.collectives.all_reduce_rms_norm"]
+        a, b = torch.randn(3, 16).half(), torch.randn(16, N).half()
+        x, weight = a @ b, torch.randn(N).half()
+        with Heap(bodies.HEAP_BYTES) as heap, pyrocshmem.batch_invariant():
+            group, results, behind = {"group": heap}, {}, []
+            for alike in (True, False):
+                space = Workspace(heap)
+                with (
+                    mock.patch.object(row_norm, "_LAYS_ALIKE", alike),
+                    mock.patch.object(norm_of_sums, "row_norm", wraps=row_norm.row_norm) as alone,
+                ):
+                    more = {**group, "workspace": space}
+                    norms = (
+                        collectives.all_reduce_rms_norm(x, None, weight, bodies.EPS, **more),
+                        stream_k.gemm_all_reduce_rms_norm(a, b, x, weight, bodies.EPS, **more),
+                    )
+                    results[alike] = [each.clone() for norm in norms for each in norm]
+                    behind.append(alone.call_count)
+            equal = [torch.equal(*pair) for pair in zip(results[True], results[False], strict=True)]
+            found.append([*behind, all(equal)])
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_norms_that_an_older_triton_lays_otherwise_are_apart() -> None:
+    for found in values(run_ranks(apart, 2)):
+        assert found == [[0, 2, True], [0, 0, True]]
+
+
+def norms_of_a_workspace(rank: int, world_size: int) -> list[bool]:
+    """Of a workspace that asks for the mode, new and planned calls, beside those inside the mode."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(40, 2000, generator=draw), torch.randn(2000, generator=draw)
+    with Heap(bodies.HEAP_BYTES) as heap:
+        space = Workspace(heap, tp_invariant=True)
+        call = partial(collectives.all_reduce_rms_norm, x, None, weight, bodies.EPS, group=heap)
+        with pyrocshmem.batch_invariant(tp_invariant=True):
+            right = call()[0].clone()
+        return [torch.equal(call(workspace=space)[0], right) for _ in range(2)] + [
+            torch.equal(call()[0], right)
+        ]
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_a_workspace_s_norms_are_in_its_mode() -> None:
+    for found in values(run_ranks(norms_of_a_workspace, 2)):
+        assert found == [True, True, False]
 
 
 @pytest.mark.cpu

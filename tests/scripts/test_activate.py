@@ -197,6 +197,17 @@ def test_failed_installation_leaves_no_stamp(
     assert not (tree / ".venv/stamp").exists()
 
 
+def test_an_environment_of_the_user_s_is_not_touched(tree: Path) -> None:
+    kept = tree / ".venv" / "kept"
+    kept.parent.mkdir()
+    kept.write_text("")
+    done = support.bash(tree, "source ./activate.sh", VIRTUAL_ENV=str(kept.parent))
+    assert done.returncode == 1
+    assert "'.venv' is not of this script's making" in done.stderr
+    assert kept.exists()
+    assert not (tree / ".venv.lock").exists()
+
+
 def test_python_too_old(tree: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1 && exit 0\nexit 1\n')
