@@ -29,7 +29,8 @@ from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.rows import step_launch
 
-_COPIES = 0
+# Streams beside the caller's: of copies to peers, and of those that keep the gathered rows.
+_COPIES, _KEPT = range(2)
 
 
 class PiecesPlan(FusedPlan):
@@ -151,10 +152,16 @@ class BlocksPlan(PiecesPlan):
     """Whole blocks of rows, a product each: this rank's, then its peers' in the order in which they arrive.
 
     blocks: their owners, which rows they are, where a peer's are gathered (None: this rank's), and the product; no
-    blocks of a rank without columns.
+    blocks of a rank without columns. kept: the rows of all ranks, between a call that was asked for them and `second`:
+    they are copied while blocks are multiplied.
     """
 
     blocks: tuple[tuple[int, slice, torch.Tensor | None, GemmPlan | BlasPlan], ...] = ()
+    kept: torch.Tensor | None = None
+
+    def __init__(self, call: Call) -> None:
+        self.keeps = call.request.save_gathered
+        super().__init__(call)
 
     def _piece_rows(self, config: Config, most: int) -> int:
         return most
@@ -179,7 +186,8 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def replayable(self) -> bool:
-        return not self.blas and all(gemm.replayable for *_, gemm in self.blocks)
+        # A graph would keep the same rows' memory for every call.
+        return not self.blas and not self.keeps and all(gemm.replayable for *_, gemm in self.blocks)
 
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         waits = [self.wait] if self.blocks else []
@@ -192,12 +200,27 @@ class BlocksPlan(PiecesPlan):
         self.workspace.fork(_COPIES)
         with self.workspace.beside(_COPIES):
             self._push(a)
+        if self.keeps and self.blocks:
+            self.kept = a.new_empty(self.rows.shape)
         for owner, rows, theirs, gemm in self.blocks:
             if theirs is not None:
                 self.wait(self._step_arguments(1 << owner))
-            gemm.run(a if theirs is None else theirs, b, bias, out[rows])
+            block = a if theirs is None else theirs
+            if self.kept is not None:
+                self.workspace.fork(_KEPT)
+            gemm.run(block, b, bias, out[rows])
+            if self.kept is not None:
+                # Enqueued behind the product: a copy inside one device needs its SMs, and would be first on them.
+                with self.workspace.beside(_KEPT):
+                    trace.copy(self.kept[rows].copy_, block)
         self.workspace.join(_COPIES)
+        if self.kept is not None:
+            self.workspace.join(_KEPT)
         self.end(self._step_arguments(self.senders))
+
+    def second(self, a: torch.Tensor) -> torch.Tensor:
+        kept, self.kept = self.kept, None
+        return super().second(a) if kept is None else kept[:, : a.shape[1]]
 
 
 class MessagesPlan(FusedPlan):

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, stream_k, target
+from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
+from pyrocshmem.stream_k.ops.all_gather_gemm import OP as GATHER
+from pyrocshmem.stream_k.ops.op import Request, run
 from tests.fused.cases import HEAP_BYTES
 from tests.ranks import run_ranks, values
 from tests.stream_k.graph_standins import replay_what_was_enqueued
@@ -116,6 +119,52 @@ def test_the_blas_multiplies_where_it_may(in_tf32: tuple[int, ...], placement: s
         for (blas, own, right), case in zip(found, cases(placement), strict=True):
             expected = 0 if not case[3] else 1 if case[1] == F32 and rank in in_tf32 else 2
             assert (blas, own, right) == (each * expected, each * (2 - expected), True), case
+
+
+def keeps_rows(rank: int, world_size: int, num_rows: int) -> dict[str, Any]:
+    """Gathered rows of two calls by blocks that the BLAS multiplies, which must not lie where the next call's do; the
+    last rank has no columns. What the caller's stream did at the end of a call."""
+    rows = slice(*shard_range(num_rows, rank, world_size))
+    columns, order = 0 if rank == world_size - 1 else N, []
+    with Heap(HEAP_BYTES) as heap:
+        results = []
+        for seed in (1, 2):
+            whole, b = integers(num_rows, K, F16, seed), integers(K, columns, F16, 10 + seed)
+            more = (
+                None,
+                None,
+                "none",
+                False,
+                False,
+                small_config(placement="blas_blocks"),
+                None,
+                num_rows,
+                True,
+            )
+            out, gathered = run(GATHER, Request(whole[rows], b, *more), heap, None)
+            results.append((out, gathered, whole, b))
+        (plan,) = heap.workspace.plans.values()
+        with (
+            mock.patch.object(heap.workspace, "join", side_effect=lambda side: order.append(f"join {side}")),
+            mock.patch.object(plan, "end", side_effect=lambda *_: order.append("end")),
+        ):
+            args = (whole[rows], b, None, out)
+            plan.run(*args)
+        heap.synchronize()
+        right = [torch.equal(each, whole) for _, each, whole, _ in results]
+        exact = [torch.equal(out.double(), whole.double() @ b.double()) for out, _, whole, b in results]
+    return {"gathered": right, "products": exact, "order": order, "replayable": plan.replayable}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(2, 35), (3, 2)])
+def test_blocks_keep_the_gathered_rows(num_ranks: int, num_rows: int) -> None:
+    for rank, found in enumerate(values(run_ranks(keeps_rows, num_ranks, num_rows))):
+        assert found["gathered"] == found["products"] == [True, True]
+        # Peers may write where rows were gathered once this rank has ended the call.
+        kept = ["join 1"] if rank < num_ranks - 1 else []
+        assert found["order"] == ["join 0", *kept, "end"]
+        assert not found["replayable"]
 
 
 def what_is_replayed(rank: int, world_size: int) -> dict[str, str]:
