@@ -137,7 +137,7 @@ def readme_table(files: Sequence[File]) -> str:
     header = ["op", "shapes", "over cuBLAS + NCCL", "fp32 sums", "over the best peer", "fp32 sums"]
     runs = [case["run"] for group in groups for case in group.cases]
     dates = sorted(run["started"][:10] for run in runs)
-    facts = [markdown(shown.machine), f"{dates[0]} to {dates[-1]}"]
+    facts = [markdown(shown.machine), " to ".join(sorted({dates[0], dates[-1]}))]
     facts += sorted({versions(run, ("torch", "triton", "nccl")) for run in runs})
     of = "; ".join(f"{peer} for {', '.join(ops)}" for peer, ops in peers.items())
     words = "; ".join(f"{', '.join(names)}: {text}" for text, names in sets.items())

@@ -22,7 +22,7 @@ def test_killed_at_random_instants_while_heaps_form(ranks: int, parents: int) ->
         env=support.environment({}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr
