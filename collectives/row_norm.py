@@ -38,8 +38,8 @@ _KEPT = 1024
 # 14.1 instead of 13.1, 4096 rows 57.5 instead of 48.5, since fewer programs share an SM).
 _KEPT_PARTS, _KEPT_ROWS = 8, 512
 _launches: dict[Any, Launch] = {}
-# Older ones lay a block that is added as the loads lie that it comes from, on AMD always, and on NVIDIA where these are
-# not of whole units: an exchange's and those of the kernels here differ.
+# Triton before 3.7 lays a block that is added as the loads lie that it comes from, on AMD always, and on NVIDIA where
+# these are not of whole units: an exchange's and those of the kernels here differ.
 _LAYS_ALIKE = target.interpreted() or version_of(triton.__version__) >= (3, 7)
 
 

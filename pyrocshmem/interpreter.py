@@ -40,9 +40,13 @@ from pyrocshmem import versions
 # What is replaced below, or needed to do so.
 _NAMES = (
     (interpreter, "_LangPatchScope _patch_lang _get_np_dtype _convert_float _ir interpreter_builder"),
+    (interpreter, "interpreter_semantic"),
     (interpreter, "InterpreterBuilder TensorHandle"),
     (core, "_unwrap_if_constexpr block_type tensor"),
-    (semantic.TritonSemantic, "broadcast_impl_value cast computation_type_impl"),
+    (
+        semantic.TritonSemantic,
+        "binary_op_type_checking_impl broadcast_impl_value cast computation_type_impl",
+    ),
 )
 
 _turn = threading.Lock()
@@ -113,11 +117,26 @@ def check_rows() -> None:
         )
 
 
+def _direct(replacement: Any) -> Any:
+    """A replacement without two steps on the way to the function of `triton.language` that it calls, if it calls one:
+    keywords are copied without a certain one, and a wrapper of the function sees that it is there again."""
+    member = (getattr(replacement, "__kwdefaults__", None) or {}).get("member")
+    if member is None:
+        return replacement
+    function, meaning = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def direct(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = meaning
+        return function(*args, **options)
+
+    return direct
+
+
 @functools.cache
 def _replacements(patch_lang: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
     """(module or class, name, what kernels need there), in the order in which the interpreter replaces."""
     scope = patch_lang(_languages)
-    found = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+    found = [(place, name, _direct(getattr(place, name))) for place, name, _ in scope._changes]
     scope.restore()
     return found
 
@@ -232,6 +251,38 @@ def _remembered_promotion() -> Callable[..., Any]:
     return remembered
 
 
+def _remembered_operands() -> Callable[..., Any]:
+    """`TritonSemantic.binary_op_type_checking_impl`, which brings two operands to one type and shape: mostly two that
+    have them, or a block and a number of the kernel's source, which is made a block of it each time."""
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+    as_they_are: set[object] = set()
+    # The second operand where the first, a tensor, stays as it is. Nothing writes to an operand.
+    numbers: dict[object, Any] = {}
+
+    def remembered(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
+        if not isinstance(left, core.tensor):
+            return check(self, left, right, *options, **named)
+        if isinstance(right, core.tensor):
+            key = left.type.name, right.type.name, options, *named.items()
+            if key in as_they_are:
+                return left, right
+            found = check(self, left, right, *options, **named)
+            if found[0] is left and found[1] is right:
+                as_they_are.add(key)
+            return found
+        # 1, 1.0 and True are equal, and so are zeros of both signs.
+        key = left.type.name, type(right), right or str(right), options, *named.items()
+        if key in numbers:
+            return left, numbers[key]
+        found = check(self, left, right, *options, **named)
+        if found[0] is left:
+            found[1].handle.data.setflags(write=False)
+            numbers[key] = found[1]
+        return found
+
+    return remembered
+
+
 def _remembered_tensors() -> Callable[..., None]:
     """`core.tensor.__init__`, which makes a tuple of each shape, with a type of its own."""
     initialize, known = core.tensor.__init__, {}
@@ -248,10 +299,11 @@ def _remembered_tensors() -> Callable[..., None]:
 
 @functools.cache
 def _quicker() -> list[tuple[Any, str, Any]]:
-    """(class, name, what makes a third of kernels' time unnecessary): what the same types and shapes came to before."""
+    """(class, name, what makes half of kernels' time unnecessary): what the same types and shapes came to before."""
     return [
         (core.block_type, "__init__", _remembered_blocks()),
         (core.tensor, "__init__", _remembered_tensors()),
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", _remembered_operands()),
         (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast()),
         (semantic.TritonSemantic, "cast", _quick_cast()),
         (semantic.TritonSemantic, "computation_type_impl", _remembered_promotion()),

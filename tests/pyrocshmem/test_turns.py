@@ -209,6 +209,40 @@ def test_types_are_promoted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(names)) == len(names)
 
 
+def test_operands_of_one_type_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [
+        (left.type.name, right.type.name, *options)
+        for left, right, *options in asked(monkeypatch, "binary_op_type_checking_impl")
+        if isinstance(left, tl.tensor) and isinstance(right, tl.tensor) and left.type == right.type
+    ]
+    assert pairs
+    assert len(set(pairs)) == len(pairs)
+
+
+@triton.jit
+def equal_numbers_kernel(x, sums, products, events, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    whole = tl.load(x + i)
+    tl.store(sums + i, (whole + 1).to(tl.float32) / 2)
+    tl.store(sums + SIZE + i, (whole + 1.0) / 2)
+    tl.store(sums + 2 * SIZE + i, (whole + 1.5).to(tl.float32))
+    value = whole.to(tl.float32)
+    tl.store(products + i, value * 0.0)
+    tl.store(products + SIZE + i, value * -0.0)
+    tl.store(products + 2 * SIZE + i, (value * 0).to(tl.float32))
+
+
+def test_equal_numbers_of_other_types_and_signs_are_others() -> None:
+    """What a number of the source becomes beside a block is remembered."""
+    x = torch.arange(1, 17, dtype=torch.int32)
+    sums, products = (torch.full((3, 16), math.nan) for _ in range(2))
+    for _ in range(2):
+        Launch(equal_numbers_kernel, 1, {"SIZE": 16}, 4, 1)((x, sums, products))
+    assert torch.equal(sums, torch.stack([(x + 1) / 2, (x + 1.0) / 2, x + 1.5]))
+    assert torch.equal(torch.signbit(products), torch.tensor([[False], [True], [False]]).expand(3, 16))
+    assert not products.any()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ops_of_threads(num_ranks: int) -> None:
     assert spawn_threads(sums, num_ranks, 60.0, timeout=90) == [(True, True)] * num_ranks
