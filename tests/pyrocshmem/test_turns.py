@@ -20,6 +20,7 @@ from triton.language import semantic
 from pyrocshmem import collectives, polls, stream_k
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.versions import version_of
 
 TIER = 1
 pytestmark = pytest.mark.cpu
@@ -239,7 +240,9 @@ def test_equal_numbers_of_other_types_and_signs_are_others() -> None:
     for _ in range(2):
         Launch(equal_numbers_kernel, 1, {"SIZE": 16}, 4, 1)((x, sums, products))
     assert torch.equal(sums, torch.stack([(x + 1) / 2, (x + 1.0) / 2, x + 1.5]))
-    assert torch.equal(torch.signbit(products), torch.tensor([[False], [True], [False]]).expand(3, 16))
+    # Triton before 3.9 takes any zero of the source for one without a sign.
+    signs = torch.tensor([[False], [version_of(triton.__version__) >= (3, 9)], [False]])
+    assert torch.equal(torch.signbit(products), signs.expand(3, 16))
     assert not products.any()
 
 
