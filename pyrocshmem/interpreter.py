@@ -49,6 +49,9 @@ _NAMES = (
     ),
 )
 
+# Of a kernel's source, that are remembered as blocks.
+_MOST_NUMBERS = 512
+
 _turn = threading.Lock()
 _owner: int | None = None  # the thread whose turn it is
 _running = 0  # kernels that have begun and not ended
@@ -256,7 +259,8 @@ def _remembered_operands() -> Callable[..., Any]:
     have them, or a block and a number of the kernel's source, which is made a block of it each time."""
     check = semantic.TritonSemantic.binary_op_type_checking_impl
     as_they_are: set[object] = set()
-    # The second operand where the first, a tensor, stays as it is. Nothing writes to an operand.
+    # The second operand where the first, a tensor, stays as it is. Nothing writes to an operand. Steps of a loop are
+    # such numbers, too: the oldest go.
     numbers: dict[object, Any] = {}
 
     def remembered(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
@@ -277,6 +281,8 @@ def _remembered_operands() -> Callable[..., Any]:
         found = check(self, left, right, *options, **named)
         if found[0] is left:
             found[1].handle.data.setflags(write=False)
+            if len(numbers) == _MOST_NUMBERS:
+                del numbers[next(iter(numbers))]
             numbers[key] = found[1]
         return found
 

@@ -130,26 +130,17 @@ def keeps_rows(rank: int, world_size: int, num_rows: int) -> dict[str, Any]:
         results = []
         for seed in (1, 2):
             whole, b = integers(num_rows, K, F16, seed), integers(K, columns, F16, 10 + seed)
-            more = (
-                None,
-                None,
-                "none",
-                False,
-                False,
-                small_config(placement="blas_blocks"),
-                None,
-                num_rows,
-                True,
-            )
-            out, gathered = run(GATHER, Request(whole[rows], b, *more), heap, None)
+            config = small_config(placement="blas_blocks")
+            request = Request(whole[rows], b, None, None, "none", False, False, config)
+            request = request._replace(num_rows=num_rows, save_gathered=True)
+            out, gathered = run(GATHER, request, heap, None)
             results.append((out, gathered, whole, b))
         (plan,) = heap.workspace.plans.values()
         with (
             mock.patch.object(heap.workspace, "join", side_effect=lambda side: order.append(f"join {side}")),
             mock.patch.object(plan, "end", side_effect=lambda *_: order.append("end")),
         ):
-            args = (whole[rows], b, None, out)
-            plan.run(*args)
+            plan.run(whole[rows], b, None, out)
         heap.synchronize()
         right = [torch.equal(each, whole) for _, each, whole, _ in results]
         exact = [torch.equal(out.double(), whole.double() @ b.double()) for out, _, whole, b in results]

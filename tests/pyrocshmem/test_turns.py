@@ -246,6 +246,27 @@ def test_equal_numbers_of_other_types_and_signs_are_others() -> None:
     assert not products.any()
 
 
+@triton.jit
+def steps_kernel(x, out, steps, events, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    total = tl.load(x + i)
+    for step in range(steps):
+        total += i * step
+    tl.store(out + i, total)
+
+
+def test_few_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a block."""
+    monkeypatch.setattr(turns, "_quicker", turns._quicker.__wrapped__)
+    honest, found = turns._remembered_operands, []
+    monkeypatch.setattr(turns, "_remembered_operands", lambda: found.append(honest()) or found[0])
+    x, out, steps = torch.zeros(16, dtype=torch.int32), torch.empty(16, dtype=torch.int32), 1000
+    Launch(steps_kernel, 1, {"SIZE": 16}, 4, 1)((x, out, steps))
+    assert torch.equal(out, torch.arange(16, dtype=torch.int32) * (steps * (steps - 1) // 2))
+    (numbers,) = (c.cell_contents for c in found[0].__closure__ if isinstance(c.cell_contents, dict))
+    assert len(numbers) == turns._MOST_NUMBERS
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ops_of_threads(num_ranks: int) -> None:
     assert spawn_threads(sums, num_ranks, 60.0, timeout=90) == [(True, True)] * num_ranks
