@@ -52,9 +52,11 @@ def tree(tmp_path: Path) -> Path:
 def copying_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python that makes virtual environments at once."""
     folder = tmp_path_factory.mktemp("made")
-    subprocess.run([BASE_PYTHON, "-m", "venv", str(folder / "venv")], check=True, timeout=support.TIMEOUT_S)
+    # With a space, as the copies' folders have one: Debian's Python quotes a path in `activate` only where it must.
+    venv = folder / "a venv"
+    subprocess.run([BASE_PYTHON, "-m", "venv", str(venv)], check=True, timeout=support.TIMEOUT_S)
     python = folder / "python"
-    python.write_text(COPIES.format(python=BASE_PYTHON, made=folder / "venv"))
+    python.write_text(COPIES.format(python=BASE_PYTHON, made=venv))
     python.chmod(0o755)
     return str(python)
 
