@@ -11,7 +11,7 @@ from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
-from pyrocshmem.stream_k.choice.verdicts import few_tiles
+from pyrocshmem.stream_k.choice.verdicts import few_tiles, gemm_us, hop_us
 
 
 def fewest_hops(config: Config, facts: Facts) -> Config:
@@ -76,33 +76,46 @@ def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, ro
     )
 
 
-# What a copy of pulled 16-bit rows should move: of less the gaps between copies count, of more what follows the last.
-_PULLED_BYTES = 8 << 20
+# Elements that a step of copies should move: of fewer the gaps between copies count, of more what follows the last.
+_STEP_ELEMENTS = 4 << 20
+# Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce and of an
+# all-scatter at least, unless there are so few.
+_MOST_REDUCED, _FEWEST_SUMMED, _FEWEST_SCATTERED = 8, 4, 8
+# Tile rows that share columns of B in L2.
+_GROUP, _MOST_GROUP = 8, 16
 
 
 def own_row_blocks(config: Config, facts: Facts) -> Config:
     """A reduce-scatter by copy engines, block by block of all ranks' rows, from measurements on H200 (docs/log.md): at
-    least two steps, of few tile rows, since something follows the last one; but a step costs the copy engines as long
-    as it takes them to move a megabyte or two."""
+    least two steps, of few tile rows, since something follows the last one."""
+    assert facts.wire is not None
     tile_rows = _tile_rows(config, facts, facts.world_size)
-    return beside(_in_steps(config, min(8, -(-tile_rows // 2))), facts)
+    steps = max(2, -(-tile_rows // _MOST_REDUCED))
+    if hop_us(facts, facts.M * facts.N * facts.wire.itemsize) > gemm_us(facts):
+        steps = max(steps, _steps_of(facts, facts.world_size))
+    return beside(in_steps(config, -(-tile_rows // steps)), facts)
 
 
 def summed_row_blocks(config: Config, facts: Facts) -> Config:
-    """The same for an all-reduce, whose sums travel once more."""
-    tile_rows = _tile_rows(config, facts, facts.world_size)
-    return beside(_in_steps(config, _copied_rows(config, facts, tile_rows, least=4)), facts)
+    """The same for an all-reduce, whose sums travel once more: more steps of fp32 sums, since what follows the last one
+    is twice as long."""
+    assert facts.wire is not None
+    tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
+    steps = max(fewest, _steps_of(facts, facts.world_size))
+    least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
+    return beside(in_steps(config, max(least, -(-tile_rows // steps))), facts)
 
 
 def copied_columns(config: Config, facts: Facts) -> Config:
     """An all-scatter by copy engines, in steps of all rows."""
     tile_rows = _tile_rows(config, facts, 1)
-    return beside(_in_steps(config, _copied_rows(config, facts, tile_rows, least=8)), facts)
+    chunk = -(-tile_rows // max(2, _steps_of(facts, blocks=1)))
+    return beside(in_steps(config, max(chunk, min(_FEWEST_SCATTERED, -(-tile_rows // 2)))), facts)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:
     """An all-scatter whose columns programs pull. With 64 KiB on their way each, they need an SM of their own."""
-    config = _in_steps(config, min(8, -(-_tile_rows(config, facts, 1) // 2)))
+    config = in_steps(config, min(8, -(-_tile_rows(config, facts, 1) // 2)))
     config = changed(config, comm_rows=config.block_m)
     if not _shares_sms(facts):
         return config
@@ -117,22 +130,22 @@ def _tile_rows(config: Config, facts: Facts, blocks: int) -> int:
     return -(-largest // config.block_m)
 
 
-def _copied_rows(config: Config, facts: Facts, tile_rows: int, least: int) -> int:
-    """Tile rows that move about _PULLED_BYTES, at least so many."""
-    columns = -(-facts.N // config.block_n)
-    size = config.block_m * config.block_n * columns * 2
-    rows = _PULLED_BYTES // size if size else 0
-    return min(max(least, _power_of_two(rows)), -(-tile_rows // 2))
+def _steps_of(facts: Facts, blocks: int) -> int:
+    """Steps of a block of rows, of so many blocks, that move about _STEP_ELEMENTS each."""
+    return round(-(-facts.M // blocks) * facts.N / _STEP_ELEMENTS)
 
 
-def _in_steps(config: Config, chunk: int) -> Config:
+def in_steps(config: Config, chunk: int) -> Config:
+    """`config` in steps of `chunk` tile rows. Groups of tile rows end where steps do, or a step waits for tiles of the
+    next one."""
     chunk = max(1, chunk)
-    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
-
-
-def _power_of_two(size: int) -> int:
-    """The largest one up to `size`; 0 for 0."""
-    return 1 << (size.bit_length() - 1) if size else 0
+    if chunk > _MOST_GROUP:
+        chunk = -(-chunk // _GROUP) * _GROUP
+    group = min(
+        (size for size in range(1, _MOST_GROUP + 1) if chunk % size == 0),
+        key=lambda size: (abs(size - _GROUP), -size),
+    )
+    return changed(config, split="none", chunk=chunk, group_m=group)
 
 
 def gathered_pieces(config: Config, facts: Facts) -> Config:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from pyrocshmem.stream_k.choice.completed import in_steps
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import Facts, Variant, num_tiles
 from pyrocshmem.stream_k.choice.tilings import small_tile, with_tile
@@ -101,7 +102,7 @@ def scattered_blocks(config: Config, facts: Facts) -> Iterator[Variant]:
     """Steps of copies from all ranks' blocks of rows; more SMs left free."""
     tiles = tiles_of_block(facts.M, facts.world_size, config.block_m)
     for chunk in (2, 4, 8, tiles):
-        other = replace(config, chunk=min(chunk, tiles), group_m=min(8, chunk, tiles))
+        other = in_steps(config, min(chunk, tiles))
         yield Variant(other, config.num_programs and _share(facts, 128))
     yield from _with_more_free(config, facts)
 
@@ -152,7 +153,7 @@ def longer_steps(config: Config, facts: Facts) -> Iterator[Variant]:
 
 
 def _in_steps(config: Config, facts: Facts, chunk: int) -> Iterator[Variant]:
-    for each in (config, replace(config, chunk=chunk, group_m=min(8, chunk))):
+    for each in (config, in_steps(config, chunk)):
         yield Variant(each, config.num_programs and _share(facts, 128))
 
 

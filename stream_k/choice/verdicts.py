@@ -152,12 +152,12 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 _WIDE = Verdict(False, "partial sums travel in fp32, and it was measured of 16 bits")
 
 
-def _gemm_us(facts: Facts) -> float:
+def gemm_us(facts: Facts) -> float:
     """Of a GEMM that leaves no SM idle."""
     return facts.M * facts.N * facts.K / (facts.num_sms * _SM_MULTIPLY_ADDS)
 
 
-def _hop_us(facts: Facts, nbytes: int) -> float:
+def hop_us(facts: Facts, nbytes: int) -> float:
     """Of the peers' share of so many bytes of all ranks, on its way."""
     return nbytes * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
 
@@ -168,8 +168,8 @@ def _idles(facts: Facts, hops: int) -> Verdict:
     if not facts.is_narrow or facts.wire is None:
         return _WIDE
     waves = facts.tiles / facts.num_sms
-    idle = (math.ceil(waves) / waves - 1) * _gemm_us(facts) if waves else 0.0
-    taken = hops * (_HOP_US + _hop_us(facts, facts.M * facts.N * facts.wire.itemsize))
+    idle = (math.ceil(waves) / waves - 1) * gemm_us(facts) if waves else 0.0
+    taken = hops * (_HOP_US + hop_us(facts, facts.M * facts.N * facts.wire.itemsize))
     what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
     if idle > _IDLES * taken:
         return Verdict(True, f"{what}, longer than an exchange behind the GEMM takes, {taken:.0f} us")
@@ -179,7 +179,7 @@ def _idles(facts: Facts, hops: int) -> Verdict:
 def _short(facts: Facts) -> Verdict:
     if not facts.is_narrow:
         return _WIDE
-    took = _gemm_us(facts)
+    took = gemm_us(facts)
     if took <= _SHORT_US:
         return Verdict(True, f"a GEMM of {took:.0f} us is too short to overlap with copies")
     return Verdict(False, f"a GEMM of {took:.0f} us is long enough to overlap with copies")
@@ -242,7 +242,7 @@ def blocks_for_blas(facts: Facts) -> Verdict:
         return Verdict(False, few.why)
     # Each block ends with a wave of its own, half of whose SMs idle.
     ends = (facts.world_size - 1) * 128 * 256 / 2 * facts.K / _SM_MULTIPLY_ADDS
-    took = _hop_us(facts, facts.M * facts.K * facts.dtype.itemsize)
+    took = hop_us(facts, facts.M * facts.K * facts.dtype.itemsize)
     least = ends if _little_gathered(facts).suits else max(ends, _LATE_US)
     what = f"the peers' rows come in {took:.0f} us"
     if took > least:

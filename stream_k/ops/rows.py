@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import signal, status, target, trace
+from pyrocshmem import status, target, trace
 from pyrocshmem.calls import planning
 from pyrocshmem.calls.graphs import capture
 from pyrocshmem.calls.kernel_launch import Launch
@@ -31,8 +31,8 @@ from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.pulls import WAITS, Pull, Pulls
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
-# copies.
-_MAIN, _TILES, _COPIES = range(3)
+# copies, the fourth tells owners what has been copied.
+_MAIN, _TILES, _COPIES, _FLAGS = range(4)
 # Inner size for each peer below which sums are pulled from one peer after another: links have so much to do that most
 # is left when the GEMM ends. Above it, step by step beside the GEMM. 4 x H200: the first is faster at 3584, the second
 # at 6656.
@@ -81,7 +81,6 @@ class RowsPlan(FusedPlan):
         half = peers * block * N
         self.partials = in_passing(workspace, 2 * half, dtype)
         self.received = self.partials[half:]
-        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
         self.sending: torch.cuda.CUDAGraph | None = None
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
@@ -110,17 +109,15 @@ class RowsPlan(FusedPlan):
 
     def _copies(
         self, step: int, rows: torch.Tensor, block: int, call: Call
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(to, from, flag) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
         copies, peers = [], self.world - 1
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
             begin, end = self._rows_of(step, owner)
             source = rows[peer * block + begin : peer * block + end]
             place = (peers + peer) * block
-            to = call.heap.peer_view(rows[place + begin : place + end], owner)
-            word = step * int(signal.MAX_WORLD.value) + self.rank
-            copies.append((to, source, call.heap.peer_view(self.flags[word : word + 1], owner)))
+            copies.append((owner, call.heap.peer_view(rows[place + begin : place + end], owner), source))
         return copies
 
     def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
@@ -249,19 +246,22 @@ class RowsPlan(FusedPlan):
         """Copy the partial rows to their owners, step by step, one owner after another: copies that change from peer to
         peer at each step get in one another's way and reach two thirds of the rate (4 x H200)."""
         workspace = self.workspace
-        for side in (_TILES, _COPIES):
+        for side in (_TILES, _COPIES, _FLAGS):
             workspace.fork(side)
-        # Copies follow one another with no kernel between them: copy engines take 15 us to start after one.
+        # Copies follow one another with nothing between them: copy engines take 15 us to start after a kernel, and 7 us
+        # for a flag.
         launch = self.enter
         for peer in range(self.world - 1):
             for step in range(self.num_steps):
-                to, source, flag = self.copies[step][peer]
+                owner, to, source = self.copies[step][peer]
                 with workspace.beside(_TILES):
                     launch(self._step_arguments(tiles=self._tiles_of(step, peer)))
                     workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
                     trace.copy(to.copy_, source)
-                    flag.copy_(self.epoch)
+                    workspace.fork(_FLAGS)
+                with workspace.beside(_FLAGS):
+                    self.step(self._step_arguments(step, 1 << owner))
                 launch = self.step
-        for side in (_TILES, _COPIES):
+        for side in (_TILES, _COPIES, _FLAGS):
             workspace.join(side)

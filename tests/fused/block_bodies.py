@@ -177,7 +177,7 @@ def sums_without_partials(rank: int, world_size: int, sent: bool, heeds: bool) -
         elif rank == 1 and sent:
             keep_back(plan.tile_flags)
         elif rank == 1:
-            keep_back_copies(plan)
+            keep_back(plan.flags)
         if rank == sent:
             workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
         out.fill_(CANARY)
@@ -251,10 +251,6 @@ def keep_back_copies(plan: Any) -> None:
     """From now on the flags that copy engines raise are raised nowhere."""
     if hasattr(plan, "pieces"):
         plan.pieces = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces]
-    if hasattr(plan, "copies"):
-        plan.copies = [
-            [(to, source, torch.empty_like(flag)) for to, source, flag in step] for step in plan.copies
-        ]
 
 
 def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) -> tuple[str, str, int | None]:
