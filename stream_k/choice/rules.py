@@ -69,10 +69,10 @@ def decide(
                 f"partial_dtype of {op} is {partial_dtype}, but the call is {invariance}: partial sums travel in fp32"
             )
         partial_dtype = torch.float32
-    first = first_tile(M, N, dtype, num_sms, where, invariance)
+    wire = wire_of(op, dtype, partial_dtype)
+    first = first_tile(M, N, dtype, num_sms, where, wire, invariance)
     config = dataclasses.replace(first.config, partial_dtype=partial_dtype) if partial_dtype else first.config
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    wire = wire_of(op, dtype, partial_dtype)
     sizes = (M, N, K, dtype, world_size, device, wire, where, num_sms, config.block_m, tiles)
     facts = Facts(*sizes, allow_tf32, invariance)
     asked: list[tuple[Placement, Verdict]] = []

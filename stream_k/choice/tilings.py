@@ -30,14 +30,21 @@ FEW_ROWS = 64
 
 
 def first_tile(
-    M: int, N: int, dtype: torch.dtype, num_sms: int, where: str, invariance: Invariance = NONE
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    num_sms: int,
+    where: str,
+    wire: torch.dtype | None = None,
+    invariance: Invariance = NONE,
 ) -> Tiling:
-    """The tile beside communication: it must not depend on K, of which ranks may have different shares."""
+    """The tile beside communication: it must not depend on K, of which ranks may have different shares. wire: as in
+    `Facts`."""
     if where == "cpu":
         return _for_cpu(0 if invariance else M, N)
     if where == "hip":
         return _for_amd(dtype)
-    return _for_nvidia(M, N, dtype, num_sms)
+    return _for_nvidia(M, N, dtype, num_sms, wire == torch.float32)
 
 
 def _for_cpu(M: int, N: int) -> Tiling:
@@ -81,7 +88,7 @@ def _largest() -> Config:
     return Config()
 
 
-def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
+def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int, leaves_in_fp32: bool) -> Tiling:
     if dtype == torch.float32:
         config = Config(block_m=64, block_n=128, block_k=32, num_stages=3, subtiles=1, flatten=False)
         return Tiling(config, "float32 has this one tile")
@@ -95,7 +102,7 @@ def _for_nvidia(M: int, N: int, dtype: torch.dtype, num_sms: int) -> Tiling:
         tiles = -(-M // block_m) * -(-N // block_n)
         if tiles <= num_sms:
             why = f"the first tile, from small to large, of which there is one wave or less: {tiles} on {num_sms} SMs"
-            return Tiling(small_tile(block_m, block_n), why)
+            return Tiling(small_tile(block_m, block_n, leaves_in_fp32), why)
     return Tiling(
         _largest(), f"of each smaller tile that was tried there is more than a wave on {num_sms} SMs"
     )
@@ -134,12 +141,16 @@ SHARED_BYTES = 229_000
 
 
 @lru_cache(maxsize=64)
-def small_tile(block_m: int, block_n: int) -> Config:
-    """As many bytes in flight as fit beside the tile on its way out, in fp32."""
+def small_tile(block_m: int, block_n: int, leaves_in_fp32: bool = False) -> Config:
+    """As many bytes in flight as fit beside the part of a tile that is on its way out, in fp32."""
     large = block_m * block_n >= 128 * 128
     block_k = 256 if block_m + block_n <= 96 else 64 if large else 128
     subtiles = 2 if block_m * block_n >= 128 * 64 else 1
-    stages = (SHARED_BYTES - block_m * block_n * 4 // subtiles) // ((block_m + block_n) * block_k * 2)
+    leaving = block_m * block_n * 4 // subtiles
+    if leaves_in_fp32 and block_n == 256:
+        # Its columns are spread over two warps: all of it is laid out anew before a quarter leaves.
+        leaving = block_m * block_n * (4 + 1)
+    stages = (SHARED_BYTES - leaving) // ((block_m + block_n) * block_k * 2)
     return Config(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8 if large else 4, num_stages=min(6, stages),
         subtiles=subtiles,

@@ -130,6 +130,8 @@ _ONCE = [
         arguments=(("activation", "silu"), ("bias", True)),
         changes=(("split", "separate"), ("block_m", 64), ("block_n", 64), ("num_warps", 4)),
     ),
+    # Half tiles of 256 columns, which leave in fp32 beside three stages, not four.
+    Case("gemm_reduce_scatter", shape=(644, 3072, 1024), world_size=2, changes=(*_COPIED, *STRICT), hot=True),
     # Blocks of K whose sums are a tree: few rows, and the peers' and own rows of a sum.
     Case("gemm", shape=SMALL, changes=(("split", "none"), ("k_blocks", 2)), hot=True),
     Case(
