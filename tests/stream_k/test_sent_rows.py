@@ -51,9 +51,6 @@ def sent(streams: Streams, world: int) -> None:
         to = SimpleNamespace(copy_=lambda source: streams.enqueue(("copy", *source)))
         return [(owner, to, (step, owner)) for owner in range(1, world)]
 
-    def launch(arguments: Command) -> None:
-        streams.enqueue(arguments)
-
     def step_arguments(raised: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0)) -> Command:
         return ("flag", raised, receivers.bit_length() - 1) if receivers else ("tiles", *tiles)
 
@@ -62,8 +59,8 @@ def sent(streams: Streams, world: int) -> None:
         world=world,
         num_steps=STEPS,
         copies=[copies(step) for step in range(STEPS)],
-        enter=launch,
-        step=launch,
+        enter=streams.enqueue,
+        step=streams.enqueue,
         _step_arguments=step_arguments,
         _tiles_of=lambda step, peer: (step, peer + 1),
     )
