@@ -1,6 +1,8 @@
 """tests/run.sh and tests/conftest.py: order, passes, skips, and the closing line."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,10 @@ def tree(tmp_path: Path) -> Path:
     support.fake_module(tree, "pyrocshmem", target=TARGET)
     support.fake_module(tree, "torch", __init__=TORCH)
     (tree / "finegrained_alloc/build.sh").write_text("")
+    # This run is one of many at once: at low priority, its pass that compiles would starve beside them.
+    (tree / "bin").mkdir()
+    (tree / "bin/renice").write_text("#!/bin/sh\n")
+    (tree / "bin/renice").chmod(0o755)
     for name, source in {
         "a/test_dear.py": DEAR,
         "b/test_cheap.py": CHEAP,
@@ -94,6 +100,7 @@ def run(tree: Path, *arguments: str, **environment: str) -> tuple[int, str, str]
         "PYROCSHMEM_NO_VENV": "1",
         "PYROCSHMEM_BACKEND": "cpu",
         "PYROCSHMEM_TEST_WORKERS": "1",
+        "PATH": f"{tree / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
     } | environment
     done = support.bash(tree, 'tests/run.sh -p no:cacheprovider "$@"', *arguments, **environment)
     return done.returncode, done.stdout.splitlines()[-1], done.stdout + done.stderr
