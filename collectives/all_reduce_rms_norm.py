@@ -18,7 +18,7 @@ from torch.nn import functional
 from pyrocshmem import status, trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
-from pyrocshmem.calls.invariance import TP
+from pyrocshmem.calls.invariance import TP, Invariance
 from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
@@ -26,9 +26,11 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
+from pyrocshmem.collectives.over_hosts import exchange_over_hosts
 from pyrocshmem.collectives.row_norm import is_apart, row_norm, row_norm_gradients
 from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
+from pyrocshmem.hosts import Hosts
 
 
 def all_reduce_rms_norm(
@@ -70,9 +72,11 @@ def all_reduce_rms_norm(
         op, name = ops.all_reduce_rms_norm, name_of(group, workspace)
         return op(x, residual, weight, eps, algorithm, name)
     check_place(heap, x)
-    if heap.world_size == 1:
+    if heap.world_size == 1 and space.hosts is None:
         with invariance.at_least(mode):
             return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
+    if space.hosts is not None:
+        return _over_hosts(space.hosts, mode, x, residual, weight, eps)
     call = CallName.of(
         f"all_reduce_rms_norm(# x {x.shape[-1]} {x.dtype}, residual={residual is not None}, "
         f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded}{invariance.of_call(space)})",
@@ -93,6 +97,23 @@ def all_reduce_rms_norm(
     if planning.keeps_plans():
         space.plans[key] = plan
     return plan.run(x, residual, weight, eps)
+
+
+def _over_hosts(
+    hosts: Hosts,
+    mode: Invariance,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a group over several hosts: the residual is added where the hosts' terms are, and every rank normalizes."""
+    total = new_like(x)
+    finish = Finish.of()._replace(residual=None if residual is None else residual.contiguous())
+    given = x.resolve_neg().contiguous()
+    exchange_over_hosts(hosts, status.Op.ALL_REDUCE_RMS_NORM, "all_reduce", given, total, finish=finish)
+    with invariance.at_least(mode):
+        return normalized(total, None, weight, eps, hosts.world_size)
 
 
 class _Plan:

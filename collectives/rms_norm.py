@@ -71,7 +71,7 @@ def rms_norm(
     by_hand = not dispatched(x, weight, residual, whole=out is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
-        rank, world_size = heap.rank, heap.world_size
+        rank, world_size = space.rank, space.world_size
     else:
         name = name_of(group, workspace)
         rank, world_size = ranks(name)

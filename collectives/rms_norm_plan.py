@@ -23,6 +23,7 @@ from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.planned import NUM_WARPS, agree, run
 from pyrocshmem.calls.tensors import as_rows, kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import rms_norm_over_hosts
 from pyrocshmem.collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
 from pyrocshmem.collectives.row_sums import Blocks
 from pyrocshmem.shards import shard_range
@@ -228,6 +229,8 @@ def forward(
 ) -> Tensors:
     """(result, x + residual, scale [M] of each row in fp32) of arguments that are checked. Without a residual the
     second is x itself."""
+    if workspace.hosts is not None:
+        return rms_norm_over_hosts.forward(workspace, x, weight, residual, *norm, out)
     key = plan_key(workspace, x, weight, residual, norm, out)
     plan: NormPlan | None = workspace.plans.get(key)
     if plan is None:
@@ -270,6 +273,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of h in `dtype`, gradient of the weight), from g, that of the result: of the own columns, or of all,
     as the result was; `more`: that of h itself, as the caller's residual stream brings it back."""
+    if workspace.hosts is not None:
+        return rms_norm_over_hosts.backward(workspace, g, more, h, weight, scales, hidden, dtype)
     heap = workspace.heap
     assert heap is not None
     world, device = heap.world_size, heap.device

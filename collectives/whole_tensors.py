@@ -39,6 +39,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives import work
 from pyrocshmem.collectives.exchange import cheaper_algorithm, exchange
+from pyrocshmem.collectives.over_hosts import exchange_over_hosts
 from pyrocshmem.collectives.reductions import REDUCTIONS
 from pyrocshmem.elements import DTYPES, MOVED, REDUCED, names
 from pyrocshmem.heap import Heap
@@ -80,9 +81,9 @@ def all_reduce(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     if algorithm == "auto":
-        algorithm = cheaper_algorithm(x.numel() * x.element_size(), heap.world_size)
+        algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size)
     return _exchanged(
-        heap, workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out, async_op, reduction=reduction
+        workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out, async_op, reduction=reduction
     )
 
 
@@ -131,8 +132,8 @@ def all_gather(
         return ops.all_gather(x, name_of(group, workspace), dim)
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
-    shape = (*x.shape[:dim], x.shape[dim] * heap.world_size, *x.shape[dim + 1 :])
-    return _exchanged(heap, workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out, async_op, dim=dim)
+    shape = (*x.shape[:dim], x.shape[dim] * workspace.world_size, *x.shape[dim + 1 :])
+    return _exchanged(workspace, status.Op.ALL_GATHER, "all_gather", x, shape, out, async_op, dim=dim)
 
 
 def reduce_scatter(
@@ -160,12 +161,10 @@ def reduce_scatter(
         return ops.reduce_scatter(x, name_of(group, workspace), reduction, dim)
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
-    first, last = shard_range(x.shape[dim], heap.rank, heap.world_size)
+    first, last = shard_range(x.shape[dim], workspace.rank, workspace.world_size)
     shape = (*x.shape[:dim], last - first, *x.shape[dim + 1 :])
     op = status.Op.REDUCE_SCATTER
-    return _exchanged(
-        heap, workspace, op, "reduce_scatter", x, shape, out, async_op, reduction=reduction, dim=dim
-    )
+    return _exchanged(workspace, op, "reduce_scatter", x, shape, out, async_op, reduction=reduction, dim=dim)
 
 
 def all_scatter(
@@ -190,8 +189,8 @@ def all_scatter(
         return ops.all_scatter(x, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
-    shape = (x.shape[0], heap.world_size * x.shape[1])
-    return _exchanged(heap, workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out, async_op, dim=1)
+    shape = (x.shape[0], workspace.world_size * x.shape[1])
+    return _exchanged(workspace, status.Op.ALL_SCATTER, "all_scatter", x, shape, out, async_op, dim=1)
 
 
 def broadcast(
@@ -216,9 +215,9 @@ def broadcast(
         return ops.broadcast(x, root, name_of(group, workspace))
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
-    if not 0 <= root < heap.world_size:
-        raise ValueError(f"root is {root}, the group has ranks 0 to {heap.world_size - 1}")
-    return _exchanged(heap, workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, async_op, root=root)
+    if not 0 <= root < workspace.world_size:
+        raise ValueError(f"root is {root}, the group has ranks 0 to {workspace.world_size - 1}")
+    return _exchanged(workspace, status.Op.BROADCAST, "broadcast", x, x.shape, out, async_op, root=root)
 
 
 def broadcast_(
@@ -249,7 +248,9 @@ def barrier(*, group: Any = None, workspace: Workspace | None = None) -> None:
         )
     heap, workspace = find_workspace(group, workspace)
     token = workspace.buffer("barrier", 2, torch.float32, local=True)
-    if heap.world_size > 1:
+    if workspace.hosts is not None:
+        exchange_over_hosts(workspace.hosts, status.Op.BARRIER, "one_shot", token[:1], token[1:])
+    elif heap.world_size > 1:
         exchange(workspace, status.Op.BARRIER, "one_shot", token[:1], token[1:])
 
 
@@ -331,7 +332,6 @@ def _check_operator(
 
 
 def _exchanged(
-    heap: Heap,
     workspace: Workspace,
     op: int,
     kind: str,
@@ -346,22 +346,25 @@ def _exchanged(
     """Make a call: its result, of `shape`, or the work that has it. kind: of the exchange. dim: along which tensors are
     joined or divided."""
     if out is not None:
-        _check_out(kind, x, shape, out, heap, dim)
+        _check_out(kind, x, shape, out, workspace, dim)
         tell_autograd(out)
 
     def call() -> torch.Tensor:
         given = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
-        if heap.world_size == 1:
+        if workspace.world_size == 1:
             return given.copy_(x)
-        if x.numel() == 0:
+        if x.numel() == 0 and workspace.hosts is None:
             how = f"{reduction or 'moved'} along {dim}, root {root}"
             agree(workspace, CallName(f"{kind} of {tuple(x.shape)} {x.dtype}: {how}"))
             return given
         written = given if given.is_contiguous() else new_like(given)
-        way, sent, received = _as_sent(kind, x.resolve_neg().contiguous(), written, heap.world_size, dim)
+        way, sent, received = _as_sent(kind, x.resolve_neg().contiguous(), written, workspace.world_size, dim)
         # The sum of bools is "or".
         reduced = "max" if x.dtype == torch.bool and reduction == "sum" else reduction
-        exchange(workspace, op, way, sent, received, root, reduced, dim, x.shape)
+        if workspace.hosts is not None:
+            exchange_over_hosts(workspace.hosts, op, way, sent, received, root, reduced, dim, x.shape)
+        else:
+            exchange(workspace, op, way, sent, received, root, reduced, dim, x.shape)
         return given if written is given else given.copy_(written)
 
     return work.started(workspace, call, x, out) if async_op else call()
@@ -383,7 +386,7 @@ def _as_sent(
 
 
 def _check_out(
-    kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, heap: Heap, dim: int
+    kind: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, workspace: Workspace, dim: int
 ) -> None:
     """TypeError, ValueError unless `out` can take a result of `shape` from checked `x`."""
     if not isinstance(out, torch.Tensor):
@@ -396,11 +399,11 @@ def _check_out(
         raise ValueError(f"out is {tuple(out.shape)} on {out.device}, {tuple(shape)} on {x.device} is needed")
     check_plain("out", out)
     check_writable("out", out)
-    if _clash(kind, x, out, heap, dim):
+    if _clash(kind, x, out, workspace, dim):
         raise ValueError("x and out overlap, and are not in place: give another out")
 
 
-def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, heap: Heap, dim: int) -> bool:
+def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, dim: int) -> bool:
     """Whether x and out share memory in another way than in place, which is safe.
 
     In place a program of the exchange writes only elements that it has read itself and has received back as messages.
@@ -409,8 +412,8 @@ def _clash(kind: str, x: torch.Tensor, out: torch.Tensor, heap: Heap, dim: int) 
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not share_memory(x, out):
         return False
     if kind in ("all_gather", "all_scatter"):
-        out = out.narrow(dim, heap.rank * x.shape[dim], x.shape[dim])
+        out = out.narrow(dim, workspace.rank * x.shape[dim], x.shape[dim])
     elif kind == "reduce_scatter":
-        x = x.tensor_split(heap.world_size, dim)[heap.rank]
+        x = x.tensor_split(workspace.world_size, dim)[workspace.rank]
     alike = x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())
     return x.data_ptr() != out.data_ptr() or not alike

@@ -40,6 +40,7 @@ if TYPE_CHECKING or not checks_options_first():
     )
     from pyrocshmem.groups import Group, ThreadGroup, as_group
     from pyrocshmem.heap import Heap, Usage, heap_for
+    from pyrocshmem.hosts import Hosts, hosts_for
     from pyrocshmem.launching import RankResult, RanksFailed, from_torchrun, run_ranks, spawn, spawn_threads
     from pyrocshmem.status import op_number
 
@@ -56,6 +57,7 @@ __all__ = [
     "Group",
     "Heap",
     "HeapOutOfMemory",
+    "Hosts",
     "InitTimeout",
     "PeerAborted",
     "PeerTimeout",
@@ -72,6 +74,7 @@ __all__ = [
     "close_all",
     "from_torchrun",
     "heap_for",
+    "hosts_for",
     "launch",
     "op_number",
     "run_ranks",
@@ -98,7 +101,7 @@ _PACKAGES = (
     "testing",
     "torch_ops",
 )
-_MODULES = ("target", "endings", "errors", "groups", "heap", "launching", "status")
+_MODULES = ("target", "endings", "errors", "groups", "heap", "hosts", "launching", "status")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,11 +6,14 @@ import sys
 from pyrocshmem.errors import describe
 from pyrocshmem.forming import live_memories
 from pyrocshmem.groups import Group
+from pyrocshmem.hosts import live_hosts
 from pyrocshmem.lifecycle import live_heaps
 
 
 def close_all() -> None:
-    """Close every heap of this process."""
+    """Close every heap of this process, and leave every group that is over several hosts."""
+    for hosts in list(live_hosts):
+        hosts.close()
     for heap in list(live_heaps):
         heap.close()
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from pyrocshmem import secret, signed_records, status
 from pyrocshmem.errors import CallMismatch, InitTimeout, PeerAborted, ShmemError
+from pyrocshmem.places import own_place
 from pyrocshmem.signed_records import Reason
 from pyrocshmem.stores import Board, MemoryBoard, store_board
 from pyrocshmem.timeouts import init_seconds
@@ -82,6 +83,8 @@ class Group:
         self._process_keys = process_keys or [self._key(f"process/{peer}") for peer in range(world_size)]
         self.rounds = 0
         self.heap: Any = None  # of `heap_for`, which lives as long as the group
+        self.hosts: Any = None  # of `hosts_for`, in its place where the ranks are on several hosts
+        self._host_numbers: tuple[int, ...] | None = None
         self._channels: Counter[str] = Counter()
         self._failed: ShmemError | None = None
         self._lock = threading.Lock()
@@ -121,6 +124,17 @@ class Group:
         return Group(
             self._board, members.index(self.rank), len(members), name, global_ranks, None, process_keys
         )
+
+    def host_numbers(self) -> tuple[int, ...]:
+        """The number of each rank's host, from 0 on in the order of the ranks: (0, 0, 1, 1) of two hosts of two.
+        Collective at its first use, a vote, and known from then on. Raises as `exchange`."""
+        if self._host_numbers is None:
+            places = [b""]
+            if self.world_size > 1:
+                places = self.channel("hosts").exchange(own_place(), "which ranks share a host")
+            order = list(dict.fromkeys(places))
+            self._host_numbers = tuple(order.index(place) for place in places)
+        return self._host_numbers
 
     def exchange(self, payload: bytes, what: str, timeout: float | None = None) -> list[bytes]:
         """Give `payload` to every rank and return all ranks' payloads, in rank order.
@@ -326,9 +340,10 @@ def as_group(group: Any = None) -> Group:
 
     Args:
         group: None (the default process group; this process alone where it never had one, nor has peers), a
-            `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a `Group`, which is returned as it is.
+            `torch.distributed.ProcessGroup`, a 1-D `DeviceMesh`, or a 2-D one of hosts x ranks of a host (collective
+            at its first use), or a `Group`, which is returned as it is.
 
-    Raises `TypeError` for anything else, `ValueError` for a mesh of several dimensions or a group without this rank,
+    Raises `TypeError` for anything else, `ValueError` for another mesh or a group without this rank,
     `RuntimeError` for None where there should be a process group: `WORLD_SIZE` is 2 or more, or there was one before.
     """
     if isinstance(group, Group):
@@ -336,12 +351,12 @@ def as_group(group: Any = None) -> Group:
     if group is None:
         return _from_process_group(dist.group.WORLD) if dist.is_initialized() else _alone()
     if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
-            raise ValueError(
-                f"a DeviceMesh of {group.ndim} dimensions; give one of them, as in mesh[{names[0]!r}]"
-            )
-        return _from_process_group(group.get_group())
+        members = _from_process_group(of_mesh(group))
+        if group.ndim == 2 and members.host_numbers() != tuple(
+            i // group.shape[1] for i in range(group.size())
+        ):
+            raise _not_hosts(group)
+        return members
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the group it was given; only members may use it")
     if isinstance(group, dist.ProcessGroup):
@@ -349,6 +364,31 @@ def as_group(group: Any = None) -> Group:
     raise TypeError(
         f"group is a {type(group).__name__}, allowed: None, ProcessGroup, 1-D DeviceMesh, Heap, "
         "Group, ThreadGroup"
+    )
+
+
+_of_ranks: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def of_mesh(mesh: Any) -> Any:
+    """The process group of a 1-D mesh, or of all ranks of one of hosts x ranks of a host. ValueError for another."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim != 2 or ranks != sorted(ranks):
+        raise _not_hosts(mesh)
+    if ranks == dist.get_process_group_ranks(dist.group.WORLD):
+        return dist.group.WORLD
+    if mesh not in _of_ranks:
+        _of_ranks[mesh] = dist.new_group(ranks, use_local_synchronization=True)
+    return _of_ranks[mesh]
+
+
+def _not_hosts(mesh: Any) -> ValueError:
+    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    return ValueError(
+        f"a DeviceMesh of {mesh.ndim} dimensions; give one of them, as in mesh[{names[0]!r}], unless it has a row for "
+        "each host and that host's ranks in it, in ascending order"
     )
 
 
@@ -408,6 +448,7 @@ def _from_process_group(process_group: Any) -> Group:
 
 def _end(group: Group) -> None:
     """Its process group is destroyed, and nobody holds that: nor can anybody ask for its heap."""
-    if group.heap is not None:
-        group.heap.close()
-        group.heap = None
+    for formed in (group.heap, group.hosts):
+        if formed is not None:
+            formed.close()
+    group.heap = group.hosts = None

@@ -503,13 +503,17 @@ def heap_for(group: Any = None, nbytes: int | None = None) -> Heap:
             its `usage`). None: a heap that grows, or whatever is there.
 
     Raises:
-        ValueError: the group's heap is there already and smaller than `nbytes`.
+        ValueError: the group's heap is there already and smaller than `nbytes`, or its ranks are on several hosts.
     """
     if isinstance(group, Heap):
         heap = group
     else:
         members = as_group(group)
         if members.heap is None or members.heap.closed:
+            if (hosts := 1 + max(members.host_numbers())) > 1:
+                raise ValueError(
+                    f"the group's ranks are on {hosts} hosts, a heap is of one: hosts_for(group).heap is this host's"
+                )
             members.heap = Heap(nbytes, members)
         heap = members.heap
     if nbytes is not None and nbytes > heap.nbytes:

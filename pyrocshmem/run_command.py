@@ -23,6 +23,7 @@ def main(
     context: typer.Context,
     num_gpus: Annotated[int | None, typer.Option("-n", "--num-gpus")] = None,
     collective: Annotated[str | None, typer.Option("-c", "--collective")] = None,
+    hosts: Annotated[int, typer.Option("--hosts")] = 1,
     shape: Annotated[str | None, typer.Option("--shape")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype")] = None,
     backend: Annotated[Backend, typer.Option("--backend")] = Backend.auto,
@@ -54,6 +55,7 @@ def main(
         dtype = options.check_dtype(dtype, integers=True)
         partial_dtype = options.check_dtype(partial_dtype, "partial dtype")
         options.check_count("iters", iters)
+        options.check_count("hosts", hosts)
         for path in (json, trace):
             options.check_file(path)
         options.settle_target(backend)
@@ -61,6 +63,7 @@ def main(
 
         ok = command.run(
             num_ranks=num_gpus,
+            hosts=hosts,
             collective=collective,
             sizes=sizes,
             dtype=dtype,

@@ -236,7 +236,7 @@ def _all_gather_matmul(
     allow_tf32 = _tf32(a)
     if gather_dim == a.ndim - 1:
         rows = a.flatten(0, -2)
-        sizes, K = a.shape[:-1], a.shape[-1] * heap.world_size
+        sizes, K = a.shape[:-1], a.shape[-1] * workspace.world_size
         for b in bs:
             check_product(shape_of(rows, (rows.shape[0], K)), b, None, "none")
         whole = all_scatter(rows, group=heap, workspace=workspace)
@@ -249,7 +249,7 @@ def _all_gather_matmul(
     products, gathered = run_products(GATHER, x, return_A, heap, workspace)
     if a.ndim == 2:
         return gathered, products
-    sizes = (heap.world_size * moved.shape[0], *moved.shape[1:-1])
+    sizes = (workspace.world_size * moved.shape[0], *moved.shape[1:-1])
 
     def unflattened(x: torch.Tensor) -> torch.Tensor:
         return x.view(*sizes, x.shape[1]).movedim(0, gather_dim)
@@ -266,7 +266,7 @@ def _matmul_reduce_scatter(
     by_columns = scatter_dim == a.ndim - 1
     moved = a.movedim(scatter_dim, 0) if scatter_dim and not by_columns else a
     rows = moved.flatten(0, -2) if a.ndim > 2 else moved
-    world = heap.world_size
+    world = workspace.world_size
     divided = check_product(rows, b, None, "none")[1] if by_columns else moved.shape[0]
     if divided % world != 0:
         raise ValueError(
@@ -292,14 +292,14 @@ def _one_shot_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> to
     heap, workspace = _place(group_name, x)
     _check_reduction(reduce_op)
     total = all_reduce(x, group=heap, workspace=workspace)
-    return total.div_(heap.world_size) if reduce_op == "avg" else total
+    return total.div_(workspace.world_size) if reduce_op == "avg" else total
 
 
 def _two_shot_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     heap, workspace = _place(group_name, x)
     _check_reduction(reduce_op)
     all_reduce(x, group=heap, out=x, workspace=workspace)
-    return x.div_(heap.world_size) if reduce_op == "avg" else x
+    return x.div_(workspace.world_size) if reduce_op == "avg" else x
 
 
 def _shapes_of_gather(

@@ -81,7 +81,12 @@ def warm_up(
     alone = all(isinstance(call, tuple) and call[:1] == ("gemm",) for call in calls)
     heap = None
     if workspace is not None or not alone:
-        heap = find_workspace(group, None)[0] if workspace is None else workspace.heap
+        space = find_workspace(group, None)[1] if workspace is None else workspace
+        if space.hosts is not None:
+            raise ValueError(
+                f"{space.hosts!r}: calls over several hosts can't be made ready before they are made"
+            )
+        heap = space.heap
     device = own_device(None) if heap is None else heap.device
     world = 1 if heap is None else heap.world_size
     makers = [_maker(call, rows, dtype, device, heap, workspace) for call in calls]

@@ -39,8 +39,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from pyrocshmem.calls import invariance, labels
 from pyrocshmem.calls.workspace import Workspace, find_workspace
-from pyrocshmem.groups import as_group
-from pyrocshmem.heap import Heap, heap_for
+from pyrocshmem.groups import as_group, of_mesh
+from pyrocshmem.heap import Heap
 
 # By name, those of `collectives` too, once that is loaded.
 ops: Any = SimpleNamespace()
@@ -264,10 +264,9 @@ def name_of(group: Any = None, workspace: Workspace | None = None) -> str:
     """
     if workspace is not None and not torch.compiler.is_compiling():
         find_workspace(group, workspace)
-    members = group if workspace is None else workspace.heap
-    if isinstance(members, Heap):
-        label = members.label if workspace is None else workspace.label
-        name = f"{members.rank}/{members.world_size}/{label}"
+    members = group if workspace is None else workspace
+    if isinstance(members, Heap | Workspace):
+        name = f"{members.rank}/{members.world_size}/{members.label}"
     else:
         name = _name_of_group(group)
     return invariance.marked(name, workspace)
@@ -294,13 +293,14 @@ def _constant(function: Any) -> Any:
 def _name_of_group(group: Any) -> str:
     members = as_group(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
-        group = group.get_group()
+        group = of_mesh(group)
     elif group is None and dist.is_initialized():
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return f"{members.rank}/{members.world_size}/{_PROCESS_GROUP}{group.group_name}"
-    heap = heap_for(members)
-    return f"{heap.rank}/{heap.world_size}/{heap.label}"
+    heap, space = find_workspace(members, None)
+    named = heap if space.hosts is None else space
+    return f"{named.rank}/{named.world_size}/{named.label}"
 
 
 def find(name: str) -> tuple[Any, Workspace | None]:
@@ -316,7 +316,9 @@ def find(name: str) -> tuple[Any, Workspace | None]:
         raise ValueError(
             f"the group of this call is called {name!r}, and nothing of that name lives any more"
         )
-    return (found.heap, found) if isinstance(found, Workspace) else (found, None)
+    if not isinstance(found, Workspace):
+        return found, None
+    return found.heap if found.hosts is None else found.hosts.group, found
 
 
 def refuse(name: str, **unsupported: Any) -> None:

@@ -41,7 +41,9 @@ from pyrocshmem.calls.streams import Streams
 from pyrocshmem.checks import as_integer
 from pyrocshmem.errors import CallMismatch, HeapOutOfMemory, ShmemError, WorkspaceBusy
 from pyrocshmem.forming import synchronize
+from pyrocshmem.groups import as_group
 from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
+from pyrocshmem.hosts import Hosts, hosts_for
 from pyrocshmem.lifecycle import Difference
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
 from pyrocshmem.torch_contexts import normal_tensors, on_device
@@ -169,7 +171,9 @@ class Workspace(Streams):
         self.heap = heap
         self.label = label(self)
         super().__init__(heap.device if heap is not None else torch.device(device))
-        self.world_size = heap.world_size if heap is not None else 1
+        # Of a group over several hosts the calls are made of calls on the heap's own workspace, and the ranks are all.
+        self.hosts: Hosts | None = None
+        self.rank, self.world_size = (heap.rank, heap.world_size) if heap is not None else (0, 1)
         self.nbytes = nbytes
         if self.world_size > int(signal.MAX_WORLD.value):
             raise ValueError(
@@ -200,7 +204,7 @@ class Workspace(Streams):
             self.status = torch.zeros(status.NUM_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
             abort = torch.zeros(1, dtype=torch.int32, device=self.device)
             bases = torch.zeros(1 + int(signal.MAX_WORLD.value), dtype=torch.int64, device=self.device)
-        self.control[int(signal.RANK.value)] = heap.rank if heap is not None else 0
+        self.control[int(signal.RANK.value)] = self.rank
         self.control[int(signal.BUDGET_US.value)] = int(seconds * 1e6)
         self.context = signal.Context(self.control, abort, self.status, bases)
         self._agree("workspace")
@@ -559,12 +563,31 @@ def check_workspace(workspace: Any) -> None:
 
 
 def find_workspace(group: Any, workspace: Workspace | None) -> tuple[Heap, Workspace]:
-    """The heap of `group`, and `workspace` or the heap's own. ValueError when they don't belong together, TypeError for
-    what is no workspace."""
-    heap = group if type(group) is Heap else heap_for(group)
+    """The heap of `group`, and `workspace` or the heap's own. Of a group over several hosts: this host's heap, and the
+    workspace that has `hosts`. ValueError when they don't belong together, TypeError for what is no workspace."""
+    if isinstance(group, Heap):
+        heap = group
+    else:
+        members = as_group(group)
+        if members.heap is None and max(members.host_numbers()) > 0:
+            return _over_hosts(hosts_for(members), workspace)
+        heap = heap_for(members)
     if workspace is None and heap.workspace is not None:
         return heap, heap.workspace
     if workspace is not None and getattr(workspace, "heap", None) is not heap:
         check_workspace(workspace)
         raise ValueError(f"the workspace belongs to {workspace.heap!r}, the group's heap is {heap!r}")
     return heap, workspace if workspace is not None else workspace_for(heap)
+
+
+def _over_hosts(hosts: Hosts, workspace: Workspace | None) -> tuple[Heap, Workspace]:
+    if hosts.workspace is None:
+        made = Workspace(hosts.heap)
+        made.hosts, made.rank, made.world_size = hosts, hosts.rank, hosts.world_size
+        hosts.workspace = made
+    if workspace is not None and workspace is not hosts.workspace:
+        check_workspace(workspace)
+        raise ValueError(
+            f"the workspace belongs to {workspace.heap!r}; a group over several hosts has one of its own"
+        )
+    return hosts.heap, hosts.workspace

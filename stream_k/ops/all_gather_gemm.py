@@ -17,6 +17,7 @@ from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
+from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched
 from pyrocshmem.stream_k.ops.gathered_rows import BlocksPlan, MessagesPlan, PiecesPlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -184,6 +185,7 @@ OP = register_gemm(
         out_cut="N",
         placements=_PLACEMENTS,
         plan=_make_plan,
+        over_hosts=over_hosts.gathered,
         schema="(Tensor a, Tensor b, str group, SymInt num_rows, Tensor? bias, str activation, bool allow_tf32, "
         "ScalarType? partial_dtype, bool save_gathered) -> (Tensor, Tensor)",
         arguments=_arguments,

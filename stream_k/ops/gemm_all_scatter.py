@@ -17,6 +17,7 @@ from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -191,6 +192,7 @@ OP = register_gemm(
         b_cut="N",
         placements=_PLACEMENTS,
         plan=_make_plan,
+        over_hosts=over_hosts.scattered,
         keep=keep_sum,
         backward=_backward,
     )

@@ -12,6 +12,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -101,6 +102,7 @@ OP = register_gemm(
         out_cut="M",
         placements=_PLACEMENTS,
         plan=_make_plan,
+        over_hosts=over_hosts.summed_rows,
         keep=keep_sum,
         backward=_backward,
     )

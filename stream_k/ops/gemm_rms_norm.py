@@ -29,12 +29,13 @@ from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, r
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
+from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
 from pyrocshmem.collectives.row_norm import is_apart
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
-from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, with_inner_size
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, run_gemm, with_inner_size
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
@@ -97,6 +98,11 @@ def gemm_all_reduce_rms_norm(
         return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
+    if space.hosts is not None:
+        added = None if residual is None else residual.contiguous()
+        request = Request(a, b, None, bias, "none", False, allow_tf32, config, partial_dtype, residual=added)
+        with invariance.at_least(mode):
+            return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, space.world_size)
     asked = config
     if config is None:
         kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
@@ -215,6 +221,8 @@ def scattered(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M]), of
     arguments that are checked, but for `hidden`."""
+    if workspace.hosts is not None:
+        return _scattered_over_hosts(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
     key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
     plan: _ScatteredPlan | None = workspace.plans.get(key)
     if plan is None:
@@ -247,6 +255,24 @@ def scattered(
         if planning.keeps_plans():
             workspace.plans[key] = plan
     return plan.run(a, b, weight, bias)
+
+
+def _scattered_over_hosts(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    hidden: int | None,
+    bias: torch.Tensor | None,
+    allow_tf32: bool,
+    config: Config | None,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `scattered`, of a group over several hosts: the GEMM, then its norm."""
+    norm = Norm(eps, all_columns(b.shape[1], hidden, workspace.rank, workspace.world_size), True, a.dtype)
+    block = run_gemm(a, b, bias, "none", None, allow_tf32, config, None)
+    result, _, scales = norm_of_columns(workspace, block, weight, None, norm)
+    return result, block, scales
 
 
 class _ScatteredPlan:

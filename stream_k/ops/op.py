@@ -34,6 +34,7 @@ from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives.consumer import consumer_kernel, gate_launch
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
+from pyrocshmem.hosts import Hosts
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
     BY_BLAS,
@@ -105,7 +106,8 @@ class GemmOp(Op):
     as `torch.tensor_split` makes them; "": each rank has the whole. Shares of K are as long as ranks like; where the
     result is cut by columns, so are those of N.
     placements: where finished tiles may be consumed, in the order in which the rules ask them. plan: makes the
-    launches of a call that is new.
+    launches of a call that is new. over_hosts: makes a call of a group over several hosts, of M rows, into a result;
+    returns what `has_second` asks for. None: there are no such calls.
     arguments: a request and the group's name as the schema's arguments; request: the way back.
     """
 
@@ -114,6 +116,7 @@ class GemmOp(Op):
     out_cut: str = ""
     placements: tuple[Placement, ...] = ()
     plan: Callable[[Call], FusedPlan] | None = None
+    over_hosts: Callable[[Hosts, Request, int, torch.Tensor], Any] | None = None
     arguments: Callable[[Request, str], tuple[Any, ...]] = _arguments
 
     @property
@@ -145,18 +148,16 @@ class GemmOp(Op):
         rows = (M + world_size - 1 - rank) // world_size if self.out_cut == "M" else M
         return rows, N * world_size if self.b_cut == "N" and self.is_replicated else N
 
-    def num_rows(self, request: Request, heap: Heap) -> int:
+    def num_rows(self, request: Request, workspace: Workspace) -> int:
         """M of the whole GEMM. ValueError where `a` has not the rows of this rank."""
-        rows = request.a.shape[0]
+        rows, rank, world = request.a.shape[0], workspace.rank, workspace.world_size
         if self.a_cut != "M":
             return rows
-        total = (
-            rows * heap.world_size if request.num_rows is None else as_integer("num_rows", request.num_rows)
-        )
-        first, last = shard_range(total, heap.rank, heap.world_size)
+        total = rows * world if request.num_rows is None else as_integer("num_rows", request.num_rows)
+        first, last = shard_range(total, rank, world)
         if rows != last - first:
             raise ValueError(
-                f"a has {rows} rows, rank {heap.rank} of {heap.world_size} holds {last - first} of {total}; "
+                f"a has {rows} rows, rank {rank} of {world} holds {last - first} of {total}; "
                 "give num_rows, the rows of all ranks, and the block that torch.tensor_split gives this one"
             )
         return total
@@ -296,6 +297,8 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         request = request._replace(partial_dtype=None)  # of its gradient's sums
     a, b, out, bias = request[:4]
     heap, workspace = find_workspace(group, workspace)
+    if workspace.hosts is not None:
+        return _run_over_hosts(op, request, workspace.hosts, workspace)
     offset = None if out is None or not op.is_replicated else symmetric_offset(heap, out)
     residual = request.residual
     more = None if residual is None else kind(residual)
@@ -317,7 +320,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     if plan is None:
         check_product(a, b, bias, request.activation)
         check_config(request.config)
-        M = op.num_rows(request, heap)
+        M = op.num_rows(request, workspace)
         shape = op.result_shape(M, b.shape[1], heap.rank, heap.world_size)
         check_output(out, shape, (op.result_dtype(request),), a, b, bias)
         if request.config is not None and request.partial_dtype is not None:
@@ -352,6 +355,37 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if op.has_second(request) else out
+
+
+def _run_over_hosts(op: GemmOp, request: Request, hosts: Hosts, workspace: Workspace) -> Any:
+    """As `run`, of a group over several hosts."""
+    a, b, out, bias = request[:4]
+    N, asked = check_product(a, b, bias, request.activation)[1], request.partial_dtype
+    if op.over_hosts is None:
+        raise ValueError(f"{op.name} has no calls of a group over several hosts")
+    if request.config is not None or request.squared_partials:
+        raise ValueError(f"{op.name} takes no config and has no squared_partials over several hosts")
+    if asked is not None and ELEMENTS[asked].wide and not ELEMENTS[a.dtype].wide:
+        raise ValueError(
+            f"partial_dtype is {asked}; between hosts sums travel in the result's dtype, {a.dtype}"
+        )
+    if (mode := invariance.current(workspace)) == TP:
+        raise ValueError(f"{op.name} is not {mode} over several hosts: each host's sum is rounded")
+    if planning.here.mode is not None:
+        raise ValueError(f"{op.name} can't be made ready over several hosts before it is called")
+    if a.device != hosts.device:
+        raise ValueError(f"a is on {a.device}, the heap of this rank on {hosts.device}")
+    M = op.num_rows(request, workspace)
+    shape = op.result_shape(M, N, hosts.rank, hosts.world_size)
+    check_output(out, shape, (op.result_dtype(request),), a, b, bias)
+    if out is None:
+        out = torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
+    words = f"{op.name} of {M} x {'own columns' if op.has_own_columns else N} {a.dtype}, {request.activation}"
+    residual = request.residual is not None
+    words += f", {bias is not None=}, {residual=}, tf32={request.allow_tf32}{invariance.of_call(workspace)}"
+    with hosts.call(words), invariance.at_least(mode):
+        second = op.over_hosts(hosts, request, M, out)
+    return (out, second) if op.has_second(request) else out
 
 
 def symmetric_offset(heap: Heap, out: torch.Tensor | None) -> int | None:

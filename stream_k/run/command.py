@@ -32,6 +32,7 @@ _STEP_S, _CPU_LIMIT_S = 0.4e-3, 600.0
 def run(
     *,
     num_ranks: int | None,
+    hosts: int,
     collective: str,
     sizes: tuple[int, ...] | None,
     dtype: str | None,
@@ -67,6 +68,7 @@ def run(
         trace=trace_path is not None,
         block=block,
         invariance=wanted(batch_invariant, tp_invariant),
+        hosts=hosts,
     )
     fused.check_job(job, ranks)
     return _run_job(Console(), job, ranks, json_path, trace_path)
@@ -130,12 +132,16 @@ def _facts(job: fused.Job, num_ranks: int) -> dict[str, object]:
     sizes = f"{' '.join(problem.letters)} = {' '.join(map(str, job.shape))}, {dtype_name(job.dtype)}"
     rounded = job.rounds_to(num_ranks)
     partials = f"a rounding of each rank's partial to {dtype_name(rounded)}" if rounded else ""
+    if job.hosts > 1 and problem.sums:
+        partials += f"{' and' if partials else 'a rounding'} of each host's sum"
+    made_up = f"{job.hosts}, made up, of {num_ranks // job.hosts} ranks each; between them {library}"
     return {
         "runs on": target.describe(),
+        **({"hosts": made_up} if job.hosts > 1 else {}),
         "reference": f"{problem.steps} ({library})",
         "C = A x B" if problem.gemm else "sizes": f"{sizes}, {num_ranks} ranks, seed {job.seed}",
         "per rank": problem.describe_share(job.shape, num_ranks),
-        **(_chosen(job, num_ranks) if problem.configured else {}),
+        **(_chosen(job, num_ranks) if problem.configured and job.hosts == 1 else {}),
         "bound": problem.describe_bound(job.dtype, partials),
     }
 

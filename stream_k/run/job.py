@@ -5,6 +5,9 @@ Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.floa
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +20,7 @@ from pyrocshmem.calls.timeline import Timeline, record_call
 from pyrocshmem.collectives.exchange import PIECE_BYTES
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
+from pyrocshmem.hosts import Hosts, hosts_for
 from pyrocshmem.reference import report
 from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.reference.operands import Operands
@@ -43,7 +47,7 @@ class Job:
 
     trace: record a timeline of one more call. Of a problem that is `configured`: placement: one of the op's, or "auto".
     partial_dtype: what partial sums travel in, as in `Config`. block: the tile, (M, N, K); None: the configuration's.
-    invariance: the mode of its calls (`pyrocshmem.batch_invariant`).
+    invariance: the mode of its calls (`pyrocshmem.batch_invariant`). hosts: among which the ranks are divided, made up.
     """
 
     collective: str
@@ -56,14 +60,22 @@ class Job:
     trace: bool = False
     block: tuple[int, ...] | None = None
     invariance: Invariance = NONE
+    hosts: int = 1
 
     @property
     def problem(self) -> Problem:
         """Of that name, with as many sizes."""
         return find_problem(self.collective, len(self.shape))
 
+    def roundings(self, num_ranks: int) -> int:
+        """Of each rank's term of a sum, where it is rounded: its own after a GEMM and, over hosts, that of its host's
+        sum, if it has other terms."""
+        return int(self.problem.gemm) + int(1 < self.hosts < num_ranks)
+
     def rounds_to(self, num_ranks: int) -> torch.dtype | None:
         """What each rank's partial sum is rounded to; None: there are none, or they are not rounded."""
+        if self.hosts > 1 and self.problem.sums:
+            return self.dtype if self.dtype.is_floating_point else None
         if num_ranks == 1 or not (self.problem.gemm and self.problem.sums) or self.invariance == TP:
             return None
         wire = ELEMENTS[self.dtype].wire_dtype(self.partial_dtype)
@@ -91,12 +103,26 @@ def check_job(job: Job, num_ranks: int) -> None:
         why = "chooses its GEMM itself" if problem.gemm else "has no GEMM"
         raise ValueError(f"{job.collective} {why}: leave --block, --placement and --partial-dtype out")
     problem.check_sizes(job.shape, num_ranks)
+    if job.hosts > 1:
+        _check_hosts(job, num_ranks)
     if job.invariance and problem.configured:
         M, N, K = problem.local_shape(job.shape, num_ranks)
         config = make_config(job, num_ranks, target.device(0))
         check_invariant(problem.op, config, M, N, K, job.dtype, num_ranks, target.device(0), job.invariance)
     if job.iters < 1:
         raise ValueError(f"iters is {job.iters}, allowed 1 or more")
+
+
+def _check_hosts(job: Job, num_ranks: int) -> None:
+    if num_ranks % job.hosts != 0:
+        raise ValueError(f"--hosts is {job.hosts}, and must divide the {num_ranks} ranks")
+    by_hand = job.placement != "auto" or job.block is not None or job.partial_dtype is not None
+    if by_hand or job.trace or job.invariance == TP:
+        raise ValueError(
+            "--hosts goes without --block, --placement, --partial-dtype, --trace and --tp-invariant"
+        )
+    if job.problem.joins == "meet":
+        raise ValueError("a barrier shows what it does in a heap, and hosts have one each: leave --hosts out")
 
 
 def _check_options(job: Job, problem: Problem) -> None:
@@ -162,10 +188,11 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
     shape = problem.even_shape(job.shape, world_size)
     operands = Operands(problem, shape, job.dtype, job.seed, rank, world_size, device)
     options: dict[str, Any] = {}
-    if problem.configured:
+    if problem.configured and job.hosts == 1:
         options = {"config": make_config(job, world_size, device)}
-    with at_least(job.invariance), Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
-        ours, reference = our_run(operands, heap, **options), _reference(operands, heap)
+    with at_least(job.invariance), _formed(job, rank, world_size) as formed:
+        heap = formed if isinstance(formed, Heap) else None
+        ours, reference = our_run(operands, heap, **options), _reference(operands, formed)
         runs = {"ours": ours, "reference": reference}
         say = report.step_of(rank)
         say("warming up")
@@ -175,18 +202,34 @@ def run_rank(rank: int, world_size: int, job: Job) -> Result:
         say(f"timing {job.iters} calls of ours and reference")
         samples = Meter(device, lined_up=world_size > 1).in_turn(runs, job.iters)
         timeline = record_call(ours.call, heap) if job.trace else None
-        heap.synchronize()
+        formed.synchronize()
         say("checking against float64")
         rounded = job.rounds_to(world_size)
-        accuracy = operands.check(ours.result(), roundings=int(rounded is not None), partial_dtype=rounded)
-        used = heap.workspace.nbytes_in_use() if heap.workspace is not None else 0
+        roundings = 0 if rounded is None else job.roundings(world_size)
+        accuracy = operands.check(ours.result(), roundings=roundings, partial_dtype=rounded)
+        space = (formed if isinstance(formed, Heap) else formed.heap).workspace
+        used = space.nbytes_in_use() if space is not None else 0
         seconds = {name: tuple(each) for name, each in samples.seconds.items()}
         return Result(accuracy, seconds, used, timeline if rank == 0 else None)
 
 
-def _reference(operands: Operands, heap: Heap) -> Run:
+@contextmanager
+def _formed(job: Job, rank: int, world_size: int) -> Iterator[Heap | Hosts]:
+    """Where the calls of the default process group are made: a heap, or the hosts among which its ranks are divided."""
+    if job.hosts == 1:
+        with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
+            yield heap
+        return
+    os.environ["PYROCSHMEM_HOST"] = f"made up {rank * job.hosts // world_size}"
+    hosts = hosts_for(None)
+    yield hosts
+    hosts.close()
+
+
+def _reference(operands: Operands, heap: Heap | Hosts) -> Run:
     if operands.problem.joins != "meet":
         return operands.reference()
+    assert isinstance(heap, Heap)
     token = torch.zeros(1, device=heap.device)
     return meeting(heap, lambda: dist.all_reduce(token))  # not dist.barrier, for which the host waits
 

@@ -44,7 +44,7 @@ def start(path: str, *arguments: str, **environment: str) -> subprocess.Complete
         ("--nosuch", "there is no option --nosuch, allowed are --plain, --version, --help"),
         (
             "run --nosuch",
-            "there is no option --nosuch, allowed are --num-gpus, --collective, --shape, --dtype",
+            "there is no option --nosuch, allowed are --num-gpus, --collective, --hosts, --shape, --dtype",
         ),
         ("run -n 0", "0 ranks asked for, allowed are 1 to 8"),
         ("run -n 99", "99 ranks asked for, allowed are 1 to 8"),

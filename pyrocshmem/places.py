@@ -1,0 +1,28 @@
+"""Where a rank is: which ranks share a host, and so can have one symmetric heap.
+
+A host is what shares memory: one boot of one kernel, one `/dev/shm`, one namespace of processes and one of networks, by
+which ranks open each other's memory. Two containers of one machine are two hosts unless they share all of these.
+`PYROCSHMEM_HOST`, any word, divides a machine into hosts that are only made up, for tests and demonstrations.
+"""
+
+import os
+import socket
+from pathlib import Path
+
+
+def own_place() -> bytes:
+    """What the ranks of one host have in common, and those of other hosts have not."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no /proc
+        kernel = socket.gethostname()
+    shared = (_identity(path) for path in ("/dev/shm", "/proc/self/ns/pid", "/proc/self/ns/net"))
+    return "\n".join((kernel, *shared, os.environ.get("PYROCSHMEM_HOST", ""))).encode()
+
+
+def _identity(path: str) -> str:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return "none"
+    return f"{found.st_dev}:{found.st_ino}"

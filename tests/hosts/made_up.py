@@ -1,0 +1,32 @@
+"""Hosts that are made up: ranks of one machine that act as if they shared no memory."""
+
+import os
+from typing import Any
+
+import torch
+
+from pyrocshmem.collectives import over_hosts as collectives_over_hosts
+from pyrocshmem.hosts import Hosts, hosts_for
+from pyrocshmem.stream_k.ops import over_hosts as ops_over_hosts
+
+
+def divide(rank: int, world_size: int, num_hosts: int, group: Any = None) -> Hosts:
+    """This rank's place among hosts of equal numbers of ranks."""
+    settle(rank * num_hosts // world_size)
+    return hosts_for(group)
+
+
+def settle(host: int) -> None:
+    """Be on that host, before anything is formed."""
+    os.environ["PYROCSHMEM_HOST"] = f"host {host}"
+
+
+def cut_small() -> None:
+    """Small tensors take the ways of large ones: several pieces, two trips."""
+    ops_over_hosts.PIECE_BYTES = 256
+    collectives_over_hosts.ONE_TRIP_BYTES = 64
+
+
+def bits(x: torch.Tensor) -> bytes:
+    """To be compared between ranks."""
+    return x.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,194 @@
+"""Faults over made-up hosts: waits end, the host and rank are named, and calls work again after `recover`."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyrocshmem import CallMismatch, PeerAborted, PeerTimeout, as_group, collectives, heap_for, stream_k
+from pyrocshmem.hosts import Hosts, hosts_for
+from tests.hosts.made_up import divide, settle
+from tests.ranks import run_ranks, values
+
+TIER = 3
+pytestmark = [pytest.mark.fault, pytest.mark.cpu]
+WAIT_S = 2.0
+
+
+def formed(rank: int, world_size: int, num_hosts: int = 2) -> Hosts:
+    os.environ["PYROCSHMEM_WAIT_SECONDS"] = str(WAIT_S)
+    hosts = divide(rank, world_size, num_hosts)
+    assert right(rank, world_size)
+    hosts.barrier()
+    return hosts
+
+
+def right(rank: int, world_size: int) -> bool:
+    """Whether a call of each kind of op works: on whole tensors, and with a GEMM."""
+    total = collectives.all_reduce(torch.full((5,), float(rank)))
+    a = torch.full((3, 4), 1.0 + rank)
+    sums = stream_k.gemm_all_reduce(a, torch.ones(4, 2))
+    expected = sum(range(world_size))
+    return bool((total == expected).all() and (sums == 4 * (expected + world_size)).all())
+
+
+def fault_of(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def killed(rank: int, world_size: int, victims: list[int]) -> Any:
+    formed(rank, world_size)
+    if rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fault_of(lambda: right(rank, world_size))
+
+
+@pytest.mark.num_ranks(4)
+@pytest.mark.parametrize("victims", [[3], [2, 3]], ids=["a rank", "a host"])
+def test_a_rank_or_a_host_is_killed(victims: list[int]) -> None:
+    ends = run_ranks(killed, 4, victims)
+    for rank, end in enumerate(ends):
+        if rank in victims:
+            continue
+        error, seconds = end.value
+        assert isinstance(error, PeerTimeout | PeerAborted), error
+        assert seconds < WAIT_S + 2, seconds
+    named = [end.value[0] for rank, end in enumerate(ends) if rank not in victims]
+    lost = [error for error in named if isinstance(error, PeerTimeout)]
+    assert lost, named
+    assert {error.peer for error in lost} <= set(victims)
+    if victims == [2, 3]:
+        assert all("host 1" in str(error) for error in lost)
+
+
+def late(rank: int, world_size: int) -> bool:
+    formed(rank, world_size)
+    if rank == 3:
+        time.sleep(0.8 * WAIT_S)
+    return right(rank, world_size)
+
+
+@pytest.mark.num_ranks(4)
+def test_a_late_rank_is_waited_for() -> None:
+    assert values(run_ranks(late, 4)) == [True] * 4
+
+
+def gives_up(rank: int, world_size: int) -> Any:
+    formed(rank, world_size)
+    if rank == 3:
+        raise LookupError("no such weights")
+    return fault_of(lambda: right(rank, world_size))
+
+
+@pytest.mark.num_ranks(4)
+def test_a_rank_that_raises_is_heard_on_all_hosts() -> None:
+    *ends, failed = run_ranks(gives_up, 4)
+    assert isinstance(failed.exception, LookupError)
+    for error, seconds in (end.value for end in ends):
+        assert isinstance(error, PeerAborted), error
+        assert (error.peer, "no such weights" in str(error)) == (3, True)
+        assert seconds < WAIT_S / 2
+
+
+def other_calls(rank: int, world_size: int, known: bool) -> Any:
+    hosts = formed(rank, world_size)
+    x = torch.full((4,), float(rank))
+
+    def first() -> Any:
+        return collectives.all_reduce(x)
+
+    def second() -> Any:
+        return collectives.all_gather(x)
+
+    if known:
+        first(), second()
+    error, _ = fault_of(first if hosts.host == 0 else second)
+    hosts.recover()
+    return error, right(rank, world_size)
+
+
+@pytest.mark.num_ranks(4)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_hosts_make_different_calls(known: bool) -> None:
+    for error, recovered in values(run_ranks(other_calls, 4, known)):
+        assert isinstance(error, CallMismatch), error
+        assert ["all_reduce" in call for call in error.calls] == [True, True, False, False]
+        assert recovered
+
+
+def stopped(rank: int, world_size: int) -> Any:
+    """Rank 3 is away for longer than anybody waits."""
+    hosts = formed(rank, world_size)
+    if rank == 3:
+        time.sleep(WAIT_S + 2)
+    error, seconds = fault_of(lambda: right(rank, world_size))
+    again, _ = fault_of(lambda: right(rank, world_size))
+    hosts.recover()
+    return error, seconds, type(again) is type(error), right(rank, world_size)
+
+
+@pytest.mark.num_ranks(4)
+def test_recovery_after_a_wait_in_vain() -> None:
+    found = values(run_ranks(stopped, 4))
+    assert any(isinstance(error, PeerTimeout) for error, *_ in found)
+    for error, seconds, stays_broken, recovered in found:
+        assert isinstance(error, PeerTimeout | PeerAborted), error
+        assert seconds < WAIT_S + 2
+        assert stays_broken
+        assert recovered
+
+
+def refused(rank: int, world_size: int, places: list[int]) -> str:
+    settle(places[rank])
+    error, _ = fault_of(lambda: collectives.all_reduce(torch.ones(1)))
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.num_ranks(3)
+def test_different_numbers_of_ranks() -> None:
+    for text in values(run_ranks(refused, 3, [0, 0, 1])):
+        assert text.startswith(
+            "ValueError: all hosts must have as many ranks of the group: host 0 has 2, host 1 has 1"
+        )
+
+
+@pytest.mark.num_ranks(4)
+def test_ranks_of_a_host_that_do_not_follow_one_another() -> None:
+    for text in values(run_ranks(refused, 4, [0, 1, 0, 1])):
+        assert text.endswith("ranks 0, 1, .. are on hosts [0, 1, 0, 1]")
+
+
+def some_ranks(rank: int, world_size: int) -> Any:
+    """The last rank is no member of the group, and makes no call."""
+    settle(rank // 2)
+    members = list(range(world_size - 1))
+    group = dist.new_group(members)
+    if rank not in members:
+        return None
+    mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("hosts", "ranks"))
+    x = torch.full((3,), float(rank))
+    hosts = hosts_for(group)
+    wrong, _ = fault_of(lambda: heap_for(group))
+    on_one, _ = fault_of(lambda: hosts_for(as_group(hosts.heap.group)))
+    totals = [collectives.all_reduce(x, group=each).tolist() for each in (group, mesh, mesh["ranks"])]
+    return str(wrong), str(on_one), totals
+
+
+@pytest.mark.num_ranks(5)
+def test_groups_of_some_ranks_and_meshes() -> None:
+    *found, outside = values(run_ranks(some_ranks, 5))
+    assert outside is None
+    for rank, (wrong, on_one, totals) in enumerate(found):
+        assert "on 2 hosts" in wrong
+        assert "on one host" in on_one
+        assert totals == [[6.0] * 3] * 2 + [[1.0 if rank < 2 else 5.0] * 3]

@@ -1,0 +1,79 @@
+"""Every op of the command line over made-up hosts: each element against float64, the same bits on all ranks that have
+the same result, whatever the pieces."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem.hosts import Hosts
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.run.calls import our_run
+from tests.hosts.made_up import bits, cut_small, divide
+from tests.ranks import run_ranks, values
+
+TIER = 3
+TIMEOUT_S = 150.0
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+# A barrier has no result but in a heap.
+NAMES = [name for name, problem in PROBLEMS.items() if problem.joins != "meet"]
+# Rows that no number of ranks divides, fewer rows than ranks, and one size that all divide.
+ROWS = (24, 13, 2, 1)
+
+
+def new_seed() -> int:
+    found = random.SystemRandom().getrandbits(32)
+    print(f"seed {found}")
+    return found
+
+
+def sizes(name: str, rows: int, world_size: int) -> tuple[int, ...]:
+    shape = (rows, 8 * world_size, 24 * world_size)[: len(PROBLEMS[name].letters)]
+    return PROBLEMS[name].even_shape(shape, world_size)
+
+
+def every_op(
+    rank: int, world_size: int, num_hosts: int, names: list[str], dtypes: list[torch.dtype], seed: int
+) -> list[Any]:
+    return calls(divide(rank, world_size, num_hosts), names, dtypes, seed)
+
+
+def calls(hosts: Hosts, names: list[str], dtypes: list[torch.dtype], seed: int) -> list[Any]:
+    """(what was run, what is wrong with it, the bits of a result that all ranks have) of each call."""
+    cut_small()
+    found = []
+    for name, dtype, rows in itertools.product(names, dtypes, ROWS):
+        problem = PROBLEMS[name]
+        shape = sizes(name, rows, hosts.world_size)
+        x = Operands(problem, shape, dtype, seed, hosts.rank, hosts.world_size)
+        run = our_run(x, None)
+        run.reset()
+        run.call()
+        result = run.result()
+        # Of a GEMM each rank's term is rounded, and the sum of a host that has other terms.
+        roundings = int(problem.gemm) + int(hosts.local_size > 1) if problem.sums and dtype != FP32 else 0
+        accuracy = x.check(result, roundings=roundings, partial_dtype=dtype if roundings else None)
+        wrong = "" if accuracy.ok else str(accuracy)
+        found.append(((name, shape, dtype), wrong, b"" if problem.out_cut else bits(result)))
+    return found
+
+
+def check(found: list[list[Any]]) -> None:
+    for of_call in zip(*found, strict=True):
+        what, *_ = of_call[0]
+        assert [wrong for _, wrong, _ in of_call] == [""] * len(of_call), what
+        assert len({same for *_, same in of_call}) == 1, f"{what}: ranks have different bits"
+
+
+@pytest.mark.num_ranks(4)
+@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
+def test_two_hosts_of_two(names: list[str]) -> None:
+    check(values(run_ranks(every_op, 4, 2, names, [FP16, BF16, FP32], new_seed(), timeout=TIMEOUT_S)))
+
+
+@pytest.mark.num_ranks(3)
+def test_three_hosts_of_one() -> None:
+    check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), timeout=TIMEOUT_S)))

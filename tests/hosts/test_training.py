@@ -1,0 +1,147 @@
+"""Gradients and training over hosts: equal to those of one host, by operators, layers and torch.compile."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem import collectives, stream_k
+from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.nn import ColumnParallelLinear, RowParallelLinear
+from tests.hosts.made_up import cut_small, divide
+from tests.ranks import run_ranks, values
+
+TIER = 3
+pytestmark = [pytest.mark.cpu]
+
+ROOT = Path(__file__).resolve().parents[2]
+M, N, K = 12, 16, 32
+
+
+def differentiated(rank: int, world_size: int, num_hosts: int, compiled: bool) -> list[str]:
+    """What gradients are wrong, of each op whose inputs ranks share, against PyTorch's of the whole."""
+    cut_small()
+    if num_hosts > 1:
+        divide(rank, world_size, num_hosts)
+    torch.manual_seed(3)
+    A, B, G = torch.randn(M, K), torch.randn(K, N), torch.randn(M, N)
+    weight, residual = torch.rand(N), torch.randn(M, N)
+    m, n, k = (slice(*shard_range(size, rank, world_size)) for size in (M, N, K))
+    every = slice(None)
+
+    def normed(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (x.shape[1],), of, 1e-5)
+
+    ops: dict[str, tuple[Any, Any, Any, Any, Any]] = {
+        # the op, the whole, this rank's of A, of B, of the result
+        "all_gather_gemm": (stream_k.all_gather_gemm, torch.mm, (m, every), (every, n), (every, n)),
+        "gemm_reduce_scatter": (stream_k.gemm_reduce_scatter, torch.mm, (every, k), (k, every), (m, every)),
+        "gemm_all_reduce": (stream_k.gemm_all_reduce, torch.mm, (every, k), (k, every), (every, every)),
+        "gemm_all_scatter": (stream_k.gemm_all_scatter, torch.mm, (every, every), (every, n), (every, every)),
+        "gemm_all_reduce_rms_norm": (
+            lambda a, b: stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-5)[0],
+            lambda a, b: normed(a @ b + residual, weight),
+            (every, k), (k, every), (every, every),
+        ),
+        "gemm_rms_norm_all_scatter": (
+            lambda a, b: stream_k.gemm_rms_norm_all_scatter(a, b, weight[n].contiguous(), 1e-5),
+            lambda a, b: normed(a @ b, weight),
+            (every, every), (every, n), (every, every),
+        ),
+        "reduce_scatter": (
+            lambda a, b: collectives.reduce_scatter(a @ b),
+            torch.mm, (every, k), (k, every), (m, every),
+        ),
+    }  # fmt: skip
+    wrong = []
+    for name, (op, whole, of_a, of_b, of_c) in ops.items():
+        a, b = A[of_a].clone().requires_grad_(), B[of_b].clone().requires_grad_()
+        full_a, full_b = A.clone().requires_grad_(), B.clone().requires_grad_()
+        whole(full_a, full_b).backward(G)
+        call = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+        call(a, b).backward(G[of_c])
+        for letter, found, wanted in (("a", a.grad, full_a.grad[of_a]), ("b", b.grad, full_b.grad[of_b])):
+            if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
+                wrong.append(f"{name}: {letter}'s is off by {(found - wanted).abs().max():.2e}")
+    return wrong
+
+
+@pytest.mark.num_ranks(4)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients(compiled: bool) -> None:
+    assert values(run_ranks(differentiated, 4, 2, compiled, timeout=150.0)) == [[]] * 4
+
+
+def layers(rank: int, world_size: int, num_hosts: int) -> list[float]:
+    """Losses of a block of two layers that ranks divide, trained for a few steps."""
+    if num_hosts > 1:
+        divide(rank, world_size, num_hosts)
+    torch.manual_seed(1)
+    up, down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+    x, y = torch.randn(2, 6, 16), torch.randn(2, 6, 16)
+    first = ColumnParallelLinear.from_linear(up, sequence_parallel=False)
+    second = RowParallelLinear.from_linear(down, sequence_parallel=False)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], 1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (second(torch.relu(first(x))) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.num_ranks(4)
+def test_layers_train_as_on_one_host() -> None:
+    over_two, on_one = (values(run_ranks(layers, 4, num_hosts, timeout=100.0)) for num_hosts in (2, 1))
+    assert over_two == [over_two[0]] * 4
+    assert over_two[0] == pytest.approx(on_one[0], abs=1e-5)
+    assert over_two[0][-1] < over_two[0][0]
+
+
+def test_the_example_trains_over_two_hosts(tmp_path: Path) -> None:
+    """Under torchrun, one agent a host; `--compare` trains the whole model on one rank, and compares every loss."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    example = [
+        "--steps",
+        "3",
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--length",
+        "16",
+        "--batch",
+        "4",
+        "--compare",
+    ]
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ours |= {"PYROCSHMEM_SECRET": secrets.token_hex(16)}
+    agents = []
+    for host in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
+        command += ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command += [
+            str(ROOT / "examples/training/tensor_parallel.py"),
+            *example,
+            "--out",
+            str(tmp_path / str(host)),
+        ]
+        environment = os.environ | ours | {"PYROCSHMEM_HOST": f"host {host}"}
+        agents.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    said = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert "losses, split over 4 and whole, differ by at most" in said[0]
