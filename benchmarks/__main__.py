@@ -176,6 +176,41 @@ def summary(
     typer.echo(json.dumps(found, indent=2) if as_json else tables.summary_table(found))
 
 
+@app.command(cls=options.Command)
+def scale(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Records of one host. Default: those of drawn shapes on 8 GPUs."),
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="Up to so many, 1 to 1024.")] = 64,
+    gbit: Annotated[float, typer.Option(help="Gb/s of the network interface of a GPU, each way.")] = 400.0,
+    latency_us: Annotated[float, typer.Option(help="Microseconds of a trip between hosts.")] = 10.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file, .svg.")] = None,
+) -> None:
+    """Predict the fused ops over several hosts, beside a flat collective of the engine."""
+    try:
+        if not 1 <= hosts <= 1024:
+            raise ValueError(f"hosts is {hosts}, allowed are 1 to 1024")
+        if not (gbit > 0 and latency_us >= 0):
+            raise ValueError(
+                f"gbit is {gbit:g}, latency_us {latency_us:g}: more than 0, and 0 or more, are needed"
+            )
+        options.check_file(plot)
+    except (ValueError, OSError) as error:
+        options.refuse(error)
+    records = _read(files or sorted(RESULTS.glob("*-8xH200-models.jsonl")))
+    from pyrocshmem.benchmarks import scale as model
+
+    network = model.Network(latency_us, gbit * 1e9 / 8)
+    try:
+        found = model.predictions(records, hosts, network)
+    except ValueError as error:
+        options.refuse(error)
+    model.show(Console(), found)
+    if plot is not None:
+        model.draw(found, network, plot)
+
+
 for _name in (*OPS, *LAYERS, *_SEVERAL):
     _what = {
         "all": "every op at its own sets of shapes",

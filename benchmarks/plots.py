@@ -39,7 +39,7 @@ _KEY_LETTERS = 98
 
 # Inches, 768 pixels of a browser: letters of 10 points are as large as those of the text around the picture.
 _WIDTH = 8.0
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -55,7 +55,7 @@ _STYLE: dict[Any, Any] = {
 # Colours that stay apart for the colour-blind (Okabe and Ito); the pale ones are mixed with white.
 _OURS, _BEST, _VARIANT, _ALONE, _BASE = "#0072b2", "#d55e00", "#8cc4e6", "#b0b0b0", "#c9d6df"
 _PALE = ("#b0b0b0", "#ad94d6", "#7fc8b0", "#e6b566", "#d9a9c4", "#c8bf6a")
-_OPS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # A provider that is drawn pale looks the same in every picture.
 _MARKS = "sD^vPX*<>d"
 _NAMES = dict.fromkeys((*ALL_PROVIDERS, *layers.ALL_PROVIDERS))
@@ -89,7 +89,7 @@ def draw(files: Iterable[File], folder: Path) -> list[Path]:
     """Draw every picture that the records allow into `folder`; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, figure in figures(files).items():
             paths.append(folder / f"{name}.svg")
             figure.savefig(paths[-1], metadata={"Date": None})
@@ -104,7 +104,7 @@ def figures(files: Iterable[File]) -> dict[str, Figure]:
     listed = [group for group in groups if not models.seed_of_set(group.shapes)]
     whole = _whole_ops([group for group in listed if group.shapes not in CORPORA])
     found: dict[str, Figure | None] = {}
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for op in whole:
             if op.op != "barrier":  # a point, at no bytes
                 found |= _of_op(op)
@@ -390,7 +390,7 @@ def rooflines(machines: Sequence[Sequence[Group]]) -> Figure:
     figure = Figure(figsize=(_WIDTH, 3.2 * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     names = list(dict.fromkeys(group.op for groups in machines for group in groups))
-    colours = {op: _OPS[i % len(_OPS)] for i, op in enumerate(names)}
+    colours = {op: COLOURS[i % len(COLOURS)] for i, op in enumerate(names)}
     for axis in axes.flat[len(machines) :]:
         axis.set_visible(False)
     for axis, groups in zip(axes.flat, machines, strict=False):

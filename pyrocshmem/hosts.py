@@ -32,6 +32,7 @@ from pyrocshmem.heap import Heap
 from pyrocshmem.network import Differs, Leg, Lost, Network
 from pyrocshmem.stores import store_may_be_gone
 from pyrocshmem.timeouts import wait_seconds
+from pyrocshmem.versions import version
 
 # A host that gave up says why before its connections end, but its words may take as long to come.
 _MESSAGE_S = 0.5
@@ -70,7 +71,7 @@ class Hosts:
             self._channel.abort(describe(error))
             raise
         self.device, self.timeout = self.heap.device, self.heap.timeout
-        self._vote("the hosts' heaps")
+        self._require_alike()
         self.network = self._connected()
         live_hosts.add(self)
 
@@ -175,9 +176,22 @@ class Hosts:
         peers = [self.group.global_ranks[self.rank_on(host)] for host in range(self.num_hosts)]
         return Network(peers, self.host, self.device, wait_seconds())
 
-    def _vote(self, call: str) -> None:
+    def _require_alike(self) -> None:
+        """ValueError on all ranks where hosts run what can't work together. Their GPUs may differ: each sum is made by
+        one rank, and all have its bits."""
+        own = f"pyrocshmem {version()} on {'a CPU' if self.device.type == 'cpu' else 'GPUs'}"
+        replies = self._vote("the hosts' heaps", own.encode())
+        found = {
+            rank // self.local_size: reply.decode(errors="replace") for rank, reply in enumerate(replies)
+        }
+        if len(set(found.values())) > 1:
+            each = ", ".join(f"host {host} runs {what}" for host, what in found.items())
+            self.heap.close()
+            raise ValueError(f"all hosts must run the same: {each}")
+
+    def _vote(self, call: str, payload: bytes = b"") -> list[bytes]:
         try:
-            self._channel.barrier(call, self.timeout)
+            return self._channel.exchange(payload, call, self.timeout)
         except InitTimeout as late:
             raise PeerTimeout.in_vote(call, self._channel.rounds, self.rank, late, "") from None
 

@@ -10,6 +10,8 @@ the ranks of its number on the other hosts, each
                           piece travels while the next one is multiplied, then its total is gathered inside the host
     gemm_all_scatter      in pieces of rows, its columns, M N / R, while the next piece is multiplied
 
+Of few rows (`in_one_call`) the first two are one GEMM, after or before which everything travels.
+
 Sums: ranks of one host as in the op there; its result is rounded to the dtype of the whole's, which is what crosses;
 those of the hosts are added in fp32 in an order that their number gives (`collectives.host_sums`), get bias, activation
 and residual, and are rounded once. So a row's bits don't depend on the pieces.
@@ -43,35 +45,60 @@ from pyrocshmem.stream_k.ops.op import GemmOp, Request, run
 
 # What a piece of rows is to give a network interface, at least; pieces, at most.
 PIECE_BYTES, _MOST_PIECES = 4 << 20, 8
+# Rows of each host for which a GEMM of its own is worth reading B once more.
+ROWS_OF_A_HOST = 512
 
 
 def gathered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> torch.Tensor | None:
     """`all_gather_gemm`; returns the gathered A where it is asked for."""
     a = request.a.contiguous()
-    keeps = request.save_gathered
-    whole = a.new_empty(M, a.shape[1]) if keeps else None
+    whole = a.new_empty(M, a.shape[1]) if request.save_gathered else None
 
     def rows(host: int) -> int:
         first, last = shard_range(M, hosts.rank_on(host), hosts.world_size)
         return last - first
 
-    for host, block in arriving(hosts, a, sent_to_each_host(hosts, a, rows)):
+    def multiply(block: torch.Tensor, rows: int, into: torch.Tensor) -> torch.Tensor | None:
+        """Of the rows of this host's ranks, each of which has a block."""
+        found = _inside("all_gather_gemm", request._replace(a=block, out=into, num_rows=rows), hosts)
+        return found[1] if request.save_gathered else None
+
+    sent = sent_to_each_host(hosts, a, rows)
+    if in_one_call(M, hosts.num_hosts):
+        longest = -(-M // hosts.world_size)
+        blocks = a.new_zeros(hosts.num_hosts, longest, a.shape[1])
+        for host, block in arriving(hosts, a, sent):
+            blocks[host, : len(block)] = block
+        product = out.new_empty(hosts.world_size * longest, out.shape[1])
+        every = multiply(blocks.view(-1, a.shape[1]), len(product), product)
+        _take(product, hosts, out)
+        if whole is not None and every is not None:
+            _take(every, hosts, whole)
+        return whole
+    for host, block in arriving(hosts, a, sent):
         begin, end = rows_of_host(hosts, host, M)
-        part = request._replace(a=block, out=out[begin:end], num_rows=end - begin)
-        found = _inside("all_gather_gemm", part, hosts)
-        if whole is not None:
-            whole[begin:end] = found[1]
+        every = multiply(block, end - begin, out[begin:end])
+        if whole is not None and every is not None:
+            whole[begin:end] = every
     return whole
 
 
 def summed_rows(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> None:
     """`gemm_reduce_scatter`."""
-
-    def term(host: int) -> torch.Tensor:
-        begin, end = rows_of_host(hosts, host, M)
-        return _term(hosts, request, begin, end)
-
     total = out if out.is_contiguous() else out.new_empty(out.shape)
+    if in_one_call(M, hosts.num_hosts):
+        # This rank's rows of every host lie together.
+        a = _by_ranks(request.a, hosts)
+        every = _term(hosts, request._replace(a=a), 0, len(a)).view(hosts.num_hosts, -1, out.shape[1])
+
+        def term(host: int) -> torch.Tensor:
+            first, last = shard_range(M, hosts.rank_on(host), hosts.world_size)
+            return every[host, : last - first]
+    else:
+
+        def term(host: int) -> torch.Tensor:
+            return _term(hosts, request, *rows_of_host(hosts, host, M))
+
     terms = terms_of_hosts(hosts, term, total)
     host_sum(terms, total, finish=Finish.of(request.bias), columns=out.shape[1], activation=_number(request))
     if total is not out:
@@ -139,10 +166,41 @@ def _number(request: Request) -> int:
     return activation_number(request.activation)
 
 
+def in_one_call(M: int, num_hosts: int) -> bool:
+    """Whether a gather or a scatter multiplies the rows of all hosts in one GEMM, beside which nothing travels."""
+    return ROWS_OF_A_HOST * num_hosts > M
+
+
+def _by_ranks(x: torch.Tensor, hosts: Hosts) -> torch.Tensor:
+    """The rows of the first rank of each host, of the second one, .., each rank's with zeros to the longest."""
+    (rows, columns), ranks = x.shape, hosts.world_size
+    shortest, longer = divmod(rows, ranks)
+    longest = -(-rows // ranks)
+    blocks = x.new_zeros(ranks, longest, columns)
+    middle = longer * longest
+    blocks[:longer] = x[:middle].reshape(longer, longest, columns)
+    blocks[longer:, :shortest] = x[middle:].reshape(ranks - longer, shortest, columns)
+    by_hosts = blocks.view(hosts.num_hosts, hosts.local_size, -1, columns)
+    return by_hosts.transpose(0, 1).reshape(-1, columns)
+
+
+def _take(x: torch.Tensor, hosts: Hosts, out: torch.Tensor) -> None:
+    """Write rows that lie as `_by_ranks` puts them to `out`, in the order of the ranks."""
+    by_ranks = x.view(hosts.local_size, hosts.num_hosts, -1, x.shape[1])
+    for rank in range(hosts.world_size):
+        host, number = divmod(rank, hosts.local_size)
+        begin, end = shard_range(len(out), rank, hosts.world_size)
+        out[begin:end] = by_ranks[number, host, : end - begin]
+
+
+def num_pieces(nbytes: int) -> int:
+    """Of a call in which a rank sends so many bytes in all."""
+    return max(1, min(_MOST_PIECES, nbytes // PIECE_BYTES))
+
+
 def _pieces(M: int, nbytes: int, grain: int = 1) -> list[tuple[int, int]]:
     """Rows [begin, end) of pieces, of a result of which a rank sends `nbytes` in all: whole multiples of `grain`."""
-    count = max(1, min(_MOST_PIECES, nbytes // PIECE_BYTES))
-    step = max(1, -(-M // (count * grain))) * grain
+    step = max(1, -(-M // (num_pieces(nbytes) * grain))) * grain
     return [(begin, min(begin + step, M)) for begin in range(0, M, step)]
 
 

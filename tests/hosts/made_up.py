@@ -22,7 +22,8 @@ def settle(host: int) -> None:
 
 
 def cut_small() -> None:
-    """Small tensors take the ways of large ones: several pieces, two trips."""
+    """Small tensors take the ways of large ones: several pieces and GEMMs, two trips."""
+    ops_over_hosts.ROWS_OF_A_HOST = 0
     ops_over_hosts.PIECE_BYTES = 256
     collectives_over_hosts.ONE_TRIP_BYTES = 64
 

@@ -2,15 +2,26 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pyrocshmem import CallMismatch, PeerAborted, PeerTimeout, as_group, collectives, heap_for, stream_k
+from pyrocshmem import (
+    CallMismatch,
+    PeerAborted,
+    PeerTimeout,
+    as_group,
+    collectives,
+    heap_for,
+    hosts,
+    stream_k,
+)
 from pyrocshmem.hosts import Hosts, hosts_for
 from tests.hosts.made_up import divide, settle
 from tests.ranks import run_ranks, values
@@ -22,10 +33,10 @@ WAIT_S = 2.0
 
 def formed(rank: int, world_size: int, num_hosts: int = 2) -> Hosts:
     os.environ["PYROCSHMEM_WAIT_SECONDS"] = str(WAIT_S)
-    hosts = divide(rank, world_size, num_hosts)
+    made = divide(rank, world_size, num_hosts)
     assert right(rank, world_size)
-    hosts.barrier()
-    return hosts
+    made.barrier()
+    return made
 
 
 def right(rank: int, world_size: int) -> bool:
@@ -101,7 +112,7 @@ def test_a_rank_that_raises_is_heard_on_all_hosts() -> None:
 
 
 def other_calls(rank: int, world_size: int, known: bool) -> Any:
-    hosts = formed(rank, world_size)
+    over = formed(rank, world_size)
     x = torch.full((4,), float(rank))
 
     def first() -> Any:
@@ -112,8 +123,8 @@ def other_calls(rank: int, world_size: int, known: bool) -> Any:
 
     if known:
         first(), second()
-    error, _ = fault_of(first if hosts.host == 0 else second)
-    hosts.recover()
+    error, _ = fault_of(first if over.host == 0 else second)
+    over.recover()
     return error, right(rank, world_size)
 
 
@@ -128,12 +139,12 @@ def test_hosts_make_different_calls(known: bool) -> None:
 
 def stopped(rank: int, world_size: int) -> Any:
     """Rank 3 is away for longer than anybody waits."""
-    hosts = formed(rank, world_size)
+    over = formed(rank, world_size)
     if rank == 3:
         time.sleep(WAIT_S + 2)
     error, seconds = fault_of(lambda: right(rank, world_size))
     again, _ = fault_of(lambda: right(rank, world_size))
-    hosts.recover()
+    over.recover()
     return error, seconds, type(again) is type(error), right(rank, world_size)
 
 
@@ -168,6 +179,43 @@ def test_ranks_of_a_host_that_do_not_follow_one_another() -> None:
         assert text.endswith("ranks 0, 1, .. are on hosts [0, 1, 0, 1]")
 
 
+def of_two_versions(rank: int, world_size: int) -> str:
+    with mock.patch.object(hosts, "version", return_value=f"1.{rank // 2}"):
+        return refused(rank, world_size, [0, 0, 1, 1])
+
+
+@pytest.mark.num_ranks(4)
+def test_hosts_of_two_versions() -> None:
+    expected = "host 0 runs pyrocshmem 1.0 on a CPU, host 1 runs pyrocshmem 1.1 on a CPU"
+    for text in values(run_ranks(of_two_versions, 4)):
+        assert text == f"ValueError: all hosts must run the same: {expected}"
+
+
+def two_threads(rank: int, world_size: int) -> str:
+    """What a second thread hears while a call is under way."""
+    over = formed(rank, world_size)
+    said: list[BaseException | None] = []
+    look = over._look
+
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=lambda: said.append(fault_of(lambda: right(rank, world_size))[0]))
+        thread.start()
+        thread.join()
+        over._look = look  # type: ignore[method-assign]  # once
+
+    over._look = in_another_thread  # type: ignore[method-assign]
+    if rank < 2:
+        time.sleep(0.5)  # so that the other host looks
+    assert right(rank, world_size)
+    return repr(said[0]) if said else ""
+
+
+@pytest.mark.num_ranks(4)
+def test_a_second_thread_is_told() -> None:
+    found = values(run_ranks(two_threads, 4))
+    assert all("WorkspaceBusy" in text for text in found[2:])
+
+
 def some_ranks(rank: int, world_size: int) -> Any:
     """The last rank is no member of the group, and makes no call."""
     settle(rank // 2)
@@ -177,9 +225,9 @@ def some_ranks(rank: int, world_size: int) -> Any:
         return None
     mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("hosts", "ranks"))
     x = torch.full((3,), float(rank))
-    hosts = hosts_for(group)
+    over = hosts_for(group)
     wrong, _ = fault_of(lambda: heap_for(group))
-    on_one, _ = fault_of(lambda: hosts_for(as_group(hosts.heap.group)))
+    on_one, _ = fault_of(lambda: hosts_for(as_group(over.heap.group)))
     totals = [collectives.all_reduce(x, group=each).tolist() for each in (group, mesh, mesh["ranks"])]
     return str(wrong), str(on_one), totals
 

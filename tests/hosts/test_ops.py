@@ -36,14 +36,21 @@ def sizes(name: str, rows: int, world_size: int) -> tuple[int, ...]:
 
 
 def every_op(
-    rank: int, world_size: int, num_hosts: int, names: list[str], dtypes: list[torch.dtype], seed: int
+    rank: int,
+    world_size: int,
+    num_hosts: int,
+    names: list[str],
+    dtypes: list[torch.dtype],
+    seed: int,
+    as_large: bool,
 ) -> list[Any]:
+    if as_large:
+        cut_small()
     return calls(divide(rank, world_size, num_hosts), names, dtypes, seed)
 
 
 def calls(hosts: Hosts, names: list[str], dtypes: list[torch.dtype], seed: int) -> list[Any]:
     """(what was run, what is wrong with it, the bits of a result that all ranks have) of each call."""
-    cut_small()
     found = []
     for name, dtype, rows in itertools.product(names, dtypes, ROWS):
         problem = PROBLEMS[name]
@@ -69,11 +76,12 @@ def check(found: list[list[Any]]) -> None:
 
 
 @pytest.mark.num_ranks(4)
-@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
-def test_two_hosts_of_two(names: list[str]) -> None:
-    check(values(run_ranks(every_op, 4, 2, names, [FP16, BF16, FP32], new_seed(), timeout=TIMEOUT_S)))
+@pytest.mark.parametrize("as_large", [False, True], ids=["small", "as large"])
+def test_two_hosts_of_two(as_large: bool) -> None:
+    dtypes = [FP16, BF16, FP32]
+    check(values(run_ranks(every_op, 4, 2, NAMES, dtypes, new_seed(), as_large, timeout=TIMEOUT_S)))
 
 
 @pytest.mark.num_ranks(3)
 def test_three_hosts_of_one() -> None:
-    check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), timeout=TIMEOUT_S)))
+    check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), True, timeout=TIMEOUT_S)))
