@@ -138,6 +138,8 @@ class Network:
     def _by_thread(self, send: Blocks, receive: Blocks, then: Callable[[], None] | None = None) -> Leg:
         done: Future[Callable[[], object]] = Future()
         on_gpu = any(block.is_cuda for block in (*send.values(), *receive.values()))
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("gloo's blocks between hosts can't be captured in a CUDA graph; NCCL's can")
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
 
         def job() -> None:

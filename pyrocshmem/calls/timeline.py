@@ -326,6 +326,8 @@ def record(group: Any = None, workspace: Workspace | None = None) -> Iterator[Re
     what the ops raise.
     """
     heap, workspace = find_workspace(group, workspace)
+    if workspace.hosts is not None:
+        raise ValueError(f"{workspace.hosts!r}: a timeline is of one host")
     recorder = Recorder(heap, workspace)
     with trace.recording(recorder):
         # The ranks of the CPU target have one clock, which barriers of milliseconds would only blur.

@@ -30,6 +30,7 @@ ROWS = "tests/fused/test_new_rows.py"
 CLOSED, IN_A_ROW = f"{FAULTS}test_closed_peers.py", "tests/stream_k/test_back_to_back.py"
 HARNESS, LITMUS = "tests/compile/test_harness.py", "tests/litmus/test_litmus.py"
 GPU_ALLOC = "tests/finegrained_alloc/test_gpu.py"
+HOSTS, NETWORKS = "tests/hosts/test_faults.py", "tests/hosts/test_namespaces.py"
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,41 @@ CASES = (
             GROWTH,
             "case_33_a_forged_offer_of_more_memory",
             "case_33_pieces_of_one_offer_are_not_mapped_in_each_other_s_place",
+        ),
+    ),
+    Fault(
+        34,
+        "a rank, or all ranks of a host, are killed, late, or raise, while others of their group are on other hosts",
+        "PeerTimeout names host and rank within the budget + 2 s, PeerAborted has the reason; late by 0.8 of the "
+        "budget is right; after recover calls are right",
+        tests_in(
+            HOSTS,
+            "a_rank_or_a_host_is_killed",
+            "a_late_rank_is_waited_for",
+            "a_rank_that_raises_is_heard_on_all_hosts",
+            "recovery_after_a_wait_in_vain",
+        ),
+    ),
+    Fault(
+        35,
+        "a host is cut off the network for 5 s",
+        "with a budget of 10 s the right result; with 2 s PeerTimeout, and after recover the right result",
+        tests_in(
+            NETWORKS,
+            "a_network_that_is_gone_for_less_than_the_budget",
+            "a_network_that_is_gone_for_longer",
+        ),
+    ),
+    Fault(
+        36,
+        "hosts make different calls, run other versions, or have other numbers of ranks",
+        "CallMismatch with each rank's call, ValueError with both versions or all numbers, on all ranks",
+        tests_in(
+            HOSTS,
+            "hosts_make_different_calls",
+            "hosts_of_two_versions",
+            "different_numbers_of_ranks",
+            "ranks_of_a_host_that_do_not_follow_one_another",
         ),
     ),
 )

@@ -9,6 +9,7 @@ from tests.faults.cases import (
     GUARDS,
     HARNESS,
     HEAP,
+    HOSTS,
     IN_TURN,
     LATE,
     LITMUS,
@@ -23,6 +24,7 @@ from tests.faults.cases import (
     tests_in,
 )
 
+OVER_HOSTS = "tests/hosts/test_ops.py"
 SENT_TILES, POLLS = "tests/fused/test_sent_tiles.py", "tests/compile/test_polls.py"
 MANY_TENSORS, NORM_PROTOCOL = (
     f"tests/collectives/test_{name}.py" for name in ("many_calls", "rms_norm_protocol")
@@ -158,6 +160,18 @@ GUARD_LIST = (
         "ranks that are a call apart don't find together",
         tests_in(IN_TURN, "case_4_a_rank_raises_before_its_call"),
         tests_in(RECOVERY, "calls_must_be_counted_anew"),
+    ),
+    Guard(
+        "blocks between hosts after their calls were compared",
+        "gloo ends the process to which more bytes come than it asked for",
+        tests_in(HOSTS, "hosts_make_different_calls"),
+        tests_in(HOSTS, "without_the_comparison_a_process_ends"),
+    ),
+    Guard(
+        "wait for blocks of other hosts",
+        "sums are made of what has not arrived",
+        tests_in(OVER_HOSTS, "two_hosts_of_two", "three_hosts_of_one"),
+        tests_in(OVER_HOSTS, "without_the_wait_results_are_wrong"),
     ),
 )
 

@@ -20,6 +20,7 @@ from pyrocshmem import (
     collectives,
     heap_for,
     hosts,
+    network,
     stream_k,
 )
 from pyrocshmem.hosts import Hosts, hosts_for
@@ -27,7 +28,7 @@ from tests.hosts.made_up import divide, settle
 from tests.ranks import run_ranks, values
 
 TIER = 3
-pytestmark = [pytest.mark.fault, pytest.mark.cpu]
+pytestmark = pytest.mark.cpu
 WAIT_S = 2.0
 
 
@@ -135,6 +136,20 @@ def test_hosts_make_different_calls(known: bool) -> None:
         assert isinstance(error, CallMismatch), error
         assert ["all_reduce" in call for call in error.calls] == [True, True, False, False]
         assert recovered
+
+
+def uncompared(rank: int, world_size: int) -> None:
+    """Hosts make different calls, and send what belongs to them all the same."""
+    over = formed(rank, world_size)
+    with mock.patch.object(network.Network, "_require_same"), mock.patch.object(hosts.Hosts, "_compare"):
+        for size in (4, 400) if over.host == 0 else (400, 4):
+            collectives.all_gather(torch.ones(size))
+
+
+@pytest.mark.num_ranks(4)
+def test_without_the_comparison_a_process_ends() -> None:
+    ends = run_ranks(uncompared, 4)
+    assert -signal.SIGABRT in [end.exitcode for end in ends], ends
 
 
 def stopped(rank: int, world_size: int) -> Any:

@@ -1,5 +1,6 @@
 """What goes between hosts: no more bytes than two levels need, beside the GEMMs, and nothing at all on one host."""
 
+import functools
 import itertools
 import math
 import time
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import collectives, heap_for, hosts, network, stream_k
+from pyrocshmem.benchmarks.scale import OPS, Traffic, traffic
 from pyrocshmem.calls import kernel_launch
 from pyrocshmem.stream_k.ops import over_hosts
 from tests.hosts.made_up import cut_small, divide
@@ -34,17 +36,21 @@ def sent_by_each(rank: int, world_size: int, num_hosts: int) -> dict[str, tuple[
     size = x.numel() * ITEM
     # Of two hosts either way sends as much in one trip.
     everywhere = size // L * (2 * (H - 1)) // H
+    model: dict[str, Traffic] = {}
     ops: dict[str, tuple[Callable[[], Any], int]] = {
         "all_gather": (lambda: collectives.all_gather(x), (H - 1) * size),
         "all_scatter": (lambda: collectives.all_scatter(x), (H - 1) * size),
         "reduce_scatter": (lambda: collectives.reduce_scatter(x), (H - 1) * size // R),
         "all_reduce": (lambda: collectives.all_reduce(x), everywhere),
         "broadcast": (lambda: collectives.broadcast(x, 0), (H - 1) * size // L if found.host == 0 else 0),
-        "all_gather_gemm": (lambda: stream_k.all_gather_gemm(a, b), (H - 1) * M * K * ITEM),
-        "gemm_reduce_scatter": (lambda: stream_k.gemm_reduce_scatter(a, b), (H - 1) * size // R),
-        "gemm_all_reduce": (lambda: stream_k.gemm_all_reduce(a, b), everywhere),
-        "gemm_all_scatter": (lambda: stream_k.gemm_all_scatter(a, b), (H - 1) * size),
     }
+    for name in OPS:
+        # What the model of scale says of them.
+        rows = R * M if name == "all_gather_gemm" else M
+        by_share = name == "gemm_all_reduce"
+        pieces = len(over_hosts._pieces(M, size // L if by_share else size, L if by_share else 1))
+        model[name] = traffic(name, rows, N, K, H, L, ITEM, pieces)
+        ops[name] = functools.partial(getattr(stream_k, name), a, b), round(model[name].nbytes)
     sizes: list[int] = []
 
     def counting(send: Any) -> Any:
@@ -63,6 +69,7 @@ def sent_by_each(rank: int, world_size: int, num_hosts: int) -> dict[str, tuple[
             call()
             total = sum(sizes) - (H - 1) * GREETING_BYTES
             assert found.network.bytes_sent - before == total
+            assert name not in model or len(sizes) - (H - 1) == model[name].blocks, (name, sizes, model)
             results[name] = total, needed
     return results
 

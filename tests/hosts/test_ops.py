@@ -3,12 +3,17 @@ the same result, whatever the pieces."""
 
 import itertools
 import random
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import pyrocshmem
+from pyrocshmem import network, stream_k
 from pyrocshmem.hosts import Hosts
+from pyrocshmem.reference.accuracy import make_operand
 from pyrocshmem.reference.operands import Operands
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.run.calls import our_run
@@ -85,3 +90,44 @@ def test_two_hosts_of_two(as_large: bool) -> None:
 @pytest.mark.num_ranks(3)
 def test_three_hosts_of_one() -> None:
     check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), True, timeout=TIMEOUT_S)))
+
+
+def first_row(rank: int, world_size: int, seed: int) -> list[bool]:
+    """Whether the first row has the same bits in every batch, by op, in the mode that promises it."""
+    cut_small()
+    divide(rank, world_size, 2)
+    K, N = 64, 40
+    a = make_operand((24, K), FP16, seed, rank, tag="a", device="cpu")
+    b = make_operand((K, N), FP16, seed, rank, tag="b", device="cpu")
+    with pyrocshmem.batch_invariant():
+        return [
+            len({bits(op(a[:rows], b)[0]) for rows in (1, 2, 7, 24)}) == 1
+            for op in (stream_k.gemm_all_reduce, stream_k.gemm_all_scatter)
+        ]
+
+
+@pytest.mark.num_ranks(4)
+def test_rows_in_every_batch() -> None:
+    assert values(run_ranks(first_row, 4, new_seed())) == [[True, True]] * 4
+
+
+def unwaited(rank: int, world_size: int) -> list[str]:
+    """What is wrong where nobody waits for the blocks of other hosts, on a network that takes a while."""
+    over = divide(rank, world_size, 2)
+    meet = network.Network._meet
+
+    def slow(self: Any, send: Any, receive: Any) -> None:
+        time.sleep(0.2)
+        meet(self, send, receive)
+
+    with (
+        mock.patch.object(network.Network, "_meet", slow),
+        mock.patch.object(type(over), "wait"),
+    ):
+        found = calls(over, ["all_reduce", "all_gather", "all_scatter"], [FP32], seed=1)
+    return [wrong for _, wrong, _ in found if wrong]
+
+
+@pytest.mark.num_ranks(2)
+def test_without_the_wait_results_are_wrong() -> None:
+    assert all(values(run_ranks(unwaited, 2)))
