@@ -51,8 +51,8 @@ class Hosts:
         numbers = group.host_numbers()
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.num_hosts, self.host = 1 + max(numbers), numbers[group.rank]
-        self.local_size, self.local_rank = _ranks_of_a_host(numbers), 0
-        self.local_rank = self.rank - self.host * self.local_size
+        self.local_size = _ranks_of_a_host(numbers)
+        self.local_rank = self.rank % self.local_size
         self.workspace: Any = None  # of `calls.workspace.find_workspace`
         self.label = label(self)
         self._home = group.channel("over hosts")
@@ -63,7 +63,6 @@ class Hosts:
         self._calls = 0
         self._words = ""
         self._greeting: Leg | None = None
-        self.timeout = 30.0
         first = self.host * self.local_size
         try:
             self.heap = Heap(None, group.subgroup(range(first, first + self.local_size)))
@@ -174,7 +173,10 @@ class Hosts:
 
     def _connected(self) -> Network:
         peers = [self.group.global_ranks[self.rank_on(host)] for host in range(self.num_hosts)]
-        return Network(peers, self.host, self.device, wait_seconds())
+        try:
+            return Network(peers, self.host, self.device, wait_seconds())
+        except (RuntimeError, ValueError) as error:  # of the store or of the engine, say where a peer has just ended
+            raise ShmemError(f"ranks {peers} could not connect between their hosts: {error}") from error
 
     def _require_alike(self) -> None:
         """ValueError on all ranks where hosts run what can't work together. Their GPUs may differ: each sum is made by
