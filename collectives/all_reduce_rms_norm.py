@@ -51,8 +51,8 @@ def all_reduce_rms_norm(
     algorithm, workspace: as in `all_reduce`. Both results are new and contiguous. Rows of zeros with eps 0 are NaN, and
     a NaN stays in its row, as in `torch.nn.functional.rms_norm`.
 
-    On one rank it is PyTorch's own sum and norm. Has a gradient, with PyTorch's derivative of the norm; those of the
-    results must be the same on all ranks.
+    Over several hosts what travels is `all_reduce`'s, and every rank normalizes. On one rank it is PyTorch's own sum
+    and norm. Has a gradient, with PyTorch's derivative of the norm; those of the results must be the same on all ranks.
     Raises TypeError, ValueError before any launch; `CallMismatch` where ranks disagree, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """

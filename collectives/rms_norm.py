@@ -54,6 +54,7 @@ def rms_norm(
     x: [..., N], this rank's columns, ordinary memory; float16, bfloat16 or float32; rows that are not contiguous are
     copied. weight: [N], contiguous, of these columns, of any of these dtypes. residual: of x's shape and any of these
     dtypes; added before the norm. eps: added to the mean of squares, 0 or more. group: as in `all_reduce`.
+    Over several hosts the sums are an `all_reduce`, and a replicated result is an `all_scatter`.
     hidden: the columns of all ranks together, R x N unless given; rank r holds block r of `torch.tensor_split(..., R)`.
     replicated: the result has all columns, on every rank, instead of this rank's.
     out: where the result goes, [..., N] or (replicated) [..., hidden], with contiguous rows; None: a new tensor. Not

@@ -6,7 +6,8 @@
     work = collectives.broadcast_(x, 0, group=group, async_op=True)
 
 x and out are ordinary tensors, anywhere, of any size: the data travel as messages (`collectives.exchange_kernel`)
-through slots on the group's heap. All ranks of the group make the same calls in the same order, with the same shapes
+through slots on the group's heap, and between hosts, where a group spans several, through torch.distributed
+(`collectives.over_hosts`). All ranks of the group make the same calls in the same order, with the same shapes
 and dtypes. Nothing waits for the device: a fault of a peer shows at the next call, or at `heap.synchronize()`; the
 result then holds garbage. All raise TypeError and ValueError before any launch; `CallMismatch` where ranks disagree,
 `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`. All but `barrier` can be differentiated, and traced by
@@ -66,7 +67,8 @@ def all_reduce(
     or "min", or a `torch.distributed.ReduceOp`. Of the latter two a NaN counts as missing, as with NCCL, and the result
     is NaN where all ranks have one; -0.0 is less than 0.0. They have no gradient. out: like `x`, and may be `x` itself;
     None: a new tensor. algorithm: "one_shot" (everything to everyone: one hop), "two_shot" (parts to their owners, sums
-    to everyone: 2 (R-1)/R of the bytes), or "auto" by size. async_op: make the call on a stream of the workspace.
+    to everyone: 2 (R-1)/R of the bytes), or "auto" by size; over several hosts always parts of x / L inside, L ranks a
+    host, which ranks of one number add over hosts. async_op: make the call on a stream of the workspace.
 
     Returns out, or with async_op a `collectives.Work` that has it. Raises TypeError, ValueError before any launch;
     `CallMismatch` where ranks disagree, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`;
@@ -121,9 +123,10 @@ def all_gather(
 
     x: [M, ...], the same shape on every rank; of any dtype of real numbers, or bool. Its bits arrive as they are; of
     float16, bfloat16 and float32 but for the payload of one NaN (`x.view(torch.int32)` has none). gather_dim: the
-    dimension along which the tensors are joined; another than the first costs no copy. out: [R x M, ...], and x may be
-    its part of it; None: a new tensor. async_op: as of `all_reduce`. Returns out, or a `collectives.Work`. Raises as
-    `all_reduce`.
+    dimension along which the tensors are joined; another than the first costs no copy. Over several hosts each rank
+    sends x to the rank of its number on the other hosts, and gathers what came inside its own. out: [R x M, ...], and x
+    may be its part of it; None: a new tensor. async_op: as of `all_reduce`. Returns out, or a `collectives.Work`.
+    Raises as `all_reduce`.
     """
     check_kind(x, 1, MOVED)
     dim = _dimension("gather_dim", gather_dim, x)
@@ -150,7 +153,8 @@ def reduce_scatter(
 
     x: [M, ...]; dtypes and op as of `all_reduce`. Rank r gets block r of `torch.tensor_split(sum, R)`: M / R rows, or
     one more on the first M % R ranks. scatter_dim: the dimension along which the result is divided; for another than
-    the first x is copied before. out: these rows, which may be x's own; None: a new tensor. async_op: as of
+    the first x is copied before. Over several hosts each rank sends the sum of its host of x / R to the rank of its
+    number on every other host. out: these rows, which may be x's own; None: a new tensor. async_op: as of
     `all_reduce`. Returns out, or a `collectives.Work`. Raises as `all_reduce`.
     """
     reduction = reduction_of(op)
@@ -178,7 +182,8 @@ def all_scatter(
     """`x` of every rank of `group`, side by side in rank order, on every rank: `all_gather` of matrices, gather_dim 1.
 
     x: [M, N], the same shape on every rank; dtypes as of `all_gather`. out: [M, R x N], and x may be its columns of
-    it, which are then copied first; None: a new tensor. async_op: as of `all_reduce`. Returns out, or a
+    it, which are then copied first; None: a new tensor. Over several hosts as `all_gather`. async_op: as of
+    `all_reduce`. Returns out, or a
     `collectives.Work`. Raises as `all_reduce`.
     """
     if isinstance(x, torch.Tensor) and x.ndim != 2:
@@ -205,8 +210,9 @@ def broadcast(
     """`x` of rank `root` of `group`, on every rank.
 
     x: any shape, the same on every rank; dtypes as of `all_gather`; on the other ranks its values don't matter. root: a
-    rank of the group. out: like `x`, and may be `x` itself; None: a new tensor. async_op: as of `all_reduce`. Returns
-    out, or a `collectives.Work`. Raises as `all_reduce`.
+    rank of the group. Over several hosts each rank of its host sends 1 / L of x to the rank of its number on the
+    others. out: like `x`, and may be `x` itself; None: a new tensor. async_op: as of `all_reduce`. Returns out, or a
+    `collectives.Work`. Raises as `all_reduce`.
     """
     root = as_integer("root", root)
     check_kind(x, 0, MOVED)

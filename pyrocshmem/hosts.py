@@ -36,6 +36,8 @@ from pyrocshmem.versions import version
 
 # A host that gave up says why before its connections end, but its words may take as long to come.
 _MESSAGE_S = 0.5
+# Each reads a record of every other host: not at every look.
+_LOOKS_A_FAREWELL = 5
 
 live_hosts: weakref.WeakSet[Hosts] = weakref.WeakSet()
 
@@ -63,6 +65,7 @@ class Hosts:
         self._calls = 0
         self._words = ""
         self._greeting: Leg | None = None
+        self._looks = 0
         first = self.host * self.local_size
         try:
             self.heap = Heap(None, group.subgroup(range(first, first + self.local_size)))
@@ -167,6 +170,10 @@ class Hosts:
             return
         self._closed = True
         live_hosts.discard(self)
+        with store_may_be_gone():
+            self._home.leave(
+                f"rank {self.rank} has left the group over hosts: form a new one of those that go on"
+            )
         self.heap.close()
         self.network.close()
         self.workspace = None
@@ -175,7 +182,7 @@ class Hosts:
         peers = [self.group.global_ranks[self.rank_on(host)] for host in range(self.num_hosts)]
         try:
             return Network(peers, self.host, self.device, wait_seconds())
-        except (RuntimeError, ValueError) as error:  # of the store or of the engine, say where a peer has just ended
+        except (RuntimeError, ValueError) as error:  # where a peer has just ended, say
             raise ShmemError(f"ranks {peers} could not connect between their hosts: {error}") from error
 
     def _require_alike(self) -> None:
@@ -213,6 +220,18 @@ class Hosts:
         if (record := self._abort_record()) is not None:
             raise PeerAborted(self.rank, *record)
         self.heap.check()
+        self._looks += 1
+        if self._looks % _LOOKS_A_FAREWELL == 0:
+            for host in self.others():
+                if (left := self._left(self.rank_on(host))) is not None:
+                    raise left
+
+    def _left(self, peer: int) -> PeerAborted | None:
+        """That a peer has closed its `Hosts`."""
+        with store_may_be_gone():
+            if (farewell := self._home._farewell_of(peer)) is not None:
+                return PeerAborted(self.rank, peer, farewell.text)
+        return None
 
     def _abort_record(self) -> tuple[int, str] | None:
         with store_may_be_gone():
@@ -236,12 +255,13 @@ class Hosts:
 
     def _named(self, lost: Lost) -> ShmemError:
         """What became of a host from which nothing came: it gave up, or is gone, or late."""
-        deadline = time.monotonic() + _MESSAGE_S
+        deadline, peer = time.monotonic() + _MESSAGE_S, self.rank_on(lost.host)
         while time.monotonic() < deadline:
             if (record := self._abort_record()) is not None:
                 return PeerAborted(self.rank, *record)
+            if (left := self._left(peer)) is not None:
+                return left
             time.sleep(0.02)
-        peer = self.rank_on(lost.host)
         expected = f"a block from host {lost.host}"
         process = (
             "" if lost.late else f"host, {lost.host}, has ended its connection ({lost.why.splitlines()[0]})"

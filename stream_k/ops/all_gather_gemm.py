@@ -62,6 +62,9 @@ def all_gather_gemm(
     sums of a's gradient travel in, as there. save_gathered: keep A, [M, K], for b's gradient; False: gather it once
     more then.
 
+    Inside a host A's rows go through the heap, while they are multiplied; over several hosts each rank sends its rows
+    to the rank of its number on the other hosts, beside the GEMM of its own host's.
+
     Returns out. `a` may be overwritten once the call is done on the caller's stream. Nothing waits for the device: a
     peer's fault shows at the next call, or at `heap.synchronize()`. Raises TypeError, ValueError before any
     launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.

@@ -68,6 +68,10 @@ def gemm_all_reduce(
     Has a gradient (`stream_k.ops.gradients`: a replicated result has a replicated gradient). Where one is needed,
     and where torch.compile traces the call, out, config and squared_partials are a ValueError.
 
+    Inside a host partial sums go through the heap. Over several hosts each rank sends the sum of its host of 1 / L of
+    the elements, L ranks a host, to the rank of its number on the other hosts, piece by piece beside the GEMM of the
+    next rows: once of two hosts, else shares of it twice. `config` and `squared_partials` are a ValueError there.
+
     Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.

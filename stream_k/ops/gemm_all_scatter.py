@@ -57,6 +57,9 @@ def gemm_all_scatter(
     activation, allow_tf32, group, config, workspace, gradients: as in `gemm_all_reduce`. partial_dtype: what partial
     sums of a's gradient travel in, as there.
 
+    Inside a host columns go through the heap; over several hosts each rank sends its columns to the rank of its number
+    on every other host, piece by piece beside the GEMM of the next rows.
+
     Returns out, or (out, squares). Nothing waits for the device: a peer's fault shows at the next call, or
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.

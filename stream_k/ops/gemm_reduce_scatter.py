@@ -47,6 +47,9 @@ def gemm_reduce_scatter(
     M % R ranks. None: a new tensor. bias: [N], added once, to the sum.
     activation, allow_tf32, group, config, partial_dtype, workspace, gradients: as in `gemm_all_reduce`.
 
+    Inside a host partial sums go through the heap, while the next rows are multiplied; over several hosts each rank
+    sends the sum of its host of M N / R elements to the rank of its number on every other host, beside the GEMM.
+
     Returns out. Nothing waits for the device: a peer's fault shows at the next call, or at
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.

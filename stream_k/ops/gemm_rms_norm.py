@@ -68,7 +68,8 @@ def gemm_all_reduce_rms_norm(
     "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
 
     The total is rounded once, from its sum in fp32, and its norm is that of the rounded total. On one rank it is `gemm`
-    with a residual, and PyTorch's own norm. Has a gradient, with PyTorch's derivative of the norm, and is traced by
+    with a residual, and PyTorch's own norm. Over several hosts what travels is `gemm_all_reduce`'s, and every rank
+    normalizes. Has a gradient, with PyTorch's derivative of the norm, and is traced by
     torch.compile, then without a config: ValueError.
     Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`, `PeerAborted`, `HeapOutOfMemory`,
     `WorkspaceBusy`.
@@ -157,7 +158,8 @@ def gemm_rms_norm_all_scatter(
     bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
     R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
     `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
-    columns and pushes them to all (`collectives.rms_norm`).
+    columns and pushes them to all (`collectives.rms_norm`). Over several hosts these two are an `all_reduce` and an
+    `all_scatter`.
 
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.

@@ -373,6 +373,7 @@ CASES = (
         tests_in(
             HOSTS,
             "a_rank_or_a_host_is_killed",
+            "a_host_that_has_left",
             "a_late_rank_is_waited_for",
             "a_rank_that_raises_is_heard_on_all_hosts",
             "recovery_after_a_wait_in_vain",

@@ -1,9 +1,11 @@
-"""What ranks run on hosts that are namespaces: `python -m torch.distributed.run .. tests/hosts/in_namespaces.py CASE
-FOLDER HOSTS`. A rank writes what it found into FOLDER/<rank>, as JSON."""
+"""What ranks run on hosts that are namespaces, or made up, started by torchrun: in_namespaces.py CASE FOLDER HOSTS.
+
+A rank writes what it found into FOLDER/<rank>, as JSON."""
 
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -16,9 +18,16 @@ import torch.distributed as dist
 from pyrocshmem import collectives, from_torchrun
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.hosts import Hosts, hosts_for
-from tests.hosts.test_ops import FP16, FP32, NAMES, calls
+from pyrocshmem.reference.operands import Operands
+from pyrocshmem.reference.problems import PROBLEMS
+from pyrocshmem.stream_k.run.calls import our_run
+from tests.hosts.made_up import cut_small
+from tests.hosts.test_ops import FP16, FP32, NAMES, calls, sizes
 
 CUT_OFF_S = 5.0
+# Calls, one every 50 ms: for longer than it takes until the host is cut off.
+LOOKS = 60
+CALLS = 80
 
 
 def ops(hosts: Hosts, folder: Path) -> Any:
@@ -32,17 +41,19 @@ def cut_off(hosts: Hosts, folder: Path) -> Any:
     hosts.barrier()
     if hosts.rank == 0:
         (folder / "down").write_text(str(CUT_OFF_S))
-    end, fault, longest = time.monotonic() + CUT_OFF_S + 4, "", 0.0
-    while time.monotonic() < end and not fault:
+    fault, longest = "", 0.0
+    for _ in range(LOOKS):
         start = time.monotonic()
         try:
             assert right(hosts)
         except ShmemError as error:
             fault = type(error).__name__
         longest = max(longest, time.monotonic() - start)
-    time.sleep(max(0.0, end - time.monotonic()))
-    if fault:
-        hosts.recover()
+        if fault:
+            time.sleep(CUT_OFF_S)
+            hosts.recover()
+            break
+        time.sleep(0.05)
     return fault, longest, right(hosts)
 
 
@@ -51,11 +62,36 @@ def right(hosts: Hosts) -> bool:
     return bool((total == sum(range(hosts.world_size))).all())
 
 
-CASES: dict[str, Callable[[Hosts, Path], Any]] = {"ops": ops, "cut_off": cut_off}
+def many(hosts: Hosts, folder: Path) -> Any:
+    """What is wrong of CALLS random calls, one after another, of ranks that are late at random."""
+    seed = int((folder / "seed").read_text())
+    rank, world_size = hosts.rank, hosts.world_size
+    cut_small()
+    draw, own = random.Random(seed), random.Random(seed + 1 + rank)
+    wrong = []
+    for number in range(CALLS):
+        name, rows = draw.choice(NAMES), draw.randint(0, 20)
+        dtype = draw.choice((torch.float16, torch.float32))
+        problem = PROBLEMS[name]
+        x = Operands(problem, sizes(name, rows, world_size), dtype, seed + number, rank, world_size)
+        run = our_run(x, None)
+        run.reset()
+        if own.random() < 0.1:
+            time.sleep(own.random() / 20)
+        run.call()
+        roundings = int(problem.gemm) + int(hosts.local_size > 1) if problem.sums else 0
+        roundings *= dtype != torch.float32
+        accuracy = x.check(run.result(), roundings=roundings, partial_dtype=dtype if roundings else None)
+        if not accuracy.ok:
+            wrong.append((number, name, rows, str(dtype), str(accuracy)))
+    hosts.barrier()
+    return wrong
+
+
+CASES: dict[str, Callable[[Hosts, Path], Any]] = {"ops": ops, "cut_off": cut_off, "many": many}
 
 
 def main(case: str, folder: str, num_hosts: str) -> None:
-    os.environ.pop("PYROCSHMEM_HOST", None)
     from_torchrun()
     hosts = hosts_for(None)
     assert (hosts.num_hosts, hosts.local_rank) == (int(num_hosts), int(os.environ["LOCAL_RANK"]))

@@ -83,6 +83,23 @@ def test_a_rank_or_a_host_is_killed(victims: list[int]) -> None:
         assert all("host 1" in str(error) for error in lost)
 
 
+def closed(rank: int, world_size: int) -> Any:
+    over = formed(rank, world_size)
+    if over.host == 1:
+        over.close()
+        return None
+    return fault_of(lambda: right(rank, world_size))
+
+
+@pytest.mark.num_ranks(4)
+def test_a_host_that_has_left() -> None:
+    for error, seconds in values(run_ranks(closed, 4))[:2]:
+        assert isinstance(error, PeerAborted), error
+        assert "has left the group" in error.message
+        assert error.peer in (0, 2, 3), "who hears it from its own host, hears it so"
+        assert seconds < WAIT_S
+
+
 def late(rank: int, world_size: int) -> bool:
     formed(rank, world_size)
     if rank == 3:
