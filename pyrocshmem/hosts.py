@@ -43,21 +43,21 @@ live_hosts: weakref.WeakSet[Hosts] = weakref.WeakSet()
 
 
 class Hosts:
-    """The ranks of `group`, which are on several hosts. Made by `hosts_for`; forming one is collective.
+    """The ranks of a group, which are on several hosts. Made by `hosts_for`; forming one is collective.
 
     Attributes: rank, world_size, group; num_hosts, host: of this rank; local_size: ranks of a host, local_rank; heap:
     of this host; device; timeout: seconds that a vote waits; network; label.
     """
 
-    def __init__(self, group: Group) -> None:
-        numbers = group.host_numbers()
-        self.group, self.rank, self.world_size = group, group.rank, group.world_size
-        self.num_hosts, self.host = 1 + max(numbers), numbers[group.rank]
+    def __init__(self, members: Group) -> None:
+        numbers = members.host_numbers()
+        self.group, self.rank, self.world_size = members, members.rank, members.world_size
+        self.num_hosts, self.host = 1 + max(numbers), numbers[self.rank]
         self.local_size = _ranks_of_a_host(numbers)
         self.local_rank = self.rank % self.local_size
         self.workspace: Any = None  # of `calls.workspace.find_workspace`
         self.label = label(self)
-        self._home = group.channel("over hosts")
+        self._home = members.channel("over hosts")
         self._channel = self._home.channel("votes")
         self._failure: ShmemError | None = None
         self._closed = False
@@ -68,7 +68,7 @@ class Hosts:
         self._looks = 0
         first = self.host * self.local_size
         try:
-            self.heap = Heap(None, group.subgroup(range(first, first + self.local_size)))
+            self.heap = Heap(None, members.subgroup(range(first, first + self.local_size)))
         except BaseException as error:
             self._channel.abort(describe(error))
             raise

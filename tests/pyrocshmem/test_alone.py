@@ -26,6 +26,7 @@ def calls():
         Heap: lambda: Heap(MIB),
         as_group: as_group,
         heap_for: heap_for,
+        pyrocshmem.hosts_for: pyrocshmem.hosts_for,
         pyrocshmem.warm_up: lambda: pyrocshmem.warm_up(("all_reduce", 8, 0), rows=4, dtype=torch.float32),
         stream_k.gemm_all_reduce: lambda: stream_k.gemm_all_reduce(a, b),
         stream_k.gemm_reduce_scatter: lambda: stream_k.gemm_reduce_scatter(a, b),
