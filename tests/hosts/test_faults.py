@@ -1,6 +1,7 @@
 """Faults over made-up hosts: waits end, the host and rank are named, and calls work again after `recover`."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -95,8 +96,8 @@ def closed(rank: int, world_size: int) -> Any:
 def test_a_host_that_has_left() -> None:
     for error, seconds in values(run_ranks(closed, 4))[:2]:
         assert isinstance(error, PeerAborted), error
-        assert "has left the group" in error.message
-        assert error.peer in (0, 2, 3), "who hears it from its own host, hears it so"
+        # Who hears it from its own host hears whom that heard it from, too.
+        assert re.search("rank [23] has left the group", error.message), error
         assert seconds < WAIT_S
 
 
