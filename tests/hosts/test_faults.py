@@ -29,7 +29,8 @@ from tests.hosts.made_up import divide, settle
 from tests.ranks import run_ranks, values
 
 TIER = 3
-pytestmark = pytest.mark.cpu
+# Waits of 2 s must not run out because other tests have the cores.
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 WAIT_S = 2.0
 
 

@@ -132,6 +132,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.alone
 def test_a_network_that_is_gone_for_less_than_the_budget(tmp_path: Path) -> None:
     for fault, longest, right in run(tmp_path, "cut_off", 2, 1, PYROCSHMEM_WAIT_SECONDS="10"):
         assert fault == ""
@@ -140,6 +141,7 @@ def test_a_network_that_is_gone_for_less_than_the_budget(tmp_path: Path) -> None
 
 
 @needs_namespaces
+@pytest.mark.alone
 def test_a_network_that_is_gone_for_longer(tmp_path: Path) -> None:
     found = run(tmp_path, "cut_off", 2, 1, PYROCSHMEM_WAIT_SECONDS="2")
     assert "PeerTimeout" in [fault for fault, *_ in found]

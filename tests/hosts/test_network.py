@@ -129,6 +129,7 @@ def timeline(rank: int, world_size: int, name: str, slow_s: float) -> tuple[list
     return gemms, legs
 
 
+@pytest.mark.alone
 @pytest.mark.num_ranks(4)
 @pytest.mark.parametrize(
     "name", ["gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter", "all_gather_gemm"]
