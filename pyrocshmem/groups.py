@@ -27,6 +27,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -380,8 +381,19 @@ def of_mesh(mesh: Any) -> Any:
     if ranks == dist.get_process_group_ranks(dist.group.WORLD):
         return dist.group.WORLD
     if mesh not in _of_ranks:
-        _of_ranks[mesh] = dist.new_group(ranks, use_local_synchronization=True)
+        _of_ranks[mesh] = new_process_group(ranks)
     return _of_ranks[mesh]
+
+
+def new_process_group(ranks: list[int], timeout: timedelta | None = None, backend: str | None = None) -> Any:
+    """A process group of these global ranks, who alone call."""
+    world = dist.group.WORLD
+    # Where the default group is bound to a device, NCCL's groups are split from its own: by all of its ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
 
 
 def _not_hosts(mesh: Any) -> ValueError:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrocshmem.groups import new_process_group
 from pyrocshmem.timeouts import init_seconds
 
 # By the number of the host that they go to or come from.
@@ -74,9 +75,9 @@ class Network:
     def __init__(self, peers: Sequence[int], host: int, device: torch.device, seconds: float) -> None:
         self.peers, self.host, self.device, self.seconds = list(peers), host, device, seconds
         self.bytes_sent = self.blocks_sent = 0
-        self._words = self._process_group("gloo", timedelta(seconds=init_seconds()))
+        self._words = new_process_group(self.peers, timedelta(seconds=init_seconds()), "gloo")
         by_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        self._data = self._process_group("nccl", _NEVER) if by_nccl else self._words
+        self._data = new_process_group(self.peers, _NEVER, "nccl") if by_nccl else self._words
         self._differs = False
         self.lost: Lost | None = None  # what the watcher of a stream found
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -124,10 +125,6 @@ class Network:
                 group.abort()
         for thread in self._threads:
             thread.join(_LOOK_S + self.seconds)
-
-    def _process_group(self, backend: str, timeout: timedelta) -> Any:
-        # Ranks outside of `peers` need not call.
-        return dist.new_group(self.peers, timeout, backend, use_local_synchronization=True)
 
     def _work(self) -> None:
         if self._side is not None:
