@@ -94,8 +94,8 @@ def test_bytes_between_three_hosts() -> None:
 Span = tuple[float, float]
 
 
-def timeline(rank: int, world_size: int, name: str, slow_s: float) -> tuple[list[Span], list[Span]]:
-    """(when GEMMs ran, when blocks were on their way between hosts) in one call; each takes `slow_s`."""
+def timeline(rank: int, world_size: int, name: str) -> tuple[list[Span], list[Span]]:
+    """(when GEMMs ran, from when until when blocks were on their way, as far as this rank knows) in one call."""
     cut_small()
     over_hosts.PIECE_BYTES = 512
     divide(rank, world_size, 2)
@@ -103,42 +103,43 @@ def timeline(rank: int, world_size: int, name: str, slow_s: float) -> tuple[list
     call = getattr(stream_k, name)
     call(a, b)
     gemms: list[Span] = []
+    begun: dict[network.Leg, float] = {}
     legs: list[Span] = []
-    inside, meet = over_hosts._inside, network.Network._meet
+    inside, swap, wait = over_hosts._inside, network.Network.swap, hosts.Hosts.wait
 
     def timed_inside(*args: Any) -> Any:
         begin = time.monotonic()
-        time.sleep(slow_s)
         found = inside(*args)
         gemms.append((begin, time.monotonic()))
         return found
 
-    def slow_meet(self: Any, send: Any, receive: Any) -> None:
-        if any(block.dtype == torch.int64 for block in send.values()):
-            return meet(self, send, receive)  # the greeting
-        begin = time.monotonic()
-        time.sleep(slow_s)
-        meet(self, send, receive)
-        legs.append((begin, time.monotonic()))
+    def timed_swap(*args: Any) -> network.Leg:
+        leg = swap(*args)
+        begun[leg] = time.monotonic()
+        return leg
+
+    def timed_wait(self: hosts.Hosts, leg: network.Leg) -> None:
+        wait(self, leg)
+        legs.append((begun[leg], time.monotonic()))
 
     with (
         mock.patch.object(over_hosts, "_inside", timed_inside),
-        mock.patch.object(network.Network, "_meet", slow_meet),
+        mock.patch.object(network.Network, "swap", timed_swap),
+        mock.patch.object(hosts.Hosts, "wait", timed_wait),
     ):
         call(a, b)
     return gemms, legs
 
 
-@pytest.mark.alone
 @pytest.mark.num_ranks(4)
 @pytest.mark.parametrize(
     "name", ["gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter", "all_gather_gemm"]
 )
 def test_blocks_travel_beside_gemms(name: str) -> None:
-    """All but those of the last piece."""
-    for gemms, legs in values(run_ranks(timeline, 4, name, 0.15)):
+    """All but those of the last piece: between their sending and the wait for them a GEMM runs from end to end."""
+    for gemms, legs in values(run_ranks(timeline, 4, name)):
         assert len(gemms) > 1
-        beside = [any(a < end and begin < b for a, b in gemms) for begin, end in legs]
+        beside = [any(begin < a and b < end for a, b in gemms) for begin, end in legs]
         # The own host's rows are multiplied last, while the others' are on their way; else the last piece's wait.
         assert all(beside if len(legs) < len(gemms) else beside[:-1]), (gemms, legs)
 
