@@ -72,11 +72,11 @@ def all_reduce_rms_norm(
         op, name = ops.all_reduce_rms_norm, name_of(group, workspace)
         return op(x, residual, weight, eps, algorithm, name)
     check_place(heap, x)
-    if heap.world_size == 1 and space.hosts is None:
-        with invariance.at_least(mode):
-            return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
     if space.hosts is not None:
         return _over_hosts(space.hosts, mode, x, residual, weight, eps)
+    if heap.world_size == 1:
+        with invariance.at_least(mode):
+            return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
     call = CallName.of(
         f"all_reduce_rms_norm(# x {x.shape[-1]} {x.dtype}, residual={residual is not None}, "
         f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded}{invariance.of_call(space)})",

@@ -96,8 +96,7 @@ def sent_to_each_host(hosts: Hosts, x: torch.Tensor, rows: Callable[[int], int] 
     """Send contiguous x to the rank of this number on each other host, which does the same. rows: of that of a host;
     None: as many as x has."""
     sent = []
-    for step in range(1, hosts.num_hosts):
-        to, of = (hosts.host + step) % hosts.num_hosts, (hosts.host - step) % hosts.num_hosts
+    for to, of in hosts.turns():
         block = torch.empty_like(x) if rows is None else x.new_empty(rows(of), *x.shape[1:])
         sent.append(Sent(of, block, hosts.network.swap({to: x}, {of: block})))
     return sent
@@ -136,6 +135,12 @@ def rows_of_host(hosts: Hosts, host: int, rows: int) -> tuple[int, int]:
     return begin, shard_range(rows, last, hosts.world_size)[1]
 
 
+def num_rows(hosts: Hosts, host: int, rows: int) -> int:
+    """How many of `rows` of all ranks the rank of this number on `host` holds."""
+    begin, end = shard_range(rows, hosts.rank_on(host), hosts.world_size)
+    return end - begin
+
+
 def terms_of_hosts(hosts: Hosts, term: Callable[[int], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Every host's term of a sum that this rank makes, [H, ...] like `like`.
 
@@ -144,8 +149,7 @@ def terms_of_hosts(hosts: Hosts, term: Callable[[int], torch.Tensor], like: torc
     """
     terms = like.new_empty(hosts.num_hosts, *like.shape)
     legs = []
-    for step in range(1, hosts.num_hosts):
-        to, of = (hosts.host + step) % hosts.num_hosts, (hosts.host - step) % hosts.num_hosts
+    for to, of in hosts.turns():
         legs.append(hosts.network.swap({to: term(to)}, {of: terms[of]}))
     terms[hosts.host] = term(hosts.host)
     for leg in legs:
@@ -156,18 +160,14 @@ def terms_of_hosts(hosts: Hosts, term: Callable[[int], torch.Tensor], like: torc
 def _reduce_scatter(hosts: Hosts, op: int, x: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
     rows, *rest = x.shape
 
-    def num_rows(host: int) -> int:
-        first, last = shard_range(rows, hosts.rank_on(host), hosts.world_size)
-        return last - first
-
     def term(host: int) -> torch.Tensor:
         begin, end = rows_of_host(hosts, host, rows)
-        part = x.new_empty(num_rows(host), *rest)
+        part = x.new_empty(num_rows(hosts, host, rows), *rest)
         inside(hosts, op, "reduce_scatter", x[begin:end], part, reduction=reduction)
         return part
 
     # Along another dimension x has been put in order, and out is of another shape.
-    total = out.view(num_rows(hosts.host), *rest)
+    total = out.view(num_rows(hosts, hosts.host, rows), *rest)
     host_sum(terms_of_hosts(hosts, term, total), total, reduction)
 
 

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from pyrocshmem.calls.labels import label
 from pyrocshmem.errors import InitTimeout, PeerAborted, PeerTimeout, ShmemError, WorkspaceBusy, describe
 from pyrocshmem.groups import Group, as_group
 from pyrocshmem.heap import Heap
@@ -46,7 +45,7 @@ class Hosts:
     """The ranks of a group, which are on several hosts. Made by `hosts_for`; forming one is collective.
 
     Attributes: rank, world_size, group; num_hosts, host: of this rank; local_size: ranks of a host, local_rank; heap:
-    of this host; device; timeout: seconds that a vote waits; network; label.
+    of this host; device; timeout: seconds that a vote waits; network.
     """
 
     def __init__(self, members: Group) -> None:
@@ -56,7 +55,6 @@ class Hosts:
         self.local_size = _ranks_of_a_host(numbers)
         self.local_rank = self.rank % self.local_size
         self.workspace: Any = None  # of `calls.workspace.find_workspace`
-        self.label = label(self)
         self._home = members.channel("over hosts")
         self._channel = self._home.channel("votes")
         self._failure: ShmemError | None = None
@@ -83,6 +81,11 @@ class Hosts:
     def others(self) -> list[int]:
         """The other hosts, from the next one on."""
         return [(self.host + step) % self.num_hosts for step in range(1, self.num_hosts)]
+
+    def turns(self) -> list[tuple[int, int]]:
+        """(host to send to, host to receive from), in each of which every host has one of both."""
+        others = self.others()
+        return list(zip(others, reversed(others), strict=True))
 
     def rank_on(self, host: int) -> int:
         """The rank on `host` that has this rank's number there."""

@@ -70,11 +70,11 @@ class Leg:
 
 
 class Network:
-    """This rank's peers on the other hosts. `bytes_sent` and `blocks_sent` count what swaps gave to the engine."""
+    """This rank's peers on the other hosts. `bytes_sent` counts what swaps gave to the engine."""
 
     def __init__(self, peers: Sequence[int], host: int, device: torch.device, seconds: float) -> None:
         self.peers, self.host, self.device, self.seconds = list(peers), host, device, seconds
-        self.bytes_sent = self.blocks_sent = 0
+        self.bytes_sent = 0
         self._words = new_process_group(self.peers, timedelta(seconds=init_seconds()), "gloo")
         by_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         self._data = new_process_group(self.peers, _NEVER, "nccl") if by_nccl else self._words
@@ -95,7 +95,6 @@ class Network:
         the same order; a block that is sent must stay as it is until the wait."""
         send, receive = _filled(send), _filled(receive)
         self.bytes_sent += sum(block.numel() * block.element_size() for block in send.values())
-        self.blocks_sent += len(send)
         return (
             self._by_stream(send, receive)
             if self._data is not self._words

@@ -35,6 +35,7 @@ from pyrocshmem.collectives.over_hosts import (
     begin_sum,
     end_sum,
     inside,
+    num_rows,
     rows_of_host,
     sent_to_each_host,
     terms_of_hosts,
@@ -54,16 +55,12 @@ def gathered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> torch
     a = request.a.contiguous()
     whole = a.new_empty(M, a.shape[1]) if request.save_gathered else None
 
-    def rows(host: int) -> int:
-        first, last = shard_range(M, hosts.rank_on(host), hosts.world_size)
-        return last - first
-
     def multiply(block: torch.Tensor, rows: int, into: torch.Tensor) -> torch.Tensor | None:
         """Of the rows of this host's ranks, each of which has a block."""
         found = _inside("all_gather_gemm", request._replace(a=block, out=into, num_rows=rows), hosts)
         return found[1] if request.save_gathered else None
 
-    sent = sent_to_each_host(hosts, a, rows)
+    sent = sent_to_each_host(hosts, a, lambda host: num_rows(hosts, host, M))
     if in_one_call(M, hosts.num_hosts):
         longest = -(-M // hosts.world_size)
         blocks = a.new_zeros(hosts.num_hosts, longest, a.shape[1])
@@ -92,8 +89,7 @@ def summed_rows(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> No
         every = _term(hosts, request._replace(a=a), 0, len(a)).view(hosts.num_hosts, -1, out.shape[1])
 
         def term(host: int) -> torch.Tensor:
-            first, last = shard_range(M, hosts.rank_on(host), hosts.world_size)
-            return every[host, : last - first]
+            return every[host, : num_rows(hosts, host, M)]
     else:
 
         def term(host: int) -> torch.Tensor:

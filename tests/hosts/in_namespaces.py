@@ -18,11 +18,8 @@ import torch.distributed as dist
 from pyrocshmem import collectives, from_torchrun
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.hosts import Hosts, hosts_for
-from pyrocshmem.reference.operands import Operands
-from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.run.calls import our_run
 from tests.hosts.made_up import cut_small
-from tests.hosts.test_ops import FP16, FP32, NAMES, calls, sizes
+from tests.hosts.test_ops import FP16, FP32, NAMES, calls, judged
 
 CUT_OFF_S = 5.0
 # Calls, one every 50 ms: for longer than it takes until the host is cut off.
@@ -65,25 +62,15 @@ def right(hosts: Hosts) -> bool:
 def many(hosts: Hosts, folder: Path) -> Any:
     """What is wrong of CALLS random calls, one after another, of ranks that are late at random."""
     seed = int((folder / "seed").read_text())
-    rank, world_size = hosts.rank, hosts.world_size
     cut_small()
-    draw, own = random.Random(seed), random.Random(seed + 1 + rank)
+    draw, own = random.Random(seed), random.Random(seed + 1 + hosts.rank)
     wrong = []
     for number in range(CALLS):
-        name, rows = draw.choice(NAMES), draw.randint(0, 20)
-        dtype = draw.choice((torch.float16, torch.float32))
-        problem = PROBLEMS[name]
-        x = Operands(problem, sizes(name, rows, world_size), dtype, seed + number, rank, world_size)
-        run = our_run(x, None)
-        run.reset()
-        if own.random() < 0.1:
-            time.sleep(own.random() / 20)
-        run.call()
-        roundings = int(problem.gemm) + int(hosts.local_size > 1) if problem.sums else 0
-        roundings *= dtype != torch.float32
-        accuracy = x.check(run.result(), roundings=roundings, partial_dtype=dtype if roundings else None)
-        if not accuracy.ok:
-            wrong.append((number, name, rows, str(dtype), str(accuracy)))
+        name, rows, dtype = draw.choice(NAMES), draw.randint(0, 20), draw.choice((FP16, FP32))
+        late_s = own.random() / 20 if own.random() < 0.1 else 0.0
+        what, text, _ = judged(hosts, name, rows, dtype, seed + number, late_s)
+        if text:
+            wrong.append((number, str(what), text))
     hosts.barrier()
     return wrong
 

@@ -58,19 +58,27 @@ def calls(hosts: Hosts, names: list[str], dtypes: list[torch.dtype], seed: int) 
     """(what was run, what is wrong with it, the bits of a result that all ranks have) of each call."""
     found = []
     for name, dtype, rows in itertools.product(names, dtypes, ROWS):
-        problem = PROBLEMS[name]
-        shape = sizes(name, rows, hosts.world_size)
-        x = Operands(problem, shape, dtype, seed, hosts.rank, hosts.world_size)
-        run = our_run(x, None)
-        run.reset()
-        run.call()
-        result = run.result()
-        # Of a GEMM each rank's term is rounded, and the sum of a host that has other terms.
-        roundings = int(problem.gemm) + int(hosts.local_size > 1) if problem.sums and dtype != FP32 else 0
-        accuracy = x.check(result, roundings=roundings, partial_dtype=dtype if roundings else None)
-        wrong = "" if accuracy.ok else str(accuracy)
-        found.append(((name, shape, dtype), wrong, b"" if problem.out_cut else bits(result)))
+        what, wrong, result = judged(hosts, name, rows, dtype, seed)
+        found.append((what, wrong, b"" if PROBLEMS[name].out_cut else bits(result)))
     return found
+
+
+def judged(
+    hosts: Hosts, name: str, rows: int, dtype: torch.dtype, seed: int, late_s: float = 0.0
+) -> tuple[Any, str, torch.Tensor]:
+    """(what was run, what is wrong with it, the result) of a call that this rank makes so late."""
+    problem = PROBLEMS[name]
+    shape = sizes(name, rows, hosts.world_size)
+    x = Operands(problem, shape, dtype, seed, hosts.rank, hosts.world_size)
+    run = our_run(x, None)
+    run.reset()
+    time.sleep(late_s)
+    run.call()
+    result = run.result()
+    # Of a GEMM each rank's term is rounded, and the sum of a host that has other terms.
+    roundings = int(problem.gemm) + int(hosts.local_size > 1) if problem.sums and dtype != FP32 else 0
+    accuracy = x.check(result, roundings=roundings, partial_dtype=dtype if roundings else None)
+    return (name, shape, dtype), "" if accuracy.ok else str(accuracy), result
 
 
 def check(found: list[list[Any]]) -> None:
