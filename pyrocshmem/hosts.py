@@ -158,7 +158,7 @@ class Hosts:
             self._channel.abort("it has begun to recover")
         self._channel = self._home.channel("votes")
         self.network.close()
-        self._failure = None
+        self._failure, self._calls = None, 0
         try:
             self._vote("recover the hosts")
             self.heap.recover()
@@ -258,17 +258,25 @@ class Hosts:
 
     def _named(self, lost: Lost) -> ShmemError:
         """What became of a host from which nothing came: it gave up, or is gone, or late."""
-        deadline, peer = time.monotonic() + _MESSAGE_S, self.rank_on(lost.host)
+        deadline = time.monotonic() + _MESSAGE_S
+        waiting = self._channel.channel("waiting")
+        with store_may_be_gone():
+            waiting.leave("it waits in vain, too")
+        missing = [self.rank_on(host) for host in lost.hosts]
         while time.monotonic() < deadline:
             if (record := self._abort_record()) is not None:
                 return PeerAborted(self.rank, *record)
-            if (left := self._left(peer)) is not None:
-                return left
+            for peer in missing:
+                if (left := self._left(peer)) is not None:
+                    return left
             time.sleep(0.02)
-        expected = f"a block from host {lost.host}"
-        process = (
-            "" if lost.late else f"host, {lost.host}, has ended its connection ({lost.why.splitlines()[0]})"
-        )
+        # NCCL doesn't say whose block it was.
+        peer = missing[0]
+        with store_may_be_gone():
+            peer = next((peer for peer in missing if waiting._reason(f"left/{peer}") is None), peer)
+        host = peer // self.local_size
+        expected = f"a block from host {host}"
+        process = "" if lost.late else f"host, {host}, has ended its connection ({lost.why.splitlines()[0]})"
         return PeerTimeout(
             self._words, self.rank, peer, None, expected, "none", lost.waited_s, self._calls, process
         )

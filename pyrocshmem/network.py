@@ -7,17 +7,19 @@
 The engine only moves bytes: sums are made here, in an order that doesn't depend on sizes. It has a process group of its
 own for each number that a rank has on its host, made by its members alone. gloo's waits are made by a thread of the
 network, one swap after the other, so that they run beside what this rank computes; GPU tensors pass through host
-memory there. NCCL's are put into its stream, and a thread looks at how long they take: the process group is aborted
-when a wait has lasted `seconds`, long before NCCL's own watchdog would end the process.
+memory there. NCCL's are put into its stream, between two marks that the device writes into memory of the host, also
+when a CUDA graph of them is replayed. A thread looks at the marks, and aborts the process group when a swap has lasted
+`seconds`, or its connection ended; NCCL's own watchdog, which would end the process, is told to leave it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from datetime import timedelta
@@ -33,17 +35,22 @@ from pyrocshmem.timeouts import init_seconds
 # By the number of the host that they go to or come from.
 Blocks = Mapping[int, torch.Tensor]
 
-# How often a rank that waits looks whether a peer gave up, and NCCL's watcher at its works.
+# How often a rank that waits looks whether a peer gave up, and NCCL's watcher at the marks.
 _LOOK_S = 0.05
-# NCCL's own watchdog must not be the first to notice.
+# Process groups of NCCL among which a block is divided: one uses few channels to a peer. Two H100 by sockets exchange
+# 64 MiB at 2.1 GB/s by one, 4.3 by two, 7.3 by four; a ring at 3.7. Each has at least so many bytes.
+_RAILS, _RAIL_BYTES = 4, 512 << 10
+# To end NCCL's process group; what takes longer goes on by itself.
+_END_S = 1.0
 _NEVER = timedelta(days=30)
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Lost(Exception):
-    """`host` did not send or take a block: `late` where time ran out, else its connection ended."""
+    """One of `hosts` did not send or take a block: `late` where time ran out, else its connection ended."""
 
-    def __init__(self, host: int, late: bool, waited_s: float, why: str) -> None:
-        self.host, self.late, self.waited_s, self.why = host, late, waited_s, why
+    def __init__(self, hosts: Sequence[int], late: bool, waited_s: float, why: str) -> None:
+        self.hosts, self.late, self.waited_s, self.why = tuple(hosts), late, waited_s, why
         super().__init__(why)
 
 
@@ -75,31 +82,57 @@ class Network:
     def __init__(self, peers: Sequence[int], host: int, device: torch.device, seconds: float) -> None:
         self.peers, self.host, self.device, self.seconds = list(peers), host, device, seconds
         self.bytes_sent = 0
+        self.others = [other for other in range(len(self.peers)) if other != host]
         self._words = new_process_group(self.peers, timedelta(seconds=init_seconds()), "gloo")
-        by_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        self._data = new_process_group(self.peers, _NEVER, "nccl") if by_nccl else self._words
+        self._rails: list[Any] = []  # NCCL's
         self._differs = False
-        self.lost: Lost | None = None  # what the watcher of a stream found
+        self.lost: Lost | None = None  # what the watcher of NCCL found
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._watched: SimpleQueue[tuple[Any, Any, int] | None] = SimpleQueue()
-        loops = (self._work, self._watch) if by_nccl else (self._work,)
-        self._threads = [
-            threading.Thread(target=loop, name="pyrocshmem network", daemon=True) for loop in loops
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._closed = threading.Event()
+        self._aborting: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._work)
+        if device.type == "cuda" and "nccl" in dist.get_backend_config():
+            with _left_alone_by_its_watchdog():
+                self._rails = [new_process_group(self.peers, _NEVER, "nccl") for _ in range(_RAILS)]
+            self._count = torch.zeros(1, dtype=torch.int64, device=device)
+            self._marks = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._begin, self._end = self._marks.split(1)
+            self._connect()
+            self._start(self._watch)
+
+    def _start(self, loop: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=loop, name="pyrocshmem network", daemon=True))
+        self._threads[-1].start()
+
+    def _connect(self) -> None:
+        """Have NCCL connect, which it does at a first swap: without an end where a peer is gone, and never in a
+        capture. RuntimeError after `init_seconds()`."""
+        done: Future[None] = Future()
+
+        def job() -> None:
+            try:
+                blank = torch.zeros(_RAILS * _RAIL_BYTES, dtype=torch.uint8, device=self.device)
+                send = dict.fromkeys(self.others, blank)
+                self._by_stream(send, {host: torch.empty_like(blank) for host in self.others})
+                torch.cuda.synchronize(self.device)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._jobs.put(job)
+        try:
+            done.result(init_seconds())
+        except NotYet:
+            raise RuntimeError(f"NCCL found no connection in {init_seconds():g} s") from None
 
     def swap(self, send: Blocks, receive: Blocks) -> Leg:
         """Send contiguous blocks to hosts, and receive such from hosts. Every rank of `peers` makes the same swaps in
         the same order; a block that is sent must stay as it is until the wait."""
         send, receive = _filled(send), _filled(receive)
         self.bytes_sent += sum(block.numel() * block.element_size() for block in send.values())
-        return (
-            self._by_stream(send, receive)
-            if self._data is not self._words
-            else self._by_thread(send, receive)
-        )
+        return self._by_stream(send, receive) if self._rails else self._by_thread(send, receive)
 
     def greet(self, number: int, words: str) -> Leg:
         """Compare a call with those of the peers: 16 bytes to each, which are not counted. Its wait raises `Differs`
@@ -107,7 +140,7 @@ class Network:
         comes than it asked for."""
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
         mine = torch.tensor([number, int.from_bytes(digest, "little", signed=True)], device="cpu")
-        others = [host for host in range(len(self.peers)) if host != self.host]
+        others = self.others
         theirs = torch.empty(len(self.peers), 2, dtype=torch.int64, device="cpu")
 
         def compare() -> None:
@@ -118,12 +151,24 @@ class Network:
     def close(self) -> None:
         """End what is under way, the threads and the process groups. Local; nothing is said to the peers."""
         self._jobs.put(None)
-        self._watched.put(None)
-        for group in {self._words, self._data}:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        self._closed.set()
+        with contextlib.suppress(RuntimeError):
+            self._words.abort()
+        for thread in self._abort_nccl():
+            thread.join(_END_S)
         for thread in self._threads:
             thread.join(_LOOK_S + self.seconds)
+
+    def _abort_nccl(self) -> list[threading.Thread]:
+        """End what its kernels wait for. By a thread each: NCCL goes on until no CUDA graph has calls of it."""
+        if not self._aborting:
+            self._aborting = [
+                threading.Thread(target=rail.abort, name="pyrocshmem abort", daemon=True)
+                for rail in self._rails
+            ]
+            for thread in self._aborting:
+                thread.start()
+        return self._aborting
 
     def _work(self) -> None:
         if self._side is not None:
@@ -174,7 +219,7 @@ class Network:
                 return do(*args)
             except RuntimeError as error:
                 waited = time.monotonic() - start
-                raise Lost(host, waited >= self.seconds, waited, str(error)) from None
+                raise Lost([host], waited >= self.seconds, waited, str(error)) from None
 
         works = [
             (host, with_host(host, way, block, self.peers[host], self._words))
@@ -186,33 +231,66 @@ class Network:
             with_host(host, work.wait, timedelta(seconds=left))
 
     def _by_stream(self, send: Blocks, receive: Blocks) -> Leg:
-        ready = torch.cuda.current_stream(self.device).record_event()
-        ways = ((dist.isend, send), (dist.irecv, receive))
-        both = [
-            dist.P2POp(way, block, self.peers[host], self._data)
-            for way, blocks in ways
-            for host, block in blocks.items()
-        ]
-        works = dist.batch_isend_irecv(both) if both else []
-        hosts = [*send, *receive]
-        if hosts:
-            self._watched.put((ready, works[-1], hosts[0]))
+        by_rail: list[list[dist.P2POp]] = [[] for _ in self._rails]
+        for way, blocks in ((dist.isend, send), (dist.irecv, receive)):
+            for host, block in blocks.items():
+                shares = min(max(block.nbytes // _RAIL_BYTES, 1), _RAILS)
+                for rail, share in enumerate(block.view(-1).tensor_split(shares)):
+                    by_rail[rail].append(dist.P2POp(way, share, self.peers[host], self._rails[rail]))
         done: Future[Callable[[], object]] = Future()
-        done.set_result(lambda: [work.wait() for work in works])
+        done.set_result(self._begun(by_rail) if by_rail[0] else _nothing)
         return Leg(done)
+
+    def _begun(self, by_rail: list[list[dist.P2POp]]) -> Callable[[], object]:
+        """Enqueue the swap between its marks; what lets the current stream wait for it."""
+        side = self._side
+        assert side is not None
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self._begin.copy_(self._count.add_(1), non_blocking=True)
+        works = [work for both in by_rail if both for work in dist.batch_isend_irecv(both)]
+        with torch.cuda.stream(side):
+            for work in works:
+                work.wait()
+            self._end.copy_(self._count, non_blocking=True)
+        arrived = side.record_event()
+
+        def arrive() -> None:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+            by_rail.clear()  # whose blocks had to stay for so long
+
+        return arrive
 
     def _watch(self) -> None:
         """End what NCCL waits for in vain, from when the device came to it."""
-        while (job := self._watched.get()) is not None:
-            ready, work, host = job
-            begin: float | None = None
-            while self.lost is None and not work.is_completed():
-                time.sleep(_LOOK_S)
-                begin = time.monotonic() if begin is None and ready.query() else begin
-                waited = 0.0 if begin is None else time.monotonic() - begin
-                if waited >= self.seconds:
-                    self.lost = Lost(host, True, waited, "NCCL waited in vain")
-                    self._data.abort()
+        rails = [rail._get_backend(self.device) for rail in self._rails]
+        seen, since = (0, 0), 0.0
+        while not self._closed.wait(_LOOK_S):
+            now, before = time.monotonic(), seen
+            seen = int(self._begin), int(self._end)
+            since = now if seen != before else since
+            late = now - since >= self.seconds
+            broken = any(rail.get_error().name != "SUCCESS" for rail in rails)
+            if seen[0] == seen[1] or not (late or broken):
+                continue
+            self.lost = Lost(
+                self.others, late, now - since, "NCCL waited in vain" if late else "NCCL reports it"
+            )
+            self._abort_nccl()
+            return
+
+
+@contextlib.contextmanager
+def _left_alone_by_its_watchdog() -> Iterator[None]:
+    """NCCL's process groups that are made inside never end their process."""
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_WATCHDOG]
+        if before is not None:
+            os.environ[_WATCHDOG] = before
 
 
 def _filled(blocks: Blocks) -> dict[int, torch.Tensor]:

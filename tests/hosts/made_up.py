@@ -5,15 +5,22 @@ from typing import Any
 
 import torch
 
+from pyrocshmem import target
 from pyrocshmem.collectives import over_hosts as collectives_over_hosts
 from pyrocshmem.hosts import Hosts, hosts_for
 from pyrocshmem.stream_k.ops import over_hosts as ops_over_hosts
 
 
 def divide(rank: int, world_size: int, num_hosts: int, group: Any = None) -> Hosts:
-    """This rank's place among hosts of equal numbers of ranks."""
+    """This rank's place among hosts of equal numbers of ranks, on its device."""
+    use_device(rank)
     settle(rank * num_hosts // world_size)
     return hosts_for(group)
+
+
+def use_device(rank: int) -> None:
+    """Tensors are made on the device of this rank from here on."""
+    torch.set_default_device(target.device(rank))
 
 
 def settle(host: int) -> None:
@@ -30,4 +37,4 @@ def cut_small() -> None:
 
 def bits(x: torch.Tensor) -> bytes:
     """To be compared between ranks."""
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
+    return x.contiguous().cpu().view(torch.uint8).numpy().tobytes()

@@ -16,8 +16,9 @@ SEED = 5
 
 
 def x_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(SEED + rank)
-    return torch.randint(-50, 50, shape, generator=generator).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(SEED + rank)
+    drawn = torch.randint(-50, 50, shape, generator=generator, device="cpu")
+    return drawn.to(dtype).to(torch.get_default_device())
 
 
 REDUCED: dict[str, Any] = {

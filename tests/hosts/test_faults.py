@@ -23,6 +23,7 @@ from pyrocshmem import (
     hosts,
     network,
     stream_k,
+    target,
 )
 from pyrocshmem.hosts import Hosts, hosts_for
 from tests.hosts.made_up import divide, settle
@@ -35,6 +36,11 @@ WAIT_S = 2.0
 
 
 def formed(rank: int, world_size: int, num_hosts: int = 2) -> Hosts:
+    if not target.interpreted():  # where first calls compile
+        compiling = divide(rank, world_size, num_hosts)
+        assert right(rank, world_size)
+        compiling.barrier()
+        compiling.close()
     os.environ["PYROCSHMEM_WAIT_SECONDS"] = str(WAIT_S)
     made = divide(rank, world_size, num_hosts)
     assert right(rank, world_size)
@@ -48,6 +54,7 @@ def right(rank: int, world_size: int) -> bool:
     a = torch.full((3, 4), 1.0 + rank)
     sums = stream_k.gemm_all_reduce(a, torch.ones(4, 2))
     expected = sum(range(world_size))
+    as_group(None).hosts.synchronize()
     return bool((total == expected).all() and (sums == 4 * (expected + world_size)).all())
 
 
@@ -104,7 +111,7 @@ def test_a_host_that_has_left() -> None:
 
 def late(rank: int, world_size: int) -> bool:
     formed(rank, world_size)
-    if rank == 3:
+    if rank == world_size - 1:
         time.sleep(0.8 * WAIT_S)
     return right(rank, world_size)
 
@@ -116,7 +123,7 @@ def test_a_late_rank_is_waited_for() -> None:
 
 def gives_up(rank: int, world_size: int) -> Any:
     formed(rank, world_size)
-    if rank == 3:
+    if rank == world_size - 1:
         raise LookupError("no such weights")
     return fault_of(lambda: right(rank, world_size))
 
@@ -172,9 +179,9 @@ def test_without_the_comparison_a_process_ends() -> None:
 
 
 def stopped(rank: int, world_size: int) -> Any:
-    """Rank 3 is away for longer than anybody waits."""
+    """The last rank is away for longer than anybody waits."""
     over = formed(rank, world_size)
-    if rank == 3:
+    if rank == world_size - 1:
         time.sleep(WAIT_S + 2)
     error, seconds = fault_of(lambda: right(rank, world_size))
     again, _ = fault_of(lambda: right(rank, world_size))
@@ -191,6 +198,31 @@ def test_recovery_after_a_wait_in_vain() -> None:
         assert seconds < WAIT_S + 2
         assert stays_broken
         assert recovered
+
+
+def alone(rank: int, world_size: int, unsure: bool) -> Any:
+    """Of three hosts the last makes no call. unsure: it isn't known of which host a block is missing, as by NCCL."""
+    over = formed(rank, world_size, 3)
+    fault: BaseException | None = None
+    others, named = over.network.others, network.Lost
+    lost = (lambda _, *more: named(others, *more)) if unsure else named
+    if rank < 2:
+        with mock.patch.object(network, "Lost", lost):
+            fault, _ = fault_of(lambda: right(rank, world_size))
+    else:
+        time.sleep(WAIT_S + 2)
+    over.recover()
+    return fault, right(rank, world_size)
+
+
+@pytest.mark.num_ranks(3)
+@pytest.mark.parametrize("unsure", [False, True], ids=["named by gloo", "not named"])
+def test_recovery_where_a_host_made_fewer_calls(unsure: bool) -> None:
+    found = values(run_ranks(alone, 3, unsure))
+    assert [recovered for _, recovered in found] == [True] * 3
+    named = [fault for fault, _ in found[:2] if isinstance(fault, PeerTimeout)]
+    assert named, found
+    assert {fault.peer for fault in named} == {2}
 
 
 def refused(rank: int, world_size: int, places: list[int]) -> str:

@@ -16,7 +16,7 @@ from pyrocshmem import collectives, heap_for, hosts, network, stream_k
 from pyrocshmem.benchmarks.scale import OPS, Traffic, traffic
 from pyrocshmem.calls import kernel_launch
 from pyrocshmem.stream_k.ops import over_hosts
-from tests.hosts.made_up import cut_small, divide
+from tests.hosts.made_up import cut_small, divide, use_device
 from tests.ranks import run_ranks, values
 
 TIER = 2
@@ -146,6 +146,7 @@ def test_blocks_travel_beside_gemms(name: str) -> None:
 
 def on_one_host(rank: int, world_size: int) -> Any:
     """What a planned call does, of groups and of heaps, if it does anything for hosts."""
+    use_device(rank)
     x = torch.ones(8, 4)
     collectives.all_reduce(x)
     rounds = heap_for(None).group.rounds

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyrocshmem
-from pyrocshmem import network, stream_k
+from pyrocshmem import network, stream_k, target
 from pyrocshmem.hosts import Hosts
 from pyrocshmem.reference.accuracy import make_operand
 from pyrocshmem.reference.operands import Operands
@@ -69,7 +69,7 @@ def judged(
     """(what was run, what is wrong with it, the result) of a call that this rank makes so late."""
     problem = PROBLEMS[name]
     shape = sizes(name, rows, hosts.world_size)
-    x = Operands(problem, shape, dtype, seed, hosts.rank, hosts.world_size)
+    x = Operands(problem, shape, dtype, seed, hosts.rank, hosts.world_size, hosts.device)
     run = our_run(x, None)
     run.reset()
     time.sleep(late_s)
@@ -95,6 +95,13 @@ def test_two_hosts_of_two(as_large: bool) -> None:
     check(values(run_ranks(every_op, 4, 2, NAMES, dtypes, new_seed(), as_large, timeout=TIMEOUT_S)))
 
 
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("as_large", [False, True], ids=["small", "as large"])
+def test_two_hosts_of_one(as_large: bool) -> None:
+    dtypes = [FP16, BF16, FP32]
+    check(values(run_ranks(every_op, 2, 2, NAMES, dtypes, new_seed(), as_large, timeout=TIMEOUT_S)))
+
+
 @pytest.mark.num_ranks(3)
 def test_three_hosts_of_one() -> None:
     check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), True, timeout=TIMEOUT_S)))
@@ -105,8 +112,9 @@ def first_row(rank: int, world_size: int, seed: int) -> list[bool]:
     cut_small()
     divide(rank, world_size, 2)
     K, N = 64, 40
-    a = make_operand((24, K), FP16, seed, rank, tag="a", device="cpu")
-    b = make_operand((K, N), FP16, seed, rank, tag="b", device="cpu")
+    device = target.device(rank)
+    a = make_operand((24, K), FP16, seed, rank, tag="a", device=device)
+    b = make_operand((K, N), FP16, seed, rank, tag="b", device=device)
     with pyrocshmem.batch_invariant():
         return [
             len({bits(op(a[:rows], b)[0]) for rows in (1, 2, 7, 24)}) == 1
@@ -136,6 +144,7 @@ def unwaited(rank: int, world_size: int) -> list[str]:
     return [wrong for _, wrong, _ in found if wrong]
 
 
+@pytest.mark.cpu
 @pytest.mark.num_ranks(2)
 def test_without_the_wait_results_are_wrong() -> None:
     assert all(values(run_ranks(unwaited, 2)))

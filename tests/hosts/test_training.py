@@ -8,18 +8,17 @@ import torch
 from pyrocshmem import collectives, stream_k
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.nn import ColumnParallelLinear, RowParallelLinear
-from tests.hosts.made_up import cut_small, divide
+from tests.hosts.made_up import cut_small, divide, use_device
 from tests.ranks import run_ranks, values
 
 TIER = 3
-pytestmark = [pytest.mark.cpu]
-
 M, N, K = 12, 16, 32
 
 
 def differentiated(rank: int, world_size: int, num_hosts: int, compiled: bool) -> list[str]:
     """What gradients are wrong, of each op whose inputs ranks share, against PyTorch's of the whole."""
     cut_small()
+    use_device(rank)
     if num_hosts > 1:
         divide(rank, world_size, num_hosts)
     torch.manual_seed(3)
@@ -65,14 +64,20 @@ def differentiated(rank: int, world_size: int, num_hosts: int, compiled: bool) -
     return wrong
 
 
-@pytest.mark.num_ranks(4)
+ranks_of_two_hosts = pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.num_ranks(ranks)) for ranks in (2, 4)]
+)
+
+
+@ranks_of_two_hosts
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradients(compiled: bool) -> None:
-    assert values(run_ranks(differentiated, 4, 2, compiled, timeout=150.0)) == [[]] * 4
+def test_gradients(compiled: bool, ranks: int) -> None:
+    assert values(run_ranks(differentiated, ranks, 2, compiled, timeout=150.0)) == [[]] * ranks
 
 
 def layers(rank: int, world_size: int, num_hosts: int) -> list[float]:
     """Losses of a block of two layers that ranks divide, trained for a few steps."""
+    use_device(rank)
     if num_hosts > 1:
         divide(rank, world_size, num_hosts)
     torch.manual_seed(1)
@@ -91,9 +96,9 @@ def layers(rank: int, world_size: int, num_hosts: int) -> list[float]:
     return losses
 
 
-@pytest.mark.num_ranks(4)
-def test_layers_train_as_on_one_host() -> None:
-    over_two, on_one = (values(run_ranks(layers, 4, num_hosts, timeout=100.0)) for num_hosts in (2, 1))
-    assert over_two == [over_two[0]] * 4
+@ranks_of_two_hosts
+def test_layers_train_as_on_one_host(ranks: int) -> None:
+    over_two, on_one = (values(run_ranks(layers, ranks, hosts, timeout=100.0)) for hosts in (2, 1))
+    assert over_two == [over_two[0]] * ranks
     assert over_two[0] == pytest.approx(on_one[0], abs=1e-5)
     assert over_two[0][-1] < over_two[0][0]
