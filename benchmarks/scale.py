@@ -17,7 +17,8 @@ of the weights. Times on one host are measured, of a record; what more hosts add
   1 / L of them. A step has the latency of the link or, between hosts, of the network: of a ring one for each rank, of a
   tree those of the way up and down.
 
-Tests compare `traffic` with what made-up hosts give to torch.distributed; times between hosts were never measured here.
+Tests compare `traffic` with what made-up hosts give to torch.distributed. Times were never compared with a network's:
+there are only those of one machine's sockets (`benchmarks.between_hosts`).
 """
 
 from __future__ import annotations

@@ -248,7 +248,10 @@ class Network:
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             self._begin.copy_(self._count.add_(1), non_blocking=True)
-        works = [work for both in by_rail if both for work in dist.batch_isend_irecv(both)]
+        try:
+            works = [work for both in by_rail if both for work in dist.batch_isend_irecv(both)]
+        except dist.DistBackendError as error:  # what it has noticed of an earlier swap
+            raise self.lost or Lost(self.others, False, 0.0, str(error)) from None
         with torch.cuda.stream(side):
             for work in works:
                 work.wait()
