@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from pyrocshmem.benchmarks.provider import (
 from pyrocshmem.benchmarks.schema import IS_DEFAULT, same_as
 from pyrocshmem.calls.invariance import BATCH, TP, Invariance, batch_invariant
 from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.environment import changed_environment
 from pyrocshmem.reference import ops as reference_ops
 from pyrocshmem.reference.problems import ALL, EPS
 from pyrocshmem.stream_k.choice.config import Config
@@ -185,15 +185,9 @@ def _pinned_group() -> dist.ProcessGroup:
     options.config.min_ctas = options.config.max_ctas = 1
     group = dist.new_group(pg_options=options)
     assert group is not None
-    before = os.environ.get("NCCL_PROTO")
-    os.environ["NCCL_PROTO"] = "Simple"
-    try:
+    with changed_environment({"NCCL_PROTO": "Simple"}):
         # Which is when it is read.
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    finally:
-        del os.environ["NCCL_PROTO"]
-        if before is not None:
-            os.environ["NCCL_PROTO"] = before
     return group
 
 

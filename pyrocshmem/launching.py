@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from pyrocshmem import endings, secret, target
+from pyrocshmem.environment import changed_environment
 from pyrocshmem.errors import PeerAborted, describe
 from pyrocshmem.groups import ThreadGroup
 from pyrocshmem.rank_process import Job, init_process_group, rank_main
@@ -44,7 +45,6 @@ _TIMEOUT_S = 600.0
 _GRACE_S = 5.0
 _EXIT_S = 10.0
 _LOOK_S = 1.0
-_environment_lock = threading.Lock()
 _joined = itertools.count()  # process groups that `from_torchrun` has made
 
 
@@ -176,26 +176,6 @@ def _check_timeout(timeout: Any) -> None:
         raise ValueError(f"timeout is {timeout}, allowed are seconds greater than 0")
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """Environment of processes started inside; None removes."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in changes}
-        try:
-            _set_environment(changes)
-            yield
-        finally:
-            _set_environment(before)
-
-
-def _set_environment(changes: dict[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def _listen() -> tuple[Any, int]:
     """(store, port) on the loopback interface: the store has no password, so other machines must not reach
     it. Users of this one may: see `secret`."""
@@ -245,7 +225,7 @@ def _run(
     shared = secret.make()
     ranks: list[_Rank] = []
     try:
-        with _environment(changes):
+        with changed_environment(changes):
             for rank in range(num_ranks):
                 environment = dict(os.environ) if fork else None
                 forked_by = None if fork else os.getpid()

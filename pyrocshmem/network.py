@@ -4,11 +4,11 @@
     leg = network.swap({1: mine}, {1: theirs})          # on its way; what follows runs beside it
     leg.wait()                                          # `theirs` is there, for what this rank launches next
 
-The engine only moves bytes: sums are made here, in an order that doesn't depend on sizes. It has a process group of its
-own for each number that a rank has on its host, made by its members alone. gloo's waits are made by a thread of the
+The engine only moves bytes: sums are made here, in an order that doesn't depend on sizes. It has process groups of its
+own for each number that a rank has on its host, made by their members alone. gloo's waits are made by a thread of the
 network, one swap after the other, so that they run beside what this rank computes; GPU tensors pass through host
 memory there. NCCL's are put into its stream, between two marks that the device writes into memory of the host, also
-when a CUDA graph of them is replayed. A thread looks at the marks, and aborts the process group when a swap has lasted
+when a CUDA graph of them is replayed. A thread looks at the marks, and aborts the process groups when a swap has lasted
 `seconds`, or its connection ended; NCCL's own watchdog, which would end the process, is told to leave it alone.
 """
 
@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from datetime import timedelta
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrocshmem.environment import changed_environment
 from pyrocshmem.groups import new_process_group
 from pyrocshmem.timeouts import init_seconds
 
@@ -43,7 +43,6 @@ _RAILS, _RAIL_BYTES = 4, 512 << 10
 # To end NCCL's process group; what takes longer goes on by itself.
 _END_S = 1.0
 _NEVER = timedelta(days=30)
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Lost(Exception):
@@ -94,7 +93,8 @@ class Network:
         self._threads: list[threading.Thread] = []
         self._start(self._work)
         if device.type == "cuda" and "nccl" in dist.get_backend_config():
-            with _left_alone_by_its_watchdog():
+            # When they are made they read whether their own watchdog may end the process.
+            with changed_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
                 self._rails = [new_process_group(self.peers, _NEVER, "nccl") for _ in range(_RAILS)]
             self._count = torch.zeros(1, dtype=torch.int64, device=device)
             self._marks = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -140,13 +140,13 @@ class Network:
         comes than it asked for."""
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
         mine = torch.tensor([number, int.from_bytes(digest, "little", signed=True)], device="cpu")
-        others = self.others
         theirs = torch.empty(len(self.peers), 2, dtype=torch.int64, device="cpu")
 
         def compare() -> None:
-            self._differs = not bool((theirs[others] == mine).all())
+            self._differs = not bool((theirs[self.others] == mine).all())
 
-        return self._by_thread(dict.fromkeys(others, mine), {host: theirs[host] for host in others}, compare)
+        send, receive = dict.fromkeys(self.others, mine), {host: theirs[host] for host in self.others}
+        return self._by_thread(send, receive, compare)
 
     def close(self) -> None:
         """End what is under way, the threads and the process groups. Local; nothing is said to the peers."""
@@ -238,10 +238,10 @@ class Network:
                 for rail, share in enumerate(block.view(-1).tensor_split(shares)):
                     by_rail[rail].append(dist.P2POp(way, share, self.peers[host], self._rails[rail]))
         done: Future[Callable[[], object]] = Future()
-        done.set_result(self._begun(by_rail) if by_rail[0] else _nothing)
+        done.set_result(self._enqueue(by_rail) if by_rail[0] else _nothing)
         return Leg(done)
 
-    def _begun(self, by_rail: list[list[dist.P2POp]]) -> Callable[[], object]:
+    def _enqueue(self, by_rail: list[list[dist.P2POp]]) -> Callable[[], object]:
         """Enqueue the swap between its marks; what lets the current stream wait for it."""
         side = self._side
         assert side is not None
@@ -272,28 +272,16 @@ class Network:
             now, before = time.monotonic(), seen
             seen = int(self._begin), int(self._end)
             since = now if seen != before else since
+            if seen[0] == seen[1]:
+                continue
             late = now - since >= self.seconds
-            broken = any(rail.get_error().name != "SUCCESS" for rail in rails)
-            if seen[0] == seen[1] or not (late or broken):
+            if not late and all(rail.get_error().name == "SUCCESS" for rail in rails):
                 continue
             self.lost = Lost(
                 self.others, late, now - since, "NCCL waited in vain" if late else "NCCL reports it"
             )
             self._abort_nccl()
             return
-
-
-@contextlib.contextmanager
-def _left_alone_by_its_watchdog() -> Iterator[None]:
-    """NCCL's process groups that are made inside never end their process."""
-    before = os.environ.get(_WATCHDOG)
-    os.environ[_WATCHDOG] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_WATCHDOG]
-        if before is not None:
-            os.environ[_WATCHDOG] = before
 
 
 def _filled(blocks: Blocks) -> dict[int, torch.Tensor]:

@@ -9,6 +9,13 @@ import os
 import socket
 from pathlib import Path
 
+_MADE_UP = "PYROCSHMEM_HOST"
+
+
+def make_up(host: int) -> None:
+    """Be on a host that is only made up, the one of this number, before any group forms."""
+    os.environ[_MADE_UP] = f"made up {host}"
+
 
 def own_place() -> bytes:
     """What the ranks of one host have in common, and those of other hosts have not."""
@@ -17,7 +24,7 @@ def own_place() -> bytes:
     except OSError:  # no /proc
         kernel = socket.gethostname()
     shared = (_identity(path) for path in ("/dev/shm", "/proc/self/ns/pid", "/proc/self/ns/net"))
-    return "\n".join((kernel, *shared, os.environ.get("PYROCSHMEM_HOST", ""))).encode()
+    return "\n".join((kernel, *shared, os.environ.get(_MADE_UP, ""))).encode()
 
 
 def _identity(path: str) -> str:

@@ -5,7 +5,6 @@ Usage: `spawn(run_rank, num_ranks, Job("all_reduce", (512, 512, 512), torch.floa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from pyrocshmem.collectives.exchange import PIECE_BYTES
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.hosts import Hosts, hosts_for
+from pyrocshmem.places import make_up
 from pyrocshmem.reference import report
 from pyrocshmem.reference.accuracy import Accuracy
 from pyrocshmem.reference.operands import Operands
@@ -220,7 +220,7 @@ def _formed(job: Job, rank: int, world_size: int) -> Iterator[Heap | Hosts]:
         with Heap(group=None, nbytes=_heap_bytes(job, world_size)) as heap:
             yield heap
         return
-    os.environ["PYROCSHMEM_HOST"] = f"made up {rank * job.hosts // world_size}"
+    make_up(rank * job.hosts // world_size)
     hosts = hosts_for(None)
     yield hosts
     hosts.close()

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from pyrocshmem import options
 from pyrocshmem.benchmarks import between_hosts
-from pyrocshmem.benchmarks.between_hosts import OPS, SOCKETS, Took, measure, table
+from pyrocshmem.benchmarks.between_hosts import SOCKETS, Took, measure, table
+from pyrocshmem.benchmarks.scale import OPS
 from pyrocshmem.benchmarks.shapes import cases_of
 from tests.ranks import run_ranks, values
 

@@ -1,6 +1,5 @@
 """Hosts that are made up: ranks of one machine that act as if they shared no memory."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,24 +7,20 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.collectives import over_hosts as collectives_over_hosts
 from pyrocshmem.hosts import Hosts, hosts_for
+from pyrocshmem.places import make_up
 from pyrocshmem.stream_k.ops import over_hosts as ops_over_hosts
 
 
 def divide(rank: int, world_size: int, num_hosts: int, group: Any = None) -> Hosts:
     """This rank's place among hosts of equal numbers of ranks, on its device."""
     use_device(rank)
-    settle(rank * num_hosts // world_size)
+    make_up(rank * num_hosts // world_size)
     return hosts_for(group)
 
 
 def use_device(rank: int) -> None:
     """Tensors are made on the device of this rank from here on."""
     torch.set_default_device(target.device(rank))
-
-
-def settle(host: int) -> None:
-    """Be on that host, before anything is formed."""
-    os.environ["PYROCSHMEM_HOST"] = f"host {host}"
 
 
 def cut_small() -> None:

@@ -26,7 +26,8 @@ from pyrocshmem import (
     target,
 )
 from pyrocshmem.hosts import Hosts, hosts_for
-from tests.hosts.made_up import divide, settle
+from pyrocshmem.places import make_up
+from tests.hosts.made_up import divide
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -193,6 +194,10 @@ def stopped(rank: int, world_size: int) -> Any:
 def test_recovery_after_a_wait_in_vain() -> None:
     found = values(run_ranks(stopped, 4))
     assert any(isinstance(error, PeerTimeout) for error, *_ in found)
+    check_stopped(found)
+
+
+def check_stopped(found: list[Any]) -> None:
     for error, seconds, stays_broken, recovered in found:
         assert isinstance(error, PeerTimeout | PeerAborted), error
         assert seconds < WAIT_S + 2
@@ -226,7 +231,7 @@ def test_recovery_where_a_host_made_fewer_calls(unsure: bool) -> None:
 
 
 def refused(rank: int, world_size: int, places: list[int]) -> str:
-    settle(places[rank])
+    make_up(places[rank])
     error, _ = fault_of(lambda: collectives.all_reduce(torch.ones(1)))
     return f"{type(error).__name__}: {error}"
 
@@ -284,7 +289,7 @@ def test_a_second_thread_is_told() -> None:
 
 def some_ranks(rank: int, world_size: int) -> Any:
     """The last rank is no member of the group, and makes no call."""
-    settle(rank // 2)
+    make_up(rank // 2)
     members = list(range(world_size - 1))
     group = dist.new_group(members)
     if rank not in members:
