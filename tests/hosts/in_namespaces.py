@@ -5,7 +5,6 @@ A rank writes what it found into FOLDER/<rank>, as JSON."""
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +18,11 @@ from pyrocshmem import collectives, from_torchrun
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.hosts import Hosts, hosts_for
 from tests.hosts.made_up import cut_small
-from tests.hosts.test_ops import FP16, FP32, NAMES, calls, judged
+from tests.hosts.test_ops import FP16, FP32, NAMES, calls, random_calls
 
 CUT_OFF_S = 5.0
 # Calls, one every 50 ms: for longer than it takes until the host is cut off.
 LOOKS = 60
-CALLS = 80
 
 
 def ops(hosts: Hosts, folder: Path) -> Any:
@@ -60,19 +58,8 @@ def right(hosts: Hosts) -> bool:
 
 
 def many(hosts: Hosts, folder: Path) -> Any:
-    """What is wrong of CALLS random calls, one after another, of ranks that are late at random."""
-    seed = int((folder / "seed").read_text())
     cut_small()
-    draw, own = random.Random(seed), random.Random(seed + 1 + hosts.rank)
-    wrong = []
-    for number in range(CALLS):
-        name, rows, dtype = draw.choice(NAMES), draw.randint(0, 20), draw.choice((FP16, FP32))
-        late_s = own.random() / 20 if own.random() < 0.1 else 0.0
-        what, text, _ = judged(hosts, name, rows, dtype, seed + number, late_s)
-        if text:
-            wrong.append((number, str(what), text))
-    hosts.barrier()
-    return wrong
+    return random_calls(hosts, int((folder / "seed").read_text()))
 
 
 CASES: dict[str, Callable[[Hosts, Path], Any]] = {"ops": ops, "cut_off": cut_off, "many": many}

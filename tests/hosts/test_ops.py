@@ -27,6 +27,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NAMES = [name for name, problem in PROBLEMS.items() if problem.joins != "meet"]
 # Rows that no number of ranks divides, fewer rows than ranks, and one size that all divide.
 ROWS = (24, 13, 2, 1)
+CALLS = 80
 
 
 def new_seed() -> int:
@@ -81,6 +82,20 @@ def judged(
     return (name, shape, dtype), "" if accuracy.ok else str(accuracy), result
 
 
+def random_calls(hosts: Hosts, seed: int) -> list[Any]:
+    """What is wrong of CALLS random calls, one after another, of ranks that are late at random."""
+    draw, own = random.Random(seed), random.Random(seed + 1 + hosts.rank)
+    wrong = []
+    for number in range(CALLS):
+        name, rows, dtype = draw.choice(NAMES), draw.randint(0, 20), draw.choice((FP16, FP32))
+        late_s = own.random() / 20 if own.random() < 0.1 else 0.0
+        what, text, _ = judged(hosts, name, rows, dtype, seed + number, late_s)
+        if text:
+            wrong.append((number, str(what), text))
+    hosts.barrier()
+    return wrong
+
+
 def check(found: list[list[Any]]) -> None:
     for of_call in zip(*found, strict=True):
         what, *_ = of_call[0]
@@ -105,6 +120,20 @@ def test_two_hosts_of_one(as_large: bool) -> None:
 @pytest.mark.num_ranks(3)
 def test_three_hosts_of_one() -> None:
     check(values(run_ranks(every_op, 3, 3, NAMES, [FP16, FP32], new_seed(), True, timeout=TIMEOUT_S)))
+
+
+def of_late_ranks(rank: int, world_size: int, seed: int) -> list[Any]:
+    cut_small()
+    return random_calls(divide(rank, world_size, 2), seed)
+
+
+# On the CPU target the hosts of test_namespaces.py make them.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.num_ranks(ranks)) for ranks in (2, 4)]
+)
+def test_random_calls(ranks: int) -> None:
+    assert values(run_ranks(of_late_ranks, ranks, new_seed(), timeout=TIMEOUT_S)) == [[]] * ranks
 
 
 def first_row(rank: int, world_size: int, seed: int) -> list[bool]:
