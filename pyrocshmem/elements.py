@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pyrocshmem import target
+from pyrocshmem import target  # isort: skip  # before Triton
+import triton
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Element:
     results: what their GEMM may store, the first unless an `out` says otherwise. biases: what a bias may be of. wire:
     what each rank's partial sum of a result of this type may be rounded to for its way between ranks, the first unless
     the caller asks for another. tf32: whether operands may be multiplied as tf32, where the caller allows it.
-    interpreted: whether Triton's interpreter computes with it rightly.
+    interpreted: whether Triton's interpreter computes with it rightly. scaled: whether operands come with scales.
     """
 
     dtype: torch.dtype
@@ -31,6 +32,7 @@ class Element:
     wire: tuple[torch.dtype, ...]
     tf32: bool = False
     interpreted: bool = True
+    scaled: bool = False
 
     @property
     def wide(self) -> bool:
@@ -53,21 +55,35 @@ class Element:
 
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+# Of operands with scales.
+SCALED_RESULTS = (_BF16, _FP16, _FP32)
 _ROWS = (
     #       dtype  results   biases          wire
     Element(_FP16, (_FP16,), (_FP16, _FP32), (_FP16, _FP32, _BF16)),
     Element(_BF16, (_BF16,), (_BF16, _FP32), (_BF16, _FP32, _FP16), interpreted=False),
     # Messages are whole quads: a unit of fp32 results would be half a quad of 16-bit parts.
     Element(_FP32, (_FP32,), (_FP32,), (_FP32,), tf32=True),
+    *(
+        Element(dtype, SCALED_RESULTS, SCALED_RESULTS, (), scaled=True)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    ),
 )
 ELEMENTS = {row.dtype: row for row in _ROWS}
-DTYPES = tuple(ELEMENTS)
+DTYPES = tuple(row.dtype for row in _ROWS if not row.scaled)
 # What a caller may ask for, whatever the results.
 WIRE_DTYPES = (_FP32, _BF16, _FP16)
 
 # What collectives reduce, and what they move: the latter as bits, whatever these mean.
 REDUCED = (*DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 MOVED = (*REDUCED, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def float8() -> tuple[torch.dtype, torch.dtype]:
+    """The 8-bit floating-point types of this target's matrix instructions: of 3 bits of mantissa, and of 2. gfx942 has
+    others than the rest, whose bits mean other numbers."""
+    if target.backend() == "hip" and triton.runtime.driver.active.get_current_target().arch == "gfx942":
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def names(dtypes: tuple[torch.dtype, ...] = DTYPES) -> str:

@@ -23,6 +23,7 @@ from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.explain import Explanation, explain
 from pyrocshmem.stream_k.choice.table import choose
+from pyrocshmem.stream_k.local_gemm.quantize import dequantize, quantize
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.stream_k.ops.all_gather_gemm import all_gather_gemm
 from pyrocshmem.stream_k.ops.gemm import gemm
@@ -38,6 +39,7 @@ __all__ = [
     "Workspace",
     "all_gather_gemm",
     "choose",
+    "dequantize",
     "explain",
     "gemm",
     "gemm_all_reduce",
@@ -46,6 +48,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "gemm_rms_norm_all_scatter",
     "make_schedule",
+    "quantize",
     "target",
     "timeline",
     "workspace_for",

@@ -1,0 +1,46 @@
+# ruff: noqa: PLR0124, SIM300 - NaN is what differs from itself; dtypes of kernels are constants
+"""Conversions to 8-bit floating point in kernels: to nearest, ties to even, and beyond the largest number that."""
+
+import triton
+import triton.language as tl
+
+from pyrocshmem import target
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+# fp32 has no fractions beyond.
+_WHOLE = tl.constexpr(float(1 << 23))
+
+
+@triton.jit
+def largest(DTYPE: tl.constexpr):
+    """The largest number of DTYPE."""
+    MOST: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 240.0 if DTYPE == tl.float8e4b8 else 57344.0
+    return MOST
+
+
+@triton.jit
+def to_float8(x, DTYPE: tl.constexpr):
+    """fp32 `x` as DTYPE. NaN stays NaN; infinities become the largest number, as all that is beyond it."""
+    x = tl.clamp(x, -largest(DTYPE), largest(DTYPE), propagate_nan=tl.PropagateNan.ALL)
+    if _INTERPRETED:
+        # Which truncates, and knows no NaN.
+        bits = _representable(x, DTYPE).to(DTYPE).to(tl.uint8, bitcast=True)
+        found = tl.where(x != x, 0x7F, bits).to(tl.uint8).to(DTYPE, bitcast=True)
+    else:
+        found = x.to(DTYPE)
+    return found
+
+
+@triton.jit
+def _representable(x, DTYPE: tl.constexpr):
+    """The number of DTYPE that is nearest to each of `x`, in fp32."""
+    E5: tl.constexpr = DTYPE == tl.float8e5 or DTYPE == tl.float8e5b16
+    MANTISSA: tl.constexpr = 2 if E5 else 3
+    LEAST: tl.constexpr = -14 if E5 else -6
+    bits = x.to(tl.int32, bitcast=True)
+    step = ((tl.maximum(((bits >> 23) & 255) - 127, LEAST) - MANTISSA + 127) << 23).to(
+        tl.float32, bitcast=True
+    )
+    nearest = ((tl.abs(x) / step + _WHOLE) - _WHOLE) * step
+    signed = nearest.to(tl.int32, bitcast=True) | (bits & ~0x7FFFFFFF)
+    return tl.where(x != x, x, signed.to(tl.float32, bitcast=True))

@@ -1,0 +1,169 @@
+# ruff: noqa: PLR0124 - NaN is what differs from itself
+"""`quantize` and `dequantize`: 16-bit or fp32 tensors as 8-bit floating point with scales, and back.
+
+A group of elements has one scale, fp32: its largest magnitude over the largest number of the 8-bit type. Of each recipe
+of `stream_k.local_gemm.scales` the groups are those of its operands.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyrocshmem import target
+from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.tensors import check_device, check_plain
+from pyrocshmem.elements import DTYPES, float8, names
+from pyrocshmem.stream_k.local_gemm.float8 import largest, to_float8
+from pyrocshmem.stream_k.local_gemm.scales import BLOCK
+from pyrocshmem.torch_contexts import on_device
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "blockwise_weight")
+# Columns that a program reads at once; rows, of groups of one row: many where a program costs more than its data.
+_COLUMNS, _ROWS, _INTERPRETED_ROWS = 1024, 8, 64
+_WARPS = 4
+
+
+@triton.jit(do_not_specialize=("M", "K", "across"))
+def quantize_kernel(
+    x, q, scales, M, K, across, stride_m, stride_k, q_pitch, scale_m, scale_k,
+    GIVEN: tl.constexpr, WHOLE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A block [ROWS, COLUMNS] of x [M, K], `across` of which lie side by side, or all columns of ROWS rows where
+    WHOLE_ROWS, as numbers of q's type. Each GROUP rows of the block have one scale, or, GIVEN, all have the one that is
+    there. q_pitch: elements from one row of q to the next."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    block = tl.program_id(0) % across
+    i = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    first = block * COLUMNS
+    there = i < M
+    steps = 1
+    if WHOLE_ROWS:
+        steps = tl.cdiv(K, COLUMNS)
+    if GIVEN:
+        scale = tl.zeros((ROWS,), tl.float32) + tl.load(scales)
+    else:
+        most = tl.zeros((ROWS,), tl.float32)
+        for step in tl.range(0, steps, num_stages=1):
+            value = _block(x, i, first + step * COLUMNS, there, K, stride_m, stride_k, COLUMNS)
+            # A NaN, which `tl.max` passes over, is found like an infinity.
+            most = tl.maximum(most, tl.max(tl.where(value == value, tl.abs(value), float("inf")), axis=1))
+        if GROUP > 1:
+            most = tl.zeros((ROWS,), tl.float32) + tl.max(most, axis=0)
+        # A group of zeros stays one.
+        scale = tl.where(most == 0, 1.0, tl.math.div_rn(most, tl.zeros((ROWS,), tl.float32) + largest(DTYPE)))
+        of_group = scales + i // GROUP * scale_m + block * scale_k
+        tl.store(of_group, scale, mask=there & (i % GROUP == 0))
+    for step in tl.range(0, steps, num_stages=1):
+        at = first + step * COLUMNS
+        value = _block(x, i, at, there, K, stride_m, stride_k, COLUMNS)
+        value = tl.math.div_rn(value, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
+        k = at + tl.arange(0, COLUMNS)
+        place = q + i.to(tl.int64)[:, None] * q_pitch + k[None, :]
+        tl.store(place, to_float8(value, DTYPE), mask=there[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _block(x, i, at, there, K, stride_m, stride_k, COLUMNS: tl.constexpr):
+    """fp32 columns [at, at + COLUMNS) of rows `i`, zeros outside."""
+    k = at + tl.arange(0, COLUMNS)
+    place = x + i.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
+    return tl.load(place, mask=there[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+
+
+def quantize(
+    x: torch.Tensor, recipe: str, *, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] as 8-bit floating point and its scales, for `gemm` and the fused ops.
+
+    x: float16, bfloat16 or float32, any strides. recipe: which elements share a scale:
+
+        "tensorwise"         all: scale []
+        "rowwise"            those of a row: [M, 1]
+        "blockwise"          128 of a row: [M, K / 128], rounded up
+        "blockwise_weight"   128 x 128: [M / 128, K / 128], rounded up
+
+    dtype: float8_e4m3fn (None) or float8_e5m2; on gfx942 their fnuz kinds. scale: of "tensorwise", float32 of one
+    element: a scale that is known, to which x is saturated; None: the one of x itself.
+
+    Returns (q, scale): q like x, contiguous. An element becomes the number nearest to x / scale, ties to even. The
+    scale of a group is its largest magnitude over the largest number of the dtype, 1 where all are zeros. A NaN or
+    an infinity makes the scale of its group infinite and itself NaN, and the group's other elements 0.
+    Raises TypeError and ValueError.
+    """
+    kind = float8()[0] if dtype is None else dtype
+    _check(x, recipe, kind, scale)
+    M, K = x.shape
+    q = torch.empty(M, K, dtype=kind, device=x.device)
+    if recipe == "tensorwise":
+        if scale is None:
+            most = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+            # By a tensor: a GPU would multiply by a number's reciprocal.
+            scale = torch.where(most == 0, 1.0, most / torch.full_like(most, torch.finfo(kind).max))
+        scales = scale
+    else:
+        rows, columns = _groups(recipe, M, K)
+        scales = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return q, scales
+    by_rows = recipe in ("rowwise", "tensorwise")
+    group = BLOCK if recipe == "blockwise_weight" else 1
+    rows_at_once = _INTERPRETED_ROWS if target.interpreted() else _ROWS
+    block = (BLOCK if group > 1 else rows_at_once, _COLUMNS if by_rows else BLOCK)
+    blocks = 1 if recipe == "rowwise" else -(-K // block[1])
+    constants = {
+        "GIVEN": recipe == "tensorwise",
+        "WHOLE_ROWS": recipe == "rowwise",
+        "ROWS": block[0],
+        "COLUMNS": block[1],
+        "GROUP": group,
+    }
+    strides = (0, 0) if recipe == "tensorwise" else scales.stride()
+    args = (x, q, scales, M, K, blocks, *x.stride(), K, *strides)
+    with on_device(x.device):
+        launch = Launch(quantize_kernel, -(-M // block[0]) * blocks, constants, _WARPS, 1)
+        launch.compile(args)
+        launch(args)
+    return q, scales
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What q [M, K] with scales of `quantize` stands for, rounded to `dtype`. Made of PyTorch's ops, for tests."""
+    M, K = q.shape
+    if scale.numel() > 1:
+        height, width = (-(-size // groups) for size, groups in zip((M, K), scale.shape, strict=True))
+        height, width = (1 if height == 1 else BLOCK), (K if scale.shape[1] == 1 and width > BLOCK else BLOCK)
+        scale = scale.repeat_interleave(height, 0)[:M].repeat_interleave(width, 1)[:, :K]
+    return (q.float() * scale).to(dtype)
+
+
+def _groups(recipe: str, M: int, K: int) -> tuple[int, int]:
+    """How many scales a column and a row have."""
+    if recipe == "rowwise":
+        return M, 1
+    return -(-M // BLOCK) if recipe == "blockwise_weight" else M, -(-K // BLOCK)
+
+
+def _check(x: torch.Tensor, recipe: str, kind: torch.dtype, scale: torch.Tensor | None) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, a torch.Tensor is needed")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}, allowed are {names()}")
+    if x.ndim != 2:
+        raise ValueError(f"x has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
+    check_plain("x", x)
+    check_device(x, x.device)
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe is {recipe!r}, allowed are {', '.join(RECIPES)}")
+    if kind not in float8():
+        raise TypeError(f"dtype is {kind}, allowed are {names(float8())}")
+    if scale is None:
+        return
+    if recipe != "tensorwise":
+        raise ValueError(f"scale is given, and recipe is {recipe!r}: allowed with 'tensorwise'")
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
+        raise ValueError(
+            f"scale has dtype {scale.dtype}, shape {tuple(scale.shape)}, on {scale.device}; one element of "
+            f"torch.float32 on {x.device} is needed"
+        )
