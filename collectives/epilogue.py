@@ -3,7 +3,7 @@
 `store_output` is the one of a plain GEMM, `store_with_squares` that of a GEMM whose rows are normalized next; those
 that feed collectives are in their files. To write another, give a jit function with the signature that
 `stream_k.local_gemm.kernel` describes to `Product.launch`. What is done to a finished tile is one thing, a `Finish`,
-which every epilogue has in its `extra`; `scaled`, `finished`, `add_residual`, `row_squares` and `store_block` do it.
+which every epilogue has in its `extra`; `finished`, `add_residual`, `row_squares` and `store_block` do it.
 Before a sum over ranks every rank's tile becomes a `partial_sum`, the owner's like the others'.
 """
 
@@ -30,15 +30,13 @@ _INTERPRETED = tl.constexpr(target.interpreted())
 
 
 class Finish(NamedTuple):
-    """What is done to a finished tile, in fp32: activation(sum + bias) + residual, where the sum is of `scales` times
-    each rank's product. That is rounded once, to the type of the memory that it is stored in. A kernel is compiled for
-    what is there: None costs nothing.
+    """What is done to a finished tile, in fp32: activation(sum + bias) + residual. That is rounded once,
+    to the type of the memory that it is stored in. A kernel is compiled for what is there: None costs nothing.
 
-    scales: None; the place for those of 8-bit operands. bias: [N], added to every row. residual: [M, N], contiguous.
+    bias: [N], added to every row. residual: [M, N], contiguous.
     The activation, a constant, is one of the kernel's: Triton 3.6 loses constants in a tuple that has pointers, too.
     """
 
-    scales: Any
     bias: Any
     residual: Any
 
@@ -46,8 +44,8 @@ class Finish(NamedTuple):
     def of(cls, added: torch.Tensor | None = None) -> Finish:
         """added: a bias or a residual, as `stream_k.local_gemm.operands.in_one` makes one of both."""
         if added is not None and added.ndim == 2:
-            return cls(None, None, added)
-        return cls(None, added, None)
+            return cls(None, added)
+        return cls(added, None)
 
 
 # Of a call with neither: made once.
@@ -105,15 +103,8 @@ def add_bias(x, bias, col, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def scaled(part, finish):
-    """An fp32 block of this rank's product, before it is added to anything."""
-    tl.static_assert(finish.scales is None, "no element type is scaled")
-    return part
-
-
-@triton.jit
 def finished(part, finish, col, N, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """An fp32 block [*, WIDTH] of scaled products' sum, from column `col` on, biased and activated: all that is left of
+    """An fp32 block [*, WIDTH] of a sum, from column `col` on, biased and activated: all that is left of
     `finish` but the residual."""
     if finish.bias is not None:
         part = add_bias(part, finish.bias, col, N, WIDTH)
@@ -152,10 +143,10 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def partial_sum(part, finish, DTYPE: tl.constexpr):
+def partial_sum(part, DTYPE: tl.constexpr):
     """This rank's term of a sum over ranks, of an fp32 block of its product: rounded once to DTYPE, in which terms
     travel. An owner adds its own term as it would have travelled, or a row's bits would depend on who owns the row."""
-    return rounded(scaled(part, finish), DTYPE)
+    return rounded(part, DTYPE)
 
 
 @triton.jit
@@ -185,7 +176,7 @@ def store_output(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
+        value = finished(parts[i], extra.finish, col, N, PART_N, OPTIONS.activation)
         value = add_residual(value, extra.finish.residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(
             c, row, col, value, row_end, N, extra.stride_m, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N
@@ -205,7 +196,7 @@ def store_with_squares(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
+        value = finished(parts[i], extra.finish, col, N, PART_N, OPTIONS.activation)
         value = rounded(value, DTYPE)
         sums += row_squares(value.to(tl.float32), col, N, PART_N)
         store_block(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pyrocshmem import message, signal
 from pyrocshmem.collectives import words as units
-from pyrocshmem.collectives.epilogue import finished, scaled
+from pyrocshmem.collectives.epilogue import finished
 from pyrocshmem.counts import unpacked
 from pyrocshmem.device import remote
 
@@ -67,7 +67,7 @@ def send_tile(
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        value = finished(scaled(parts[part], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
+        value = finished(parts[part], extra.finish, col, N, PART_N, OPTIONS.activation)
         words = units.pack(units.cut(value, BLOCK_M, PART_N, UNIT), DTYPE)
         j = col + tl.arange(0, PART_N // UNIT)[None, :] * UNIT
         number = i.to(tl.int64) * N + j

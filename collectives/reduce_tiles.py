@@ -130,7 +130,7 @@ def publish_partial(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     top = ((epoch & 1) * (extra.slot_elements // BLOCK_N)).to(tl.int32) + tile * BLOCK_M
     for i in tl.static_range(len(parts)):
-        c.store([top, i * PART_N], partial_sum(parts[i], extra.finish, c.dtype))
+        c.store([top, i * PART_N], partial_sum(parts[i], c.dtype))
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def push_partial(
     number = _slot_tile(tile, tiles, rank, OPTIONS.one_shot, WORLD)
     for i in tl.static_range(len(parts)):
         offsets = _packed(number, rows, i * PART_N + tl.arange(0, PART_N), BLOCK_M, BLOCK_N)
-        value = partial_sum(parts[i], extra.finish, extra.partials.dtype.element_ty)
+        value = partial_sum(parts[i], extra.partials.dtype.element_ty)
         if OPTIONS.one_shot:
             for k in tl.static_range(WORLD):
                 tl.store(remote(place, (rank + 1 + k) % WORLD, heap_bases) + offsets, value)

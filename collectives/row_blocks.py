@@ -102,7 +102,7 @@ def store_rows(
     PART_N: tl.constexpr = BLOCK_N // len(parts)
     DTYPE: tl.constexpr = c.dtype.element_ty if OPTIONS.c_how == _POINTER else c.dtype
     for i in tl.static_range(len(parts)):
-        col, value = tile_n * BLOCK_N + i * PART_N, partial_sum(parts[i], extra.finish, DTYPE)
+        col, value = tile_n * BLOCK_N + i * PART_N, partial_sum(parts[i], DTYPE)
         store_block(c, row, col, value, row_end, N, N, 1, OPTIONS.c_how, BLOCK_M, PART_N)
 
 
@@ -191,7 +191,7 @@ def sum_rows(
     height = block_tiles(M, WORLD, BLOCK_M) * BLOCK_M
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
-        own = partial_sum(parts[part], extra.finish, partials.dtype.element_ty)
+        own = partial_sum(parts[part], partials.dtype.element_ty)
         blocks = ()
         for peer in tl.static_range(PEERS):
             block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)

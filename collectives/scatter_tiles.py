@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
-from pyrocshmem.collectives.epilogue import finished, row_squares, scaled, store_block
+from pyrocshmem.collectives.epilogue import finished, row_squares, store_block
 from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others
 
@@ -100,7 +100,7 @@ def publish_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
+        value = finished(parts[i], extra.finish, col, N, PART_N, OPTIONS.activation)
         store_block(c, row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N)
         if OPTIONS.squares:
             sums += row_squares(value, col, N, PART_N)
@@ -121,7 +121,7 @@ def push_output(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + i * PART_N
-        value = finished(scaled(parts[i], extra.finish), extra.finish, col, N, PART_N, OPTIONS.activation)
+        value = finished(parts[i], extra.finish, col, N, PART_N, OPTIONS.activation)
         for k in tl.static_range(WORLD):
             store_block(
                 places[k], row, col, value, row_end, N, N * WORLD, extra.stride_n, OPTIONS.c_how, BLOCK_M, PART_N

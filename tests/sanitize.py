@@ -123,7 +123,13 @@ def alone() -> int:
                     out = getattr(stream_k, name)(a, b, group=heap, config=config)
                 heap.synchronize()
                 report(f"{name} {M} {N} {K} {placement}", close(out, expected))
-        for name, ok in (*_exchanges(heap), *_norm_products(heap), *_norms(heap), *_signals(heap)):
+        for name, ok in (
+            *_exchanges(heap),
+            *_norm_products(heap),
+            *_norms(heap),
+            *_float8(heap),
+            *_signals(heap),
+        ):
             report(name, ok)
     for name, ok in (*_edges(device), *_pointwise(device)):
         report(name, ok)
@@ -247,6 +253,48 @@ def _invariant(heap: Heap) -> Iterator[tuple[str, bool]]:
         yield f"gemm_reduce_scatter {mode}", close(rows, product.chunk(world)[heap.rank])
         yield f"gemm_all_reduce_rms_norm {mode}", close(updated, total) and close(y, exact)
         yield from ((f"{name} {mode}", ok) for name, ok in found)
+
+
+def _float8(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """Quantizing, and 8-bit operands in each recipe and, where rows are gathered, each way of them."""
+    M, N, K = 98, 80, 264
+    world, rank, device = heap.world_size, heap.rank, heap.device
+    generator = torch.Generator().manual_seed(2)
+    rows, weights = (torch.randn(world, n, K, generator=generator).half().to(device) for n in (M, N))
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        of_weights = "blockwise_weight" if recipe == "blockwise" else recipe
+        a = [stream_k.quantize(x, recipe) for x in rows]
+        b = [stream_k.quantize(x, of_weights) for x in weights]
+        A, B = ([stream_k.dequantize(*x).double() for x in operands] for operands in (a, b))
+        own, columns, scale_b = a[rank][0], b[rank][0].t(), b[rank][1]
+        scales = {"scale_a": a[rank][1], "scale_b": scale_b.t() if scale_b.ndim else scale_b}
+        product = A[rank] @ B[rank].t()
+        yield f"gemm {recipe}", near(stream_k.gemm(own, columns, **scales), product)
+        found = stream_k.gemm(own, columns, use_fast_accum=True, **scales)
+        yield f"gemm {recipe}, fast", near(found, product)
+        mine = {**scales, "group": heap}
+        total = sum(x @ y.t() for x, y in zip(A, B, strict=True))
+        yield f"gemm_all_reduce {recipe}", near(stream_k.gemm_all_reduce(own, columns, **mine), total)
+        found = stream_k.gemm_reduce_scatter(own, columns, **mine)
+        yield f"gemm_reduce_scatter {recipe}", near(found, total.tensor_split(world)[rank])
+        wide = torch.cat([A[0] @ y.t() for y in B], 1)
+        more = {"scale_b": scales["scale_b"], "group": heap}
+        found = stream_k.gemm_all_scatter(a[0][0], columns, scale_a=a[0][1], **more)
+        yield f"gemm_all_scatter {recipe}", near(found, wide)
+        config = stream_k.choose("all_gather_gemm", M, N, K, torch.bfloat16, world, device)
+        config = dataclasses.replace(config, block_m=32, block_n=64, comm_rows=8, split="none", chunk=1)
+        for placement in ("messages", "copy_engine"):
+            shard, scale = a[0][0].tensor_split(world)[rank], a[0][1]
+            scale = scale.tensor_split(world)[rank] if scale.numel() > 1 else scale
+            gathers = {"config": dataclasses.replace(config, placement=placement), "num_rows": M}
+            found = stream_k.all_gather_gemm(shard, columns, scale_a=scale, **gathers, **more)
+            yield f"all_gather_gemm {recipe} {placement}", near(found, A[0] @ B[rank].t())
+        heap.synchronize()
+
+
+def near(out: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within what the matrix unit and rounding to bf16 explain."""
+    return bool((out.double() - expected).abs().max() <= 2**-7 * expected.abs().max())
 
 
 def _signals(heap: Heap) -> Iterator[tuple[str, bool]]:
@@ -380,7 +428,7 @@ def together(rank: int, world_size: int, meeting: str) -> int:
                     f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
                     flush=True,
                 )
-        for name, ok in (*_integers(heap), *_norms(heap), *_invariant(heap), *_signals(heap)):
+        for name, ok in (*_integers(heap), *_norms(heap), *_invariant(heap), *_float8(heap), *_signals(heap)):
             wrong += not ok
             print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()

@@ -69,10 +69,12 @@ _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
 
 
 class Arrived(NamedTuple):
-    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows, packed."""
+    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows, packed. strides:
+    theirs, where they have scales."""
 
     flags: Any
     height: Any
+    strides: Any = None
 
 
 @triton.jit
@@ -292,6 +294,9 @@ def run_program(
                 problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
+            theirs = strides
+            if arrived.strides is not None:
+                theirs = arrived.strides
             one = tl.arange(0, 1)
             height = counts.unpacked(arrived.height)  # no constant: it changes with M
             pieces = tl.cdiv(tiles_m, height)
@@ -309,7 +314,7 @@ def run_program(
                     turn = program + tl.cdiv(max(begin - program, 0), num_gemm_programs) * num_gemm_programs
                     _whole_tiles(
                         gathered, b, c, begin, turn, begin + piece_m * tiles_n, piece_m, start, M, start, row_end, rank,
-                        epoch, extra, context, problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW,
+                        epoch, extra, context, problem, theirs, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW,
                         B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
                     )  # fmt: skip
     elif SUMS:

@@ -16,31 +16,40 @@ from triton.language import target_info
 from pyrocshmem import target
 from pyrocshmem.calls.tensors import COLUMN, MASKED, POINTER
 from pyrocshmem.collectives import pair_sums
+from pyrocshmem.stream_k.local_gemm.scales import BLOCK, BLOCKS, TILES
 
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)
 _MASKED = tl.constexpr(MASKED)
 _INTERPRETED = tl.constexpr(target.interpreted())
+_SCALED = tl.constexpr(BLOCK)
+_TILES = tl.constexpr(TILES)
+_BLOCKS = tl.constexpr(BLOCKS)
 
 
 class Along(NamedTuple):
     """Constants of the sum along K. precision: of `tl.dot`. blocks: into how many parts of one length, each summed from
     zero, K is cut; their sums are added as a tree of neighbours (`collectives.pair_sums`). together: how many of them
-    grow in one loop."""
+    grow in one loop. scaled: TILES or BLOCKS of `stream_k.local_gemm.scales`, of 8-bit operands, else 0. promoted:
+    whether the product of each step along K, of at most BLOCK, is added in fp32 outside of the matrix unit, which keeps
+    fewer bits of a sum of 8-bit products."""
 
     precision: str
     blocks: int = 1
     together: int = 1
+    scaled: int = 0
+    promoted: bool = False
 
 
 class Strides(NamedTuple):
     """Elements from one row, and one column, of A and of B to the next, where they are read by pointers; descriptors
-    have their own."""
+    have their own. scales: a `stream_k.local_gemm.scales.Placed`, or None."""
 
     am: Any
     ak: Any
     bk: Any
     bn: Any
+    scales: Any = None
 
 
 @triton.jit
@@ -113,6 +122,9 @@ def multiply(
         acc = _tree(
             a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
+    if ALONG.scaled == _TILES:
+        of_rows, of_columns = _tile_scales(strides.scales, row, rows, tile_n, problem.N, BLOCK_M, BLOCK_N)
+        acc = acc * of_rows[:, None] * of_columns[None, :]
     return acc
 
 
@@ -146,13 +158,75 @@ def _chain(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum over the iterations [k_begin, k_end) of the block [first, last) of K, one behind the other."""
-    acc = _zeros(BLOCK_M, BLOCK_N)
-    for k in range(k_begin, k_end):
-        acc = _add_step(
-            acc, a, b, row, rows, tile_n, first + k * BLOCK_K, last, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M,
-            BLOCK_N, BLOCK_K,
+    if ALONG.promoted:
+        acc = _promoted_chain(
+            a, b, row, rows, tile_n, last, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N,
+            BLOCK_K,
         )  # fmt: skip
+    else:
+        acc = _zeros(BLOCK_M, BLOCK_N)
+        for k in range(k_begin, k_end):
+            acc = _add_step(
+                acc, a, b, row, rows, tile_n, first + k * BLOCK_K, last, problem, strides, A_HOW, B_HOW, ALONG,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     return _upright(acc, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _promoted_chain(
+    a, b, row, rows, tile_n, last, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_chain` of steps whose products are added in fp32, each times its factor.
+
+    Of two steps, the first one's product is added while the matrix unit makes the second one's, which is added in the
+    next turn: Triton lets a product run on that nobody reads in the turn that made it (wgmma)."""
+    acc = _zeros(BLOCK_M, BLOCK_N)
+    late, late_factor = acc, _factor(strides.scales, row, 0, tile_n, 0, last, ALONG, BLOCK_M, BLOCK_N)
+    for k in range(k_begin, k_end, 2):
+        at = k * BLOCK_K
+        # Behind the last step there are zeros.
+        there = k + 1 < k_end
+        at_late = tl.where(there, at + BLOCK_K, tl.cdiv(last, BLOCK_K) * BLOCK_K)
+        rows_late = tl.where(there, rows, 0)
+        factor = _factor(strides.scales, row, rows, tile_n, at, last, ALONG, BLOCK_M, BLOCK_N)
+        next_factor = _factor(strides.scales, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
+        product = _add_step(
+            _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, at, last, problem, strides, A_HOW, B_HOW, ALONG,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        acc = _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
+        late = _add_step(
+            _zeros(BLOCK_M, BLOCK_N), a, b, row, rows_late, tile_n, at_late, last, problem, strides, A_HOW, B_HOW,
+            ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        late_factor = next_factor
+        acc = _promoted(acc, product, factor, ALONG, BLOCK_M, BLOCK_N)
+    return _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _promoted(acc, product, factor, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`acc` and the product of a step, each row times its factor."""
+    if ALONG.scaled == _BLOCKS:
+        factors = factor[:, None]
+        if BLOCK_M < 64 and BLOCK_N >= 64:
+            factors = factor[None, :]
+        if _INTERPRETED or target_info.is_hip():
+            acc += product * factors
+        else:
+            acc = tl.inline_asm_elementwise(
+                "fma.rn.f32 $0, $1, $2, $3;",
+                "=f,f,f,f",
+                [product, factors, acc],
+                dtype=tl.float32,
+                is_pure=False,
+                pack=1,
+            )
+    else:
+        acc += product
+    return acc
 
 
 @triton.jit
@@ -219,7 +293,34 @@ def _add_step(
     if FMA_OF_COLUMNS and y.dtype == tl.float32:
         y = _in_rows(y, BLOCK_K, BLOCK_N)
     if TRANSPOSED:
-        acc = tl.dot(y.T, x.T, acc, input_precision=ALONG.precision)
+        left, right = y.T, x.T
     else:
-        acc = tl.dot(x, y, acc, input_precision=ALONG.precision)
-    return acc
+        left, right = x, y
+    return tl.dot(left, right, acc, input_precision=ALONG.precision)
+
+
+@triton.jit
+def _tile_scales(scales, row, rows, tile_n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(of each row of A, of each column of B) of a tile."""
+    i = row + tl.arange(0, BLOCK_M)
+    j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    of_rows = tl.load(scales.a + i.to(tl.int64) * scales.am, mask=i < rows, other=0.0)
+    return of_rows, tl.load(scales.b + j.to(tl.int64) * scales.bn, mask=j < N, other=0.0)
+
+
+@triton.jit
+def _factor(
+    scales, row, rows, tile_n, at, last, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Of each row of a tile, for the product from column `at` of A on; zeros for rows, and columns, outside."""
+    if ALONG.scaled == _BLOCKS:
+        # All columns of a tile are in one block.
+        tl.static_assert(BLOCK_N <= _SCALED)
+        i = row + tl.arange(0, BLOCK_M)
+        block = at // _SCALED
+        of_rows = tl.load(scales.a + i.to(tl.int64) * scales.am + block * scales.ak, mask=i < rows, other=0.0)
+        of_columns = scales.b + block * scales.bk + (tile_n * BLOCK_N // _SCALED) * scales.bn
+        factor = of_rows * tl.load(of_columns, mask=at < last, other=0.0)
+    else:
+        factor = 1.0
+    return factor

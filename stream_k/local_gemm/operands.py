@@ -13,7 +13,8 @@ from pyrocshmem.calls.tensors import (
     tell_autograd,
 )
 from pyrocshmem.collectives.epilogue import ACTIVATIONS
-from pyrocshmem.elements import ELEMENTS, names
+from pyrocshmem.elements import DTYPES, ELEMENTS, float8, names
+from pyrocshmem.stream_k.local_gemm.scales import Scaling
 
 
 def check_product(
@@ -21,21 +22,23 @@ def check_product(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
+    scaling: Scaling | None = None,
 ) -> tuple[int, int, int]:
-    """(M, N, K) of a [M, K] x b [K, N].
+    """(M, N, K) of a [M, K] x b [K, N]. scaling: of 8-bit operands, which ops take with one alone.
 
     Raises TypeError for what is no tensor or has a dtype that is not allowed or mixed, ValueError for shapes,
     devices and names that don't fit.
     """
+    allowed = DTYPES if scaling is None else float8()
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, a torch.Tensor is needed")
-        if x.dtype not in ELEMENTS:
-            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {names()}")
+        if x.dtype not in allowed:
+            raise TypeError(f"{name} has dtype {x.dtype}, allowed are {names(allowed)}{_with(scaling, x)}")
         if x.ndim != 2:
             raise ValueError(f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}; a matrix is needed")
         check_plain(name, x)
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype and scaling is None:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; allowed are {names()}, one for both")
     if a.shape[1] != b.shape[0]:
         raise ValueError(
@@ -48,9 +51,9 @@ def check_product(
         if not isinstance(bias, torch.Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}, a torch.Tensor or None is needed")
         check_plain("bias", bias)
-        allowed = ELEMENTS[a.dtype].biases
-        if bias.dtype not in allowed:
-            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {names(allowed)}")
+        biases = ELEMENTS[a.dtype].biases
+        if bias.dtype not in biases:
+            raise TypeError(f"bias has dtype {bias.dtype}, allowed are {names(biases)}")
         if bias.shape != (N,) or (N > 1 and bias.stride(0) != 1):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}, strides {bias.stride()}; contiguous ({N},) is needed"
@@ -58,6 +61,13 @@ def check_product(
     for name, x in (("b", b), ("bias", bias)):
         _check_same_device(name, x, a)
     return M, N, K
+
+
+def _with(scaling: Scaling | None, x: torch.Tensor) -> str:
+    """What an error's text says of scales where they are what decides."""
+    if scaling is None:
+        return ", and 8-bit ones with scale_a and scale_b" if x.dtype in float8() else ""
+    return " with scale_a and scale_b here"
 
 
 def in_one(bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:

@@ -37,10 +37,21 @@ from pyrocshmem.collectives.epilogue import (
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
 from pyrocshmem.stream_k.choice.placement import find_placement
+from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
+from pyrocshmem.stream_k.local_gemm.scales import (
+    Operand,
+    Scaled,
+    Scaling,
+    Scheme,
+    data_of,
+    kind_of,
+    operands_of,
+    scheme_of,
+)
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
 from pyrocshmem.torch_contexts import on_device
 
@@ -103,12 +114,13 @@ class GemmPlan:
     tiles are stored to results like `out`; with `sent`, as that says, into `out`, which then is no matrix but has the
     dtype.
     bias: [N], or a residual [M, N], which follows the activation, not with either of these two.
-    squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored."""
+    squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored.
+    scheme: of 8-bit operands' scales."""
 
     def __init__(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         config: Config,
         allow_tf32: bool,
         bias: torch.Tensor | None,
@@ -117,6 +129,7 @@ class GemmPlan:
         workspace: Workspace,
         sent: Sent | None = None,
         squares: torch.Tensor | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         if config.split == "separate" and not (sent is None and squares is None):
             # Finishers add the parts, which costs more than a second kernel.
@@ -124,8 +137,9 @@ class GemmPlan:
         # Loads of a residual take room in shared memory, as fp32 parts do; descriptors' stores would not share it.
         adds_residual = bias is not None and bias.ndim == 2
         self.product = product = make_product(
-            a, b, config, allow_tf32, stores_fp32=ELEMENTS[out.dtype].wide or adds_residual,
+            data_of(a), data_of(b), config, allow_tf32, stores_fp32=ELEMENTS[out.dtype].wide or adds_residual,
             workspace=workspace if workspace.heap is not None else None,
+            scheme=scheme,
         )  # fmt: skip
         # Where a program has one tile, nothing can overlap, and a loop that only stores it is shorter unflattened.
         flatten = sent is not None or product.schedule.num_tiles > product.schedule.num_programs
@@ -155,7 +169,7 @@ class GemmPlan:
             alone=True,
             flatten=flatten,
         )
-        self.blocks_ahead = _blocks_ahead(product, b) if self.launch.chained else 0
+        self.blocks_ahead = _blocks_ahead(product, data_of(b)) if self.launch.chained else 0
         finish = Finish.of(bias)
         self.launch.compile(self._arguments(a, b, finish, out))
         if self.sum is not None:
@@ -166,26 +180,24 @@ class GemmPlan:
         """Whether a graph of a call can be replayed."""
         return self.product.replayable
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Enqueue a call on tensors of this kind."""
-        if self.product.copies is not None:
-            a, b = self.product.copies.run(a, b)
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Enqueue a call on operands of this kind."""
+        a, b = self.product.readable(a, b)
         finish = PLAIN if bias is None else Finish.of(bias)
         self.launch(self._arguments(a, b, finish, out))
         if self.sum is not None:
             self.sum.run(finish, out)
 
-    def _arguments(
-        self, a: torch.Tensor, b: torch.Tensor, finish: Finish, out: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def _arguments(self, a: Operand, b: Operand, finish: Finish, out: torch.Tensor) -> tuple[Any, ...]:
         """Those of `gemm_kernel` for tensors of this kind."""
-        x, y = filled(self.product.a_template, a), filled(self.product.b_template, b)
+        x, y, strides = self.product.operands(a, b)
         extra = self.sent.extra(finish, *self.sent.rest)
         c = filled(self.c_template, out)
-        problem, strides = self.product.problem, self.product.strides
+        problem = self.product.problem
         ahead: tuple[Any, ...] = (None, 0, 0)
         if self.blocks_ahead > 0:
-            ahead = (b, b.stride(0 if self.product.b_how == ROW else 1), self.blocks_ahead)
+            rows = data_of(b)
+            ahead = (rows, rows.stride(0 if self.product.b_how == ROW else 1), self.blocks_ahead)
         return x, y, c, *self.fix_up, extra, self.context, *problem, strides, *ahead
 
 
@@ -207,8 +219,8 @@ def is_by_blas(
 
 
 def plan_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Operand,
+    b: Operand,
     config: Config,
     allow_tf32: bool,
     bias: torch.Tensor | None,
@@ -217,12 +229,16 @@ def plan_gemm(
     workspace: Workspace,
     sent: Sent | None = None,
     by_hand: bool = False,
+    scheme: Scheme | None = None,
 ) -> GemmPlan | BlasPlan:
     """As for `GemmPlan`, but by the BLAS where `is_by_blas`."""
-    given = (a, b, config, allow_tf32, bias, activation, out, workspace, sent)
-    if not is_by_blas(a, b, config, allow_tf32, bias, activation, out, by_hand):
-        return GemmPlan(*given)
-    return BlasPlan(a, b, bias, out, partial(GemmPlan, *given), waits=workspace.heap is not None)
+    given = (config, allow_tf32, bias, activation, out)
+    if isinstance(a, Scaled) or isinstance(b, Scaled):
+        return GemmPlan(a, b, *given, workspace, sent, scheme=scheme)
+    own = partial(GemmPlan, a, b, *given, workspace, sent)
+    if not is_by_blas(a, b, *given, by_hand):
+        return own()
+    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None)
 
 
 def _check_by_hand(
@@ -239,6 +255,35 @@ def _check_by_hand(
         raise ValueError(f"Config.placement is 'blas', but {reason}; leave config out, or take 'after'")
 
 
+def _planned(
+    a: torch.Tensor, b: torch.Tensor, config: Config | None, allow_tf32: bool, added: torch.Tensor | None,
+    activation: str, out: torch.Tensor, workspace: Workspace, mode: invariance.Invariance,
+) -> GemmPlan | BlasPlan:  # fmt: skip
+    """The plan of a call; config: the caller's own."""
+    sizes = (a.shape[0], b.shape[1], a.shape[1], a.dtype, 1, a.device)
+    if config is not None:
+        check_invariant("gemm", config, *sizes, mode)
+    chosen = config or choose("gemm", *sizes, allow_tf32=allow_tf32, invariance=mode)
+    x, y = with_inner_size(a, b)
+    by_hand = config is not None
+    return plan_gemm(x, y, chosen, allow_tf32, added, activation, out, workspace, by_hand=by_hand)
+
+
+def _planned_scaled(
+    a: torch.Tensor, b: torch.Tensor, config: Config | None, scaling: Scaling, added: torch.Tensor | None,
+    activation: str, out: torch.Tensor, workspace: Workspace, mode: invariance.Invariance,
+) -> GemmPlan:  # fmt: skip
+    """`_planned` of 8-bit operands."""
+    (M, K), N = a.shape, b.shape[1]
+    scheme = scheme_of(scaling, a, b)
+    assert scheme is not None
+    rules = choose_scaled("gemm", M, N, K, 1, a.device, scheme, mode)
+    if config is not None:
+        check_scaled("gemm", config, rules, scheme, mode)
+    x, y = operands_of(*with_inner_size(a, b), scaling)
+    return GemmPlan(x, y, config or rules, False, added, activation, out, workspace, scheme=scheme)
+
+
 def run_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -249,11 +294,12 @@ def run_gemm(
     config: Config | None,
     workspace: Workspace | None,
     residual: torch.Tensor | None = None,
+    scaling: Scaling | None = None,
 ) -> torch.Tensor:
     """Make a call of `gemm`, planned the first time, whatever becomes of its gradient.
 
     residual: [M, N], like the result, contiguous, checked; added to the GEMM's result before that is rounded, where
-    there is no activation.
+    there is no activation. scaling: of 8-bit operands.
     """
     in_turn = workspace is not None
     if workspace is None and isinstance(a, torch.Tensor):
@@ -273,17 +319,19 @@ def run_gemm(
         config,
         recorded,
         mode,
+        kind_of(scaling),
     )
     plan = workspace.plans.get(key) if workspace is not None else None
     if plan is None:
-        M, N, K = check_product(a, b, bias, activation)
+        M, N, K = check_product(a, b, bias, activation, scaling)
         check_config(config)
-        check_output(out, (M, N), ELEMENTS[a.dtype].results, a, b, bias)
+        results = ELEMENTS[a.dtype].results if scaling is None else (scaling.result,)
+        check_output(out, (M, N), results, a, b, bias)
         assert workspace is not None
         check_device(a, workspace.device)
         workspace.check()
         if out is None:
-            out = torch.empty(M, N, dtype=ELEMENTS[a.dtype].results[0], device=a.device)
+            out = torch.empty(M, N, dtype=results[0], device=a.device)
         if min(M, N) == 0:
             return out
         if ELEMENTS[a.dtype].widened:
@@ -292,21 +340,25 @@ def run_gemm(
             wide_residual = None if residual is None else residual.float()
             wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
             return out.copy_(run_gemm(*wide, wide_residual))
+        if scaling is not None and ELEMENTS[scaling.result].widened:
+            wide_scaling = scaling._replace(result=torch.float32)
+            wide_bias = None if bias is None else bias.float()
+            given = (a, b, wide_bias, activation, None, allow_tf32, config, workspace)
+            return out.copy_(run_gemm(*given, None, wide_scaling))
         added = in_one(bias, residual)
         if config is not None:
             _check_by_hand(config, a, b, added, activation, out, allow_tf32)
-            check_invariant("gemm", config, M, N, K, a.dtype, 1, a.device, mode)
-        sizes = ("gemm", M, N, K, a.dtype, 1, a.device)
-        chosen = config or choose(*sizes, allow_tf32=allow_tf32, invariance=mode)
         with on_device(workspace.device):
-            given = (*with_inner_size(a, b), chosen, allow_tf32, added, activation, out, workspace)
-            plan = plan_gemm(*given, by_hand=config is not None)
+            if scaling is None:
+                plan = _planned(a, b, config, allow_tf32, added, activation, out, workspace, mode)
+            else:
+                plan = _planned_scaled(a, b, config, scaling, added, activation, out, workspace, mode)
         if planning.keeps_plans():
             workspace.plans[key] = plan
     elif out is not None:
         claim(out, a, b, bias)
     else:
-        dtype = ELEMENTS[a.dtype].results[0]
+        dtype = ELEMENTS[a.dtype].results[0] if scaling is None else scaling.result
         out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     if planning.here.mode is not None:
         return out
@@ -317,5 +369,5 @@ def run_gemm(
         plan.run(a, b, added, out)
         return out
     with workspace.begin(None):  # type: ignore[union-attr]
-        plan.run(a, b, added, out)
+        plan.run(*operands_of(a, b, scaling), added, out)
     return out

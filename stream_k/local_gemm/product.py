@@ -33,6 +33,16 @@ from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more
 from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived, nothing, stream_k_kernel
 from pyrocshmem.stream_k.local_gemm.mainloop import Along, Strides
+from pyrocshmem.stream_k.local_gemm.scales import (
+    BLOCKS,
+    TILES,
+    Operand,
+    Scheme,
+    data_of,
+    placed,
+    promoted,
+    with_data,
+)
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.target import num_sms
 
@@ -57,7 +67,7 @@ class Product:
     strides: as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
     both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile. element_size: of the
-    operands, in bytes.
+    operands, in bytes. scheme: of their scales; None: they have none.
     """
 
     M: int
@@ -75,6 +85,7 @@ class Product:
     subtiles: int
     copies: Copies | None
     element_size: int
+    scheme: Scheme | None = None
 
     @property
     def split(self) -> bool:
@@ -107,6 +118,13 @@ class Product:
     def part_n(self) -> int:
         """Columns of one part of a tile."""
         return self.config.block_n // self.subtiles
+
+    @property
+    def _scaled(self) -> tuple[int, bool]:
+        """`scaled` and `promoted` of `Along`."""
+        if self.scheme is None:
+            return 0, False
+        return BLOCKS if self.scheme.recipe == "blockwise" else TILES, promoted(self.scheme)
 
     def launch(
         self,
@@ -145,8 +163,9 @@ class Product:
             "SEPARATE": separate,
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
-            "ALONG": Along(self.precision, config.k_blocks, together),
-            "FLATTEN": config.flatten and flatten and config.k_blocks == 1,
+            "ALONG": Along(self.precision, config.k_blocks, together, *self._scaled),
+            # Flattened, Triton reads the last promoted product of a tile while it is being made.
+            "FLATTEN": config.flatten and flatten and config.k_blocks == 1 and not self._scaled[1],
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -173,7 +192,8 @@ class Product:
                 break
             together = more
         if together == 1:
-            return 1, config.num_stages
+            # A turn of promoted products has two steps.
+            return 1, max(2, config.num_stages // 2) if self._scaled[1] else config.num_stages
         return together, min(_MOST_STAGES, _STAGED_BYTES // (together * staged))
 
     @property
@@ -199,19 +219,28 @@ class Product:
         tiles = tiles[: rows * config.block_n].view(rows, config.block_n)
         return as_argument(tiles, how_to_read(tiles), config.block_m, self.part_n), flags
 
-    def readable(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def readable(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
         """Before the launch of a call, on its stream: `a` and `b`, or copies, which are enqueued, for `operands`."""
-        return (a, b) if self.copies is None else self.copies.run(a, b)
+        if self.copies is None:
+            return a, b
+        x, y = self.copies.run(data_of(a), data_of(b))
+        return with_data(a, x), with_data(b, y)
 
-    def operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """`a` and `b`, of the kind that this was planned for, or what `readable` made of them, as the kernel gets
-        them."""
-        return filled(self.a_template, a), filled(self.b_template, b)
+    def operands(self, a: Operand, b: Operand) -> tuple[Any, Any, Strides]:
+        """`a` and `b`, of the kind that this was planned for, or what `readable` made of them, and how they are read,
+        as the kernel gets them."""
+        return filled(self.a_template, data_of(a)), filled(self.b_template, data_of(b)), self.strides_of(a, b)
+
+    def strides_of(self, a: Operand, b: Operand) -> Strides:
+        """How operands of these kinds are read, and where the scales of these are."""
+        if self.scheme is None:
+            return self.strides
+        return self.strides._replace(scales=placed(a, b, self.scheme.recipe))
 
     def arguments(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         c: Any,
         fix_up: tuple[Any, torch.Tensor],
         extra: Any,
@@ -221,8 +250,8 @@ class Product:
     ) -> tuple[Any, ...]:
         """Those of `stream_k_kernel`. a, b: as for `operands`; fix_up: as `fix_up` gives it; the others are the
         kernel's."""
-        x, y = self.operands(a, b)
-        return x, gathered, y, c, *fix_up, arrived, extra, context, self.packed_problem, self.strides
+        x, y, strides = self.operands(a, b)
+        return x, gathered, y, c, *fix_up, arrived, extra, context, self.packed_problem, strides
 
 
 def make_product(
@@ -240,6 +269,7 @@ def make_product(
     num_blocks: int | None = None,
     keeps_a: bool = False,
     workspace: Workspace | None = None,
+    scheme: Scheme | None = None,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
@@ -248,8 +278,8 @@ def make_product(
     longest_k: K of the rank that has most of it: all run that rank's schedule, and what they have less of
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
     into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
-    keeps_a: A is not copied, whatever its layout. workspace: of the calls; None: they may overlap. Raises ValueError
-    when no program is left for the GEMM.
+    keeps_a: A is not copied, whatever its layout. workspace: of the calls; None: they may overlap. scheme: of
+    8-bit operands, as `Product` has it. Raises ValueError when no program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
     rows = _rows_of_tiles(M, row_blocks, num_blocks, config.block_m)
@@ -291,6 +321,7 @@ def make_product(
         subtiles,
         copies,
         a.element_size(),
+        scheme,
     )
 
 

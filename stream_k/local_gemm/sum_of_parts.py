@@ -19,7 +19,7 @@ import triton.language as tl
 from pyrocshmem import dependent_launch, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import POINTER
-from pyrocshmem.collectives.epilogue import Finish, add_residual, finished, scaled, store_block
+from pyrocshmem.collectives.epilogue import Finish, add_residual, finished, store_block
 from pyrocshmem.collectives.order import tile_coords
 from pyrocshmem.stream_k.local_gemm.product import Product
 
@@ -61,7 +61,7 @@ def sum_parts_kernel(
                 loaded = loaded + (tl.load(place + (begin + i) * step, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(_AT_ONCE):
                 total += loaded[i]
-        value = finished(scaled(total, finish), finish, column, N, BLOCK_N, ACTIVATION)
+        value = finished(total, finish, column, N, BLOCK_N, ACTIVATION)
         value = add_residual(value, finish.residual, row, M, column, N, ROWS, BLOCK_N)
         store_block(c, row, column, value, M, N, stride_m, stride_n, _POINTER, ROWS, BLOCK_N)
     trace.mark(events, trace.END, -1)

@@ -17,6 +17,7 @@ from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
+from pyrocshmem.stream_k.local_gemm.scales import scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched
 from pyrocshmem.stream_k.ops.gathered_rows import BlocksPlan, MessagesPlan, PiecesPlan
@@ -27,7 +28,7 @@ from pyrocshmem.stream_k.ops.gradients import (
     both_gradients,
     keep,
 )
-from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, register_gemm, run, through_operator
+from pyrocshmem.stream_k.ops.op import NO_SCALES, Call, GemmOp, Request, register_gemm, run, through_operator
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.several import Several, as_list, define_several, whole_rows
 from pyrocshmem.stream_k.ops.several import call as call_several
@@ -47,6 +48,10 @@ def all_gather_gemm(
     partial_dtype: torch.dtype | None = None,
     save_gathered: bool = True,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Any:
     """activation(A @ b + bias), A being all ranks' rows of a, one block below the other: the same bits on every run.
 
@@ -73,13 +78,28 @@ def all_gather_gemm(
         more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32, "config": config}
         more |= {"partial_dtype": partial_dtype, "save_gathered": save_gathered}
         more |= {"group": group, "workspace": workspace}
+        if isinstance(scale_a, torch.Tensor) and scale_a.ndim == a.ndim:
+            scale_a = scale_a.flatten(0, -2)
+        more |= {
+            "scale_a": scale_a,
+            "scale_b": scale_b,
+            "out_dtype": out_dtype,
+            "use_fast_accum": use_fast_accum,
+        }
         first = gathered(a, ranks(name_of(group, workspace))[1], num_rows)
         return by_rows(lambda a, out: all_gather_gemm(a, b, out=out, **more), a, out, first)
-    if isinstance(b, (list, tuple)):
+    several = isinstance(b, (list, tuple))
+    of_bs = as_list("scale_b", scale_b, len(b)) if several else [scale_b]
+    found = [scaling_of(scale_a, each, out_dtype, use_fast_accum) for each in of_bs]
+    scalings, scaling = [each for each in found if each is not None], None if several else found[0]
+    if scaling is not None and needs_gradient((a, b, bias, scale_a, scale_b)):
+        raise ValueError("all_gather_gemm of 8-bit operands has no gradient; call it under torch.no_grad()")
+    if several:
         lists = ([*b], as_list("bias", bias, len(b)), as_list("out", out, len(b)))
-        x = Several(a, *lists, activation, allow_tf32, config, partial_dtype, num_rows)
+        x = Several(a, *lists, activation, allow_tf32, config, partial_dtype, num_rows, scalings)
         return call_several(OP, x, save_gathered, group, workspace)
     request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype, num_rows)
+    request = request._replace(scaling=scaling)
     if dispatched(a, b, bias, whole=out is None and config is None):
         # Only for a gradient of b.
         saves = save_gathered and needs_gradient((b,))
@@ -89,21 +109,23 @@ def all_gather_gemm(
 
 def _run(
     a: torch.Tensor, b: torch.Tensor, group: str, num_rows: int, bias: Any, activation: str, allow_tf32: bool,
-    partial_dtype: Any, save_gathered: bool,
+    partial_dtype: Any, save_gathered: bool, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The call by the schema's arguments; nothing in the gathered A's place where it is not wanted."""
     more = (bias, activation, False, allow_tf32, None, None, num_rows, save_gathered)
-    request = Request(whole_rows(a), b, None, *more)
+    request = Request(whole_rows(a), b, None, *more, scaling=scaling_of(*scales))
     found = run(OP, request, *find(group))
     return found if save_gathered else (found, a.new_empty(0, a.shape[1]))
 
 
 def _shapes(
     a: torch.Tensor, b: torch.Tensor, group: str, num_rows: int, bias: Any, activation: str, allow_tf32: bool,
-    partial_dtype: Any, save_gathered: bool,
+    partial_dtype: Any, save_gathered: bool, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    _, N, K = check_product(a, b, bias, activation)
-    return a.new_empty(num_rows, N), a.new_empty(num_rows if save_gathered else 0, K)
+    scaling = scaling_of(*scales)
+    _, N, K = check_product(a, b, bias, activation, scaling)
+    dtype = a.dtype if scaling is None else scaling.result
+    return a.new_empty(num_rows, N, dtype=dtype), a.new_empty(num_rows if save_gathered else 0, K)
 
 
 def _arguments(request: Request, group: str) -> tuple[Any, ...]:
@@ -117,7 +139,8 @@ def _arguments(request: Request, group: str) -> tuple[Any, ...]:
     )
     num_rows = a.shape[0] * ranks(group)[1] if num_rows is None else num_rows
     more = (request.allow_tf32, request.partial_dtype, request.save_gathered)
-    return a, b, group, num_rows, bias, activation, *more
+    scales = () if request.scaling is None else request.scaling
+    return a, b, group, num_rows, bias, activation, *more, *scales
 
 
 def _make_plan(call: Call) -> FusedPlan:
@@ -128,7 +151,7 @@ def _make_plan(call: Call) -> FusedPlan:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """`setup_context` of `all_gather_gemm`: keeps the gathered A in the place of A where the call made it."""
-    a, b, ctx.group, ctx.num_rows, bias, activation, ctx.allow_tf32, ctx.partial_dtype, ctx.saved = inputs
+    a, b, ctx.group, ctx.num_rows, bias, activation, ctx.allow_tf32, ctx.partial_dtype, ctx.saved = inputs[:9]
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[4])
     # Zeros in the gathered A's place would be made for nothing.
     ctx.set_materialize_grads(False)
@@ -155,7 +178,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> Gradients:
         return b_gradient(ctx, a, grad)
 
     grad_a, grad_b = both_gradients(ctx, for_a, for_b, grad)
-    return grad_a, grad_b, None, None, bias_gradient(ctx, grad), None, None, None, None
+    return grad_a, grad_b, None, None, bias_gradient(ctx, grad), None, None, None, None, *NO_SCALES
 
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
@@ -190,7 +213,8 @@ OP = register_gemm(
         plan=_make_plan,
         over_hosts=over_hosts.gathered,
         schema="(Tensor a, Tensor b, str group, SymInt num_rows, Tensor? bias, str activation, bool allow_tf32, "
-        "ScalarType? partial_dtype, bool save_gathered) -> (Tensor, Tensor)",
+        "ScalarType? partial_dtype, bool save_gathered, Tensor? scale_a=None, Tensor? scale_b=None, "
+        "ScalarType? out_dtype=None, bool use_fast_accum=False) -> (Tensor, Tensor)",
         arguments=_arguments,
         run=_run,
         shapes=_shapes,

@@ -28,6 +28,7 @@ from pyrocshmem.message_slots import QUAD_BYTES
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import Sent, plan_gemm
+from pyrocshmem.stream_k.local_gemm.scales import Operand, Scheme, data_of, operands_of
 from pyrocshmem.stream_k.ops.op import Call, GemmOp
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 
@@ -45,7 +46,7 @@ class SentProduct:
     """A product a @ b whose elements go to other ranks by an exchange of `kind`, into results like `out`, with
     `after`. Its tiles send them where they can; otherwise, and unfused, the product goes to a buffer for the exchange.
 
-    dtype: what travels. bias, activation: of the product, before it is sent.
+    dtype: what travels. bias, activation: of the product, before it is sent. scheme: of 8-bit operands' scales.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class SentProduct:
         workspace: Workspace,
         op: int,
         kind: str,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         config: Config,
         allow_tf32: bool,
         dtype: torch.dtype,
@@ -63,9 +64,11 @@ class SentProduct:
         bias: torch.Tensor | None = None,
         activation: str = "none",
         sum_activation: str = "none",
+        scheme: Scheme | None = None,
     ) -> None:
-        shape, world = (a.shape[0], b.shape[1]), workspace.world_size
-        self.x = torch.empty(1, dtype=dtype, device=a.device).expand(shape)
+        x, shape = data_of(a), (len(data_of(a)), data_of(b).shape[1])
+        world = workspace.world_size
+        self.x = torch.empty(1, dtype=dtype, device=x.device).expand(shape)
         unfused = config.placement == "unfused"
         tiles = not unfused and sent_by_tiles(kind, self.x, out.dtype, world, after.by_rows)
         if not tiles:
@@ -92,10 +95,11 @@ class SentProduct:
                 Parts,
                 self.exchange.part_of_tiles(),
             )
-        self.gemm = plan_gemm(a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
+        given = (a, b, config, allow_tf32, bias, activation, self.place, workspace, sent)
+        self.gemm = plan_gemm(*given, scheme=scheme)
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, after: AfterSum
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, after: AfterSum
     ) -> None:
         """Enqueue it for tensors of this kind; bias: the product's."""
         self.gemm.run(a, b, bias, self.place)
@@ -123,8 +127,7 @@ class MessagePlan(FusedPlan):
             workspace,
             op.number,
             kind,
-            call.a,
-            call.b,
+            *operands_of(call.a, call.b, request.scaling),
             config,
             request.allow_tf32,
             call.wire if self.sums else call.out.dtype,
@@ -133,6 +136,7 @@ class MessagePlan(FusedPlan):
             bias,
             activation,
             request.activation if self.sums else "none",
+            call.scheme,
         )
         if isinstance(self.sent.gemm, BlasPlan):
             self.blas = True
@@ -144,10 +148,10 @@ class MessagePlan(FusedPlan):
             return self.after
         return self.after._replace(finish=Finish.of(bias))
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Nothing: both parts are compiled when they are planned."""
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
         written = out if self.result is None else self.result
         self.sent.run(a, b, None if self.sums else bias, written, self._after(bias))

@@ -17,6 +17,7 @@ from pyrocshmem.calls.tensors import as_argument, how_to_write
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
@@ -93,17 +94,17 @@ class ColumnsPlan(FusedPlan):
     ) -> tuple[Any, ...]:
         return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
 
-    def _gemm_arguments(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    def _gemm_arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None) -> tuple[Any, ...]:
         extra = row_blocks.OwnColumns(self.tile_flags, PLAIN if bias is None else Finish.of(bias))
         return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.gemm.compile(self._gemm_arguments(a, b, bias))
         for launch in (self.step, self.end):
             launch.compile(self._step_arguments())
         self.pulls.compile(out if self.result is None else self.result)
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         a, b = self.product.readable(a, b)
         self.pulls.fork()
         self.gemm(self._gemm_arguments(a, b, bias))

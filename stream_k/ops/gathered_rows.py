@@ -8,6 +8,7 @@ whole, a product of the BLAS each. Few rows go by messages, before the GEMM.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,16 +26,36 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
+from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled, data_of, operands_of, scales_a_row
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.scaled_rows import WORD, ScaledRows
 
 # Streams beside the caller's: of copies to peers, and of those that keep the gathered rows.
 _COPIES, _KEPT = range(2)
+# Bytes, at multiples of which scales begin.
+_ALIGNED = 16
+
+
+def _in_passing(call: Call) -> Operand:
+    """Where the rows of all ranks are gathered; scales behind them, where they have some."""
+    shape, scaling = (call.num_rows, call.a.shape[1]), call.request.scaling
+    if scaling is None:
+        return in_passing(call.workspace, prod(shape), call.a.dtype).view(shape)
+    of_scales = (call.num_rows, scales_a_row(scaling.a))
+    first = -(-prod(shape) // _ALIGNED) * _ALIGNED
+    held = in_passing(call.workspace, first + 4 * prod(of_scales), torch.uint8)
+    return Scaled(
+        held[: prod(shape)].view(call.a.dtype).view(shape), held[first:].view(torch.float32).view(of_scales)
+    )
 
 
 class PiecesPlan(FusedPlan):
-    """Blocks of rows in pieces, which one GEMM of ours takes as they arrive."""
+    """Blocks of rows in pieces, which one GEMM of ours takes as they arrive. own_scales: a row for each of this rank's,
+    of 8-bit operands."""
+
+    own_scales: torch.Tensor | None = None
 
     def __init__(self, call: Call) -> None:
         # Split tiles would come first, when only this rank's rows are there.
@@ -43,13 +64,19 @@ class PiecesPlan(FusedPlan):
         world = heap.world_size
         self.workspace, self.rank, self.world = workspace, heap.rank, world
         self.result = None
-        M, K = call.num_rows, call.a.shape[1]
+        M = call.num_rows
         # Every block has as many pieces, on all ranks alike, though blocks may differ by a row.
         most = -(-M // world)
         height = self._piece_rows(call.config, most)
         self.num_pieces = -(-most // height)
         self.flags = workspace.flags(self.num_pieces)
-        self.rows = in_passing(workspace, M * K, call.a.dtype).view(M, K)
+        self.gathered = _in_passing(call)
+        self.rows = data_of(self.gathered)
+        if isinstance(self.gathered, Scaled):
+            own = len(call.a) * self.gathered.scale.shape[1]
+            self.own_scales = workspace.buffer("own scales", own, torch.float32, local=True)[:own].view(
+                len(call.a), -1
+            )
         self.block = first, last = shard_range(M, heap.rank, world)
         self.pieces = [
             self._copy(
@@ -73,21 +100,25 @@ class PiecesPlan(FusedPlan):
 
     def _copy(
         self, heap: Heap, piece: int, rows: slice, peer: int
-    ) -> tuple[torch.Tensor, slice, torch.Tensor]:
-        """(to, which of the own rows, flag) of a piece."""
+    ) -> tuple[slice, list[torch.Tensor], torch.Tensor]:
+        """(which of the own rows, where each part of them goes, flag) of a piece."""
         word = piece * int(signal.MAX_WORLD.value) + self.rank
-        to = heap.peer_view(self.rows[self.block[0] : self.block[1]][rows], peer)
-        return to, rows, heap.peer_view(self.flags[word : word + 1], peer)
+        to = [heap.peer_view(x[slice(*self.block)][rows], peer) for x in _parts(self.gathered)]
+        return rows, to, heap.peer_view(self.flags[word : word + 1], peer)
 
     def _plan_gemm(self, call: Call) -> None:
         config, world = call.config, self.world
         # A rank without rows multiplies a stand-in and stores nothing of it: no descriptor has 0 rows.
-        self.stand_in = call.a.new_zeros(1, call.a.shape[1]) if call.a.shape[0] == 0 else None
-        if self.stand_in is not None:
-            call = replace(call, a=self.stand_in)
+        self.stand_in: Operand | None = None
+        if call.a.shape[0] == 0:
+            rows = call.a.new_zeros(1, call.a.shape[1])
+            self.stand_in = rows
+            if isinstance(self.gathered, Scaled):
+                self.stand_in = Scaled(rows, self.gathered.scale.new_zeros(1, self.gathered.scale.shape[1]))
+            call = replace(call, a=rows)
         self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
         M = product.M
-        self.gathered = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
+        self.argument = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
         self.c_how = how_to_write(call.out)
         if self.c_how == ROW and M % (world * config.block_m) != 0:
             # Blocks end inside a tile, whose last rows belong to the next block and are left alone.
@@ -101,28 +132,31 @@ class PiecesPlan(FusedPlan):
         self.gemm = product.launch(op, world, store_output, Options(self.c_how, activation), order="GATHERS")
 
     def _gemm_arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Any, ...]:
         product = self.product
         a = a if self.stand_in is None else self.stand_in
-        c, arrived = filled(self.c_template, out), Arrived(self.flags, packed(product.config.chunk))
+        c = filled(self.c_template, out)
+        strides = None if self.own_scales is None else product.strides_of(self.gathered, b)
+        arrived = Arrived(self.flags, packed(product.config.chunk), strides)
         extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
         context = self.workspace.context
-        return product.arguments(a, b, c, self.fix_up, extra, context, self.gathered, arrived)
+        return product.arguments(a, b, c, self.fix_up, extra, context, self.argument, arrived)
 
     def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
         return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.gemm is not None:
             self.gemm.compile(self._gemm_arguments(a, b, bias, out))
         for launch in (self.enter, self.end):
             launch.compile(self._step_arguments())
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
         if self.gemm is not None:
             a, b = self.product.readable(a, b)
+        sent = self._sent(a)
         workspace.fork(_COPIES)
         # What runs in order would wait for copies that come after it.
         gemm_last = workspace.runs_in_order()
@@ -130,22 +164,43 @@ class PiecesPlan(FusedPlan):
             self.gemm(self._gemm_arguments(a, b, bias, out))
         with workspace.beside(_COPIES):
             self.enter(self._step_arguments())
-            self._push(a)
+            self._push(sent)
         if self.gemm is not None and gemm_last:
             self.gemm(self._gemm_arguments(a, b, bias, out))
         workspace.join(_COPIES)
         self.end(self._step_arguments(self.senders))
 
-    def _push(self, a: torch.Tensor) -> None:
-        for to, rows, flag in self.pieces:
-            trace.copy(to.copy_, a[rows])
+    def _sent(self, a: Operand) -> tuple[torch.Tensor, ...]:
+        """The parts of this rank's rows, as they are pushed."""
+        if self.own_scales is None:
+            return _parts(a)
+        assert isinstance(a, Scaled)
+        self.own_scales.copy_(a.scale if a.scale.ndim == 2 else a.scale.view(1, 1))
+        return a.data, self.own_scales
+
+    def _push(self, sent: tuple[torch.Tensor, ...]) -> None:
+        for rows, to, flag in self.pieces:
+            for there, x in zip(to, sent, strict=True):
+                trace.copy(there.copy_, x[rows])
             flag.copy_(self.epoch)
 
-    def second(self, a: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks."""
+    def second(self, a: torch.Tensor) -> Any:
+        """The rows of all ranks; of 8-bit ones a `Scaled`."""
+        if self.own_scales is None:
+            return self._joined(self.rows, a)
+        assert isinstance(self.gathered, Scaled)
+        data = self._joined(self.rows.view(torch.uint8), a.view(torch.uint8)).view(a.dtype)
+        return Scaled(data, self._joined(self.gathered.scale, self.own_scales))
+
+    def _joined(self, gathered: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """A new tensor: what is gathered, and this rank's own among it."""
         first, last = self.block
-        K = a.shape[1]
-        return torch.cat((self.rows[:first, :K], a, self.rows[last:, :K]))
+        return torch.cat((gathered[:first], own, gathered[last:]))
+
+
+def _parts(x: Operand) -> tuple[torch.Tensor, ...]:
+    """What of an operand travels apart."""
+    return tuple(x) if isinstance(x, Scaled) else (x,)
 
 
 class BlocksPlan(PiecesPlan):
@@ -189,17 +244,18 @@ class BlocksPlan(PiecesPlan):
         # A graph would keep the same rows' memory for every call.
         return not self.blas and not self.keeps and all(gemm.replayable for *_, gemm in self.blocks)
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         waits = [self.wait] if self.blocks else []
         for launch in (self.enter, *waits, self.end):
             launch.compile(self._step_arguments())
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.
         self.enter(self._step_arguments())
         self.workspace.fork(_COPIES)
         with self.workspace.beside(_COPIES):
-            self._push(a)
+            self._push(_parts(a))
+        assert isinstance(a, torch.Tensor)  # no BLAS has scales
         if self.keeps and self.blocks:
             self.kept = a.new_empty(self.rows.shape)
         for owner, rows, theirs, gemm in self.blocks:
@@ -218,7 +274,7 @@ class BlocksPlan(PiecesPlan):
             self.workspace.join(_KEPT)
         self.end(self._step_arguments(self.senders))
 
-    def second(self, a: torch.Tensor) -> torch.Tensor:
+    def second(self, a: torch.Tensor) -> Any:
         kept, self.kept = self.kept, None
         return super().second(a) if kept is None else kept[:, : a.shape[1]]
 
@@ -231,30 +287,46 @@ class MessagesPlan(FusedPlan):
         self.workspace, self.result = workspace, None
         M, N = call.num_rows, call.b.shape[1]
         # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
-        rows, K = -(-M // config.block_m) * config.block_m, call.a.shape[1]
-        held = workspace.buffer("own gathered", rows * K, call.a.dtype, local=True)
+        rows, K, dtype, x = -(-M // config.block_m) * config.block_m, call.a.shape[1], call.a.dtype, call.a
+        scaling = request.scaling
+        self.scaled = None if scaling is None else ScaledRows.of(x, scaling.a)
+        if self.scaled is not None:
+            K, dtype = self.scaled.width, WORD
+            own = workspace.buffer("own rows", len(x) * K, WORD, local=True)
+            self.own = x = own[: len(x) * K].view(len(x), K)
+        held = workspace.buffer("own gathered", rows * K, dtype, local=True)
         self.gathered = held[: M * K].view(M, K)
+        self.operand: Operand = self.gathered
+        if self.scaled is not None:
+            self.operand = self.scaled.operand(self.gathered)
         # A rank without columns only sends its rows.
         self.gemm: GemmPlan | BlasPlan | None = None
         if N > 0:
             options = (request.allow_tf32, request.bias, request.activation)
-            self.gemm = plan_gemm(self.gathered, call.b, config, *options, call.out, workspace)
+            a, b = self.operand, operands_of(call.a, call.b, request.scaling)[1]
+            self.gemm = plan_gemm(a, b, config, *options, call.out, workspace, scheme=call.scheme)
             if isinstance(self.gemm, BlasPlan):
                 self.blas = True
             else:
                 self.product = self.gemm.product
         op = status.Op.ALL_GATHER_GEMM
-        self.exchange = Exchange(workspace, op, "all_gather", call.a, self.gathered, rows=M)
+        self.exchange = Exchange(workspace, op, "all_gather", x, self.gathered, rows=M)
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Both parts are compiled when they are planned."""
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
+        if isinstance(a, Scaled):
+            assert self.scaled is not None
+            self.scaled.put(a, self.own)
+            a = self.own
         self.exchange.run(a, self.gathered)
         if self.gemm is not None:
-            self.gemm.run(self.gathered, b, bias, out)
+            self.gemm.run(self.operand, b, bias, out)
 
-    def second(self, a: torch.Tensor) -> torch.Tensor:
-        """The gathered rows, as a new tensor."""
+    def second(self, a: torch.Tensor) -> Any:
+        """The gathered rows, as a new tensor; of 8-bit ones a `Scaled`."""
+        if self.scaled is not None:
+            return self.scaled.operand(self.gathered.clone())
         return self.gathered[:, : a.shape[1]].clone()

@@ -17,6 +17,7 @@ from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.local_gemm.scales import Operand, scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -25,7 +26,15 @@ from pyrocshmem.stream_k.ops.gradients import (
     keep_sum,
     of_replicated,
 )
-from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
+from pyrocshmem.stream_k.ops.op import (
+    NO_SCALES,
+    Call,
+    GemmOp,
+    Request,
+    call,
+    consumer_launches,
+    register_gemm,
+)
 from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
@@ -43,6 +52,10 @@ def gemm_all_reduce(
     config: Config | None = None,
     partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Any:
     """activation(sum over ranks of a @ b + bias) on every rank, the same bits on all of them and on every
     run.
@@ -76,7 +89,10 @@ def gemm_all_reduce(
     at `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
+    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    request = Request(
+        a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype, scaling=scaling
+    )
     return call(OP, request, group, workspace)
 
 
@@ -137,9 +153,7 @@ class _Plan(FusedPlan):
             apart = consumer_launches(product, op, tiles.reduce_groups, options, world, heap.device)
             self.launches = ByRole(gemm, *apart)
 
-    def arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> ByRole:
+    def arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> ByRole:
         results, finish = (
             out if self.result is None else self.result,
             PLAIN if bias is None else Finish.of(bias),
@@ -155,7 +169,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     """Backward of `gemm_all_reduce`: every rank has the whole gradient, so nothing is sent."""
     a, b = ctx.saved_tensors
     grad_a, grad_b = of_replicated(ctx, a, b, grad)
-    return grad_a, grad_b, None, bias_gradient(ctx, grad), None, None, None
+    return grad_a, grad_b, None, bias_gradient(ctx, grad), None, None, None, *NO_SCALES
 
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.

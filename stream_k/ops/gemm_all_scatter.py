@@ -17,6 +17,7 @@ from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.local_gemm.scales import Operand, scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.columns import ColumnsPlan
@@ -26,7 +27,15 @@ from pyrocshmem.stream_k.ops.gradients import (
     keep_sum,
     of_columns,
 )
-from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, consumer_launches, register_gemm
+from pyrocshmem.stream_k.ops.op import (
+    NO_SCALES,
+    Call,
+    GemmOp,
+    Request,
+    call,
+    consumer_launches,
+    register_gemm,
+)
 from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 
 
@@ -43,6 +52,10 @@ def gemm_all_scatter(
     config: Config | None = None,
     partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Any:
     """activation(a @ b + bias) of every rank, side by side, on every rank: the same bits on all of them and
     on every run.
@@ -65,7 +78,10 @@ def gemm_all_scatter(
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
     # Partial sums are those of a's gradient.
-    request = Request(a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype)
+    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    request = Request(
+        a, b, out, bias, activation, squared_partials, allow_tf32, config, partial_dtype, scaling=scaling
+    )
     return call(OP, request, group, workspace)
 
 
@@ -120,9 +136,7 @@ class _Plan(FusedPlan):
         result = out if self.result is None else self.result
         return result[:, self.rank * self.product.N : (self.rank + 1) * self.product.N]
 
-    def arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> ByRole:
+    def arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> ByRole:
         c = filled(self.c_template, self._columns(out))
         results, finish = (
             out if self.result is None else self.result,
@@ -148,7 +162,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
     width = grad.shape[1] // world_size
     columns = grad[:, rank * width : (rank + 1) * width]
     grad_a, grad_b = of_columns(ctx, a, b, columns)
-    return grad_a, grad_b, None, bias_gradient(ctx, columns), None, None, None
+    return grad_a, grad_b, None, bias_gradient(ctx, columns), None, None, None, *NO_SCALES
 
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.

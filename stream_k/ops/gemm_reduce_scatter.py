@@ -12,6 +12,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.choice import completed, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
+from pyrocshmem.stream_k.local_gemm.scales import scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.by_message import MessagePlan
 from pyrocshmem.stream_k.ops.gradients import (
@@ -20,7 +21,7 @@ from pyrocshmem.stream_k.ops.gradients import (
     bias_gradient,
     keep_sum,
 )
-from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, register_gemm
+from pyrocshmem.stream_k.ops.op import NO_SCALES, Call, GemmOp, Request, call, register_gemm
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 
@@ -37,6 +38,10 @@ def gemm_reduce_scatter(
     config: Config | None = None,
     partial_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """This rank's rows of activation(sum over ranks of a @ b + bias), the same bits on every run.
 
@@ -54,7 +59,8 @@ def gemm_reduce_scatter(
     `heap.synchronize()`. Raises TypeError, ValueError before any launch; `CallMismatch`, `PeerTimeout`,
     `PeerAborted`, `HeapOutOfMemory`, `WorkspaceBusy`.
     """
-    request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype)
+    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype, scaling=scaling)
     return call(OP, request, group, workspace)
 
 
@@ -75,7 +81,16 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         grad, columns, ctx.group, ctx.num_rows, None, "none", ctx.allow_tf32, None, gathers
     )
     grad_b = b_gradient(ctx, a, gathered) if a is not None else None
-    return grad_a if b is not None else None, grad_b, None, bias_gradient(ctx, gathered), None, None, None
+    return (
+        grad_a if b is not None else None,
+        grad_b,
+        None,
+        bias_gradient(ctx, gathered),
+        None,
+        None,
+        None,
+        *NO_SCALES,
+    )
 
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.

@@ -116,7 +116,7 @@ def _streams(device: torch.device, thread: int) -> Streams:
 
 def keep_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """`setup_context` of `gemm_reduce_scatter`, `gemm_all_reduce` and `gemm_all_scatter`, whose schemas are alike."""
-    a, b, ctx.group, bias, activation, ctx.allow_tf32, ctx.partial_dtype = inputs
+    a, b, ctx.group, bias, activation, ctx.allow_tf32, ctx.partial_dtype = inputs[:7]
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[3])
     ctx.num_rows = a.shape[0]
     keep(ctx, a, b, bias, activation)

@@ -47,10 +47,21 @@ from pyrocshmem.stream_k.choice.config import (
 from pyrocshmem.stream_k.choice.invariant import in_blocks
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choice, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product, schedule_of
+from pyrocshmem.stream_k.local_gemm.scales import (
+    Scaled,
+    Scaling,
+    Scheme,
+    kind_of,
+    operands_of,
+    recipe_of,
+    scaling_of,
+    scheme_of,
+)
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scattered
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.target import num_sms
@@ -83,19 +94,25 @@ class Request(NamedTuple):
     options: tuple[Hashable, ...] = ()
     # Of an all-reduce without an activation: [M, N], contiguous, checked; added to the sum before that is rounded.
     residual: torch.Tensor | None = None
+    # Of 8-bit operands.
+    scaling: Scaling | None = None
 
 
 # Of ops whose calls have no arguments of their own.
 SCHEMA = (
     "(Tensor a, Tensor b, str group, Tensor? bias, str activation, bool allow_tf32, "
-    "ScalarType? partial_dtype) -> Tensor"
+    "ScalarType? partial_dtype, Tensor? scale_a=None, Tensor? scale_b=None, ScalarType? out_dtype=None, "
+    "bool use_fast_accum=False) -> Tensor"
 )
+# Of the gradients that a backward returns, those of the last four.
+NO_SCALES = (None,) * 4
 
 
 def _arguments(request: Request, group: str) -> tuple[Any, ...]:
     """The arguments of SCHEMA."""
     a, b, bias, activation = request.a, request.b, request.bias, request.activation
-    return a, b, group, bias, activation, request.allow_tf32, request.partial_dtype
+    scales = () if request.scaling is None else request.scaling
+    return a, b, group, bias, activation, request.allow_tf32, request.partial_dtype, *scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +153,7 @@ class GemmOp(Op):
 
     def result_dtype(self, request: Request) -> torch.dtype:
         """Of the result; an op of another dtype than its operands' default overrides it."""
-        return ELEMENTS[request.a.dtype].results[0]
+        return ELEMENTS[request.a.dtype].results[0] if request.scaling is None else request.scaling.result
 
     def has_second(self, request: Request) -> bool:
         """Whether the call returns (result, `plan.second(a)`)."""
@@ -167,16 +184,23 @@ def register_gemm(op: GemmOp) -> GemmOp:
     """Register `op`; where it has no run and no shapes of its own, those of SCHEMA."""
 
     def run_call(
-        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any
+        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any,
+        *scales: Any,
     ) -> Any:  # fmt: skip
-        request = Request(a, b, None, bias, activation, False, allow_tf32, None, partial_dtype)
+        scaling = scaling_of(*scales)
+        request = Request(
+            a, b, None, bias, activation, False, allow_tf32, None, partial_dtype, scaling=scaling
+        )
         return run(op, request, *find(group))
 
     def shapes(
-        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any
+        a: torch.Tensor, b: torch.Tensor, group: str, bias: Any, activation: str, allow_tf32: bool, partial_dtype: Any,
+        *scales: Any,
     ) -> torch.Tensor:  # fmt: skip
-        M, N, _ = check_product(a, b, bias, activation)
-        return a.new_empty(op.result_shape(M, N, *ranks(group)))
+        scaling = scaling_of(*scales)
+        M, N, _ = check_product(a, b, bias, activation, scaling)
+        dtype = a.dtype if scaling is None else scaling.result
+        return a.new_empty(op.result_shape(M, N, *ranks(group)), dtype=dtype)
 
     def sized(sizes: Sizes) -> Callable[[int], object]:
         heap = sizes.workspace.heap
@@ -225,6 +249,11 @@ class Call:
             return torch.float32
         return self.config.wire_dtype(self.out.dtype)
 
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of the scales of 8-bit operands."""
+        return scheme_of(self.request.scaling, self.request.a, self.request.b)
+
     def product(
         self,
         stores_fp32: bool,
@@ -249,15 +278,21 @@ class Call:
             num_blocks=num_blocks,
             keeps_a=keeps_a,
             workspace=self.workspace,
+            scheme=self.scheme,
         )
 
 
 def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: through its operator where it has a gradient or something watches
     it, straight to its kernels otherwise."""
+    scaling = request.scaling
+    if scaling is not None and needs_gradient((request.a, request.b, request.bias, scaling.a, scaling.b)):
+        raise ValueError(f"{op.name} of 8-bit operands has no gradient; call it under torch.no_grad()")
     if is_batched(request.a):
         divided = op.out_cut == "M"
         first = scattered(request.a, ranks(name_of(group, workspace))[1]) if divided else None
+        if scaling is not None and scaling.a.ndim == request.a.ndim:
+            request = request._replace(scaling=scaling._replace(a=scaling.a.flatten(0, -2)))
         return by_rows(
             lambda a, out: call(op, request._replace(a=a, out=out), group, workspace),
             request.a,
@@ -280,7 +315,7 @@ def through_operator(op: GemmOp, request: Request, group: str) -> torch.Tensor:
     backward pass, in the dtype of the result, and rounded to it before the activation, not after. ValueError where the
     request has what an operator has not.
     """
-    check_product(request.a, request.b, request.bias, request.activation)
+    check_product(request.a, request.b, request.bias, request.activation, request.scaling)
     refuse(op.name, out=request.out, config=request.config, squared_partials=request.squared_partials)
     late = request.activation if needs_gradient((request.a, request.b, request.bias)) else "none"
     if late != "none":
@@ -312,13 +347,14 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         kind(out),
         more,
         offset,
-        *request[4:-1],
+        *request[4:-2],
         recorded,
         mode,
+        kind_of(request.scaling),
     )
     plan = workspace.plans.get(key)
     if plan is None:
-        check_product(a, b, bias, request.activation)
+        check_product(a, b, bias, request.activation, request.scaling)
         check_config(request.config)
         M = op.num_rows(request, workspace)
         shape = op.result_shape(M, b.shape[1], heap.rank, heap.world_size)
@@ -346,12 +382,14 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     if planning.here.mode is not None:
         return (out, plan.second(request.a)) if op.has_second(request) else out
     added = bias if residual is None else in_one(bias, residual)
+    x, y = operands_of(a, b, request.scaling)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
         if plan.graphs.never:
-            plan.run(a, b, added, out)
+            plan.run(x, y, added, out)
         else:
-            plan.graphs.run((a, b, added, out), partial(plan.run, a, b, added, out))
+            scales = () if request.scaling is None else request.scaling[:2]
+            plan.graphs.run((a, b, added, out, *scales), partial(plan.run, x, y, added, out))
         if plan.result is not None:
             out.copy_(plan.result)
         return (out, plan.second(request.a)) if op.has_second(request) else out
@@ -360,7 +398,9 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
 def _run_over_hosts(op: GemmOp, request: Request, hosts: Hosts, workspace: Workspace) -> Any:
     """As `run`, of a group over several hosts."""
     a, b, out, bias = request[:4]
-    N, asked = check_product(a, b, bias, request.activation)[1], request.partial_dtype
+    N, asked = check_product(a, b, bias, request.activation, request.scaling)[1], request.partial_dtype
+    if request.scaling is not None:
+        raise ValueError(f"{op.name} has no calls of 8-bit operands of a group over several hosts")
     if op.over_hosts is None:
         raise ValueError(f"{op.name} has no calls of a group over several hosts")
     if request.config is not None or request.squared_partials:
@@ -417,8 +457,20 @@ def _without_plan(
     if heap.world_size == 1 and not squared_partials:
         with invariance.at_least(invariance.current(workspace)):
             alone = _of_one_rank(op, config, num_rows, b, allow_tf32)
-            product = run_gemm(a, b, bias, activation, out, allow_tf32, alone, None, residual)
-        return (product, a.clone()) if has_second else product
+            product = run_gemm(
+                a, b, bias, activation, out, allow_tf32, alone, None, residual, request.scaling
+            )
+        second = a.clone() if request.scaling is None else Scaled(a.clone(), request.scaling.a.clone())
+        return (product, second) if has_second else product
+    if request.scaling is not None and ELEMENTS[request.scaling.result].widened:
+        wide_bias = None if bias is None else bias.float()
+        wide = request._replace(
+            out=None, bias=wide_bias, scaling=request.scaling._replace(result=torch.float32)
+        )
+        found = run(op, wide, heap, workspace)
+        value, second = found if has_second else (found, None)
+        value = value.to(op.result_dtype(request)) if out is None else out.copy_(value)
+        return (value, second) if has_second else value
     if ELEMENTS[a.dtype].widened:
         # The same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
@@ -477,6 +529,10 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
         K = longest_k(workspace, CallName.of(f"{op.name}(# x {N} {dtype}, partials {partial_dtype})", M), K)
     # A rank without columns multiplies nothing: any N will do.
     sizes = (op.name, M, max(N, 1), K, dtype)
+    if request.scaling is not None:
+        scheme = Scheme(recipe_of(request.scaling, request.a, request.b), request.scaling.fast)
+        size = (op.name, M, max(N, 1), K, heap.world_size, heap.device)
+        return choose_scaled(*size, scheme, mode, request.scaling.result, partial_dtype)
     if request.squared_partials:
         # They have fewer placements than the table was made with.
         facts = (*sizes, heap.world_size, heap.device, partial_dtype)
@@ -523,6 +579,7 @@ def _make_plan(
     name, out, residual, asked = op.name, request.out, request.residual, request
     M, dtype = num_rows, request.a.dtype
     K, N = request.b.shape
+    mode = invariance.current(workspace)
     config = request.config or _chosen(op, request, M, workspace)
     names = [placement.name for placement in op.placements]
     if config.placement not in names:
@@ -530,7 +587,12 @@ def _make_plan(
             f"Config.placement is {config.placement!r}, {name} has {', '.join(names)}; "
             f"start from stream_k.choose({name!r}, ..)"
         )
-    if request.config is not None:
+    if mode == TP and request.scaling is not None:
+        raise ValueError(f"{name} of 8-bit operands is not {mode}")
+    scheme = scheme_of(request.scaling, request.a, request.b)
+    if request.config is not None and scheme is not None:
+        check_scaled(op.name, config, config, scheme, mode)
+    elif request.config is not None:
         check_invariant(
             op.name, config, M, N, K, dtype, heap.world_size, heap.device, invariance.current(workspace)
         )
@@ -545,7 +607,8 @@ def _make_plan(
     call = CallName.of(
         f"{name}(# x {K if op.has_own_columns else N} {dtype}, bias={request.bias is not None}, "
         f"residual={residual is not None}, activation={request.activation}, squares={request.squared_partials}, "
-        f"tf32={request.allow_tf32}, {partials}{f'options={request.options}, ' if request.options else ''}"
+        f"tf32={request.allow_tf32}, {partials}{_described(request, op.has_own_columns)}"
+        f"{f'options={request.options}, ' if request.options else ''}"
         f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(heap.device)} SMs"
         f"{'' if request.config is None else f', {_by_hand(request.config, op)}'}{invariance.of_call(workspace)})",
         M,
@@ -564,7 +627,7 @@ def _make_plan(
         plan = op.plan(made)
         plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
         plan.graphs = Graphs(workspace, plan.replayable)
-        plan.compile(a, b, request.bias, example)
+        plan.compile(*operands_of(a, b, request.scaling), request.bias, example)
         return plan
 
     def again(rows: int) -> object:
@@ -577,6 +640,18 @@ def _make_plan(
     return plan
 
 
+def _described(request: Request, own_columns: bool) -> str:
+    """What ranks must have in common of the scales. own_columns: they may have different numbers of columns."""
+    scaling = request.scaling
+    if scaling is None:
+        return ""
+    by_blocks = recipe_of(scaling, request.a, request.b) == "blockwise"
+    # Ranks whose columns differ multiply each as it must; what travels with A's rows is the same.
+    numbers = scaling.a.shape[1] if by_blocks else 1
+    scales = f"{numbers} scales a row" if own_columns else f"scales of {'blocks' if by_blocks else 'rows'}"
+    return f"b={request.b.dtype}, {scales}, result={scaling.result}, use_fast_accum={scaling.fast}, "
+
+
 def of_rows(op: GemmOp, request: Request, rows: int, heap: Heap) -> Request:
     """A call like `request`, of another number of rows of all ranks, to be planned."""
     a, out, residual = request.a, request.out, request.residual
@@ -584,7 +659,11 @@ def of_rows(op: GemmOp, request: Request, rows: int, heap: Heap) -> Request:
     if out is not None:
         shape = op.result_shape(rows, request.b.shape[1], heap.rank, heap.world_size)
         out = out.new_empty(shape)
+    scaling = request.scaling
+    if scaling is not None and scaling.a.numel() > 1:
+        scaling = scaling._replace(a=scaling.a.new_empty(last - first, scaling.a.shape[1]))
     return request._replace(
+        scaling=scaling,
         a=a.new_empty(last - first, a.shape[1]),
         out=out,
         residual=None if residual is None else residual.new_empty(rows, residual.shape[1]),

@@ -10,6 +10,7 @@ from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.local_gemm.product import Product
+from pyrocshmem.stream_k.local_gemm.scales import Operand
 
 _SIDE = 0
 
@@ -56,19 +57,17 @@ class FusedPlan:
         product = getattr(self, "product", None)
         return not self.blas and (product is None or product.replayable)
 
-    def arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> ByRole:
+    def arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> ByRole:
         """Arguments of each launch."""
         raise NotImplementedError
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load every kernel."""
         for launch, arguments in zip(self.launches, self.arguments(a, b, bias, out), strict=True):
             if launch is not None:
                 launch.compile(arguments)
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call: the GEMM, and the consumer behind it or, where it has a gate, beside it."""
         a, b = self.product.readable(a, b)
         launches, arguments = self.launches, self.arguments(a, b, bias, out)
@@ -83,6 +82,6 @@ class FusedPlan:
         elif launches.consumer is not None:
             launches.consumer(arguments.consumer)
 
-    def second(self, a: torch.Tensor) -> torch.Tensor:
+    def second(self, a: torch.Tensor) -> Any:
         """What the call returns beside its result, where asked for: a new tensor. a: the caller's operand."""
         return self.squares.view(-1, a.shape[0]).t().clone()

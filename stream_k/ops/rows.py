@@ -26,6 +26,7 @@ from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
+from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.pulls import WAITS, Pull, Pulls
@@ -165,13 +166,13 @@ class RowsPlan(FusedPlan):
             step_launch(op, world, ends=True),
         )
 
-    def _peers_arguments(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+    def _peers_arguments(self, a: Operand, b: Operand) -> tuple[Any, ...]:
         extra = row_blocks.PeersRows(self.tile_flags, PLAIN)
         context = self.workspace.context
         return self.for_peers.arguments(a, b, self.for_peers_c, self.fix_up, extra, context)
 
     def _own_arguments(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[Any, ...]:
         product = self.product
         c = filled(self.c_template, out if self.sums is None else self.sums)
@@ -211,7 +212,7 @@ class RowsPlan(FusedPlan):
         end = min(-(-last // group) * group, peers * self.tiles)
         return first // group * group * columns, end * columns
 
-    def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.peers_gemm.compile(self._peers_arguments(a, b))
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
         for launch in (self.enter, self.step, self.end):
@@ -224,7 +225,7 @@ class RowsPlan(FusedPlan):
             # dozens.
             self.sending = capture(self.workspace, self._send)
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)

@@ -33,6 +33,7 @@ from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
+from pyrocshmem.stream_k.local_gemm.scales import Scaled, Scaling, data_of
 from pyrocshmem.stream_k.ops.gradients import both_gradients, product_like, sum_of_rows
 from pyrocshmem.stream_k.ops.op import ACTIVATIONS, GemmOp, Request, run
 
@@ -57,6 +58,8 @@ class Several(NamedTuple):
     config: Config | None = None
     partial_dtype: torch.dtype | None = None
     num_rows: int | None = None
+    # Of 8-bit operands, one for each b, all with the same scales of a.
+    scalings: Sequence[Scaling] = ()
 
 
 def as_list(name: str, given: Any, count: int) -> list[Any]:
@@ -102,11 +105,12 @@ def call(
 
 def run_products(
     op: GemmOp, x: Several, save_gathered: bool, group: Any, workspace: Workspace | None
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(the products, the gathered A where it is asked for), whatever becomes of gradients. op: `all_gather_gemm`'s."""
+) -> tuple[list[torch.Tensor], Any]:
+    """(the products, the gathered A where it is asked for, of 8 bits a `Scaled`), whatever becomes of gradients. op:
+    `all_gather_gemm`'s."""
     if len(x.bs) > 1:  # a single one is checked by `run`
-        for b, bias in zip(x.bs, x.biases, strict=True):
-            check_product(x.a, b, bias, x.activation)
+        for number, (b, bias) in enumerate(zip(x.bs, x.biases, strict=True)):
+            check_product(x.a, b, bias, x.activation, x.scalings[number] if x.scalings else None)
     a = whole_rows(x.a)
     options = (x.activation, False, x.allow_tf32, x.config, None, x.num_rows)
     if not x.bs:
@@ -115,18 +119,24 @@ def run_products(
     widest = 0 if len(x.bs) == 1 else max(range(len(x.bs)), key=lambda number: x.bs[number].shape[1])
     gathers = save_gathered or len(x.bs) > 1
     request = Request(a, x.bs[widest], x.outs[widest], x.biases[widest], *options, gathers)
+    if x.scalings:
+        request = request._replace(scaling=x.scalings[widest])
     found = run(op, request, group, workspace)
     if not gathers:
         return [found], None
     first, gathered = found
     with invariance.at_least(invariance.current(find_workspace(group, workspace)[1])):
-        products = [
-            first
-            if number == widest
-            else run_gemm(gathered, b, bias, x.activation, out, x.allow_tf32, None, None)
-            for number, (b, bias, out) in enumerate(zip(x.bs, x.biases, x.outs, strict=True))
-        ]
+        rest = x._replace(a=data_of(gathered))
+        if isinstance(gathered, Scaled):
+            rest = rest._replace(scalings=[each._replace(a=gathered.scale) for each in x.scalings])
+        products = [first if number == widest else _multiplied(rest, number) for number in range(len(x.bs))]
     return products, gathered if save_gathered else None
+
+
+def _multiplied(x: Several, number: int) -> torch.Tensor:
+    """A product with the gathered A."""
+    more = (x.activation, x.outs[number], x.allow_tf32, None, None, None)
+    return run_gemm(x.a, x.bs[number], x.biases[number], *more, x.scalings[number] if x.scalings else None)
 
 
 def _run(

@@ -30,7 +30,8 @@ class Case:
     compute element by element, forward and backward on the product [M, N].
 
     changes: (field, value) that differ from what `stream_k.choose` chooses for that partial_dtype. arguments: more
-    keywords of the op. hot: its kernels may not spill.
+    keywords of the op. hot: its kernels may not spill. recipe: of 8-bit operands, in the configuration that is chosen
+    for them; dtype is then that of the result.
     """
 
     op: str
@@ -41,6 +42,7 @@ class Case:
     arguments: tuple[tuple[str, object], ...] = ()
     layouts: tuple[str, str] = ("row", "row")
     hot: bool = False
+    recipe: str = ""
 
     def __str__(self) -> str:
         facts = [str(value) for _, value in self.changes] + [f"{k}={v}" for k, v in self.arguments]
@@ -48,6 +50,8 @@ class Case:
             facts.append("x".join(map(str, self.shape)))
         if self.layouts != ("row", "row"):
             facts.append("+".join(self.layouts))
+        if self.recipe:
+            facts.append(self.recipe)
         if self.world_size != 4:
             facts.append(f"R{self.world_size}")
         return "-".join([self.op, self.dtype, *facts])
@@ -241,6 +245,20 @@ _ONCE = [
     Case("all_reduce", shape=(97, 193, 1), arguments=(("algorithm", "two_shot"),)),
 ]
 
+# 8-bit operands: scales of rows are multiplied at the end of a tile, those of blocks in its main loop.
+_FLOAT8 = [
+    Case(op, shape=shape, world_size=2, layouts=("row", "column"), hot=shape != SMALL, recipe=recipe)
+    for recipe in ("rowwise", "blockwise")
+    for op, shape in (
+        ("gemm", LARGE),
+        ("gemm", SMALL),
+        ("all_gather_gemm", LARGE),
+        ("gemm_reduce_scatter", LARGE),
+        ("gemm_all_reduce", LARGE),
+        ("gemm_all_scatter", LARGE),
+    )
+]
+
 # In 16-byte accesses, heads of any even size.
 POINTWISE = [
     *(Case("swiglu", dtype, shape=(2048, 7168, 1), hot=True) for dtype in ("bfloat16", "float16", "float32")),
@@ -267,6 +285,7 @@ CASES = [
     # Consumers on a stream of their own are how large products ship on sm_90.
     Case("gemm_all_reduce", changes=(("placement", "own_stream"), *STRICT), hot=True),
     *_ONCE,
+    *_FLOAT8,
     *POINTWISE,
 ]
 
@@ -279,6 +298,8 @@ def _compiled_on(target: str, case: Case) -> bool:
     """AMD's targets have one compiler and differ in their matrix instructions, as bfloat16 and float16 do. gfx950 gets
     a configuration of each op, the tf32 that it lacks, and integers. gfx942 gets all but what is there for TMA and for
     registers on sm_90, and for ways of a tile whose code another dtype or op shows as well."""
+    if case.recipe:
+        return target == "sm_90" or case.op == "gemm"
     if target == "sm_90" or case in ONE_OF_EACH or case == TF32 or case.dtype == "int64":
         return True
     if target == "gfx950" or case.world_size == 8 or case.shape in (EVEN, UNEVEN):

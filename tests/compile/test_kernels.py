@@ -94,6 +94,11 @@ def _faults(case: Case, kernel: Compiled) -> list[str]:
     if kernel.kernel in GEMMS and case.dtype != "float32":
         # Those of 16 and 32 rows are transposed: Hopper's instructions take 64 of something.
         matrix = r"\bwgmma\.mma_async" if kernel.nvidia else r"\bv_mfma_f32_"
+        if case.recipe:
+            matrix += r"\S*(?:e4m3|fp8|f8f6f4)"
+            # Nothing is made wider on its way.
+            if kernel.count(r"\bcvt\S*e4m3|\bv_cvt_\S*fp8"):
+                wrong.append("8-bit operands are converted")
         if not kernel.count(matrix):
             wrong.append("no matrix instructions")
     allowed = ONE_WORD_BYTES if kernel.nvidia and kernel.kernel not in GEMMS else 0

@@ -97,6 +97,11 @@ def _call(case: "Case") -> None:
         arguments["num_rows"] = M
         first, last = shard_range(M, heap.rank, case.world_size)
         M = last - first
+    if case.recipe:
+        from pyrocshmem.elements import float8
+
+        dtype = float8()[0]
+        arguments |= _scales(case.recipe, M, N, K)
     a = _operand(M, K, dtype, case.layouts[0])
     b = _operand(K, N, dtype, case.layouts[1])
     if arguments.get("bias"):
@@ -114,6 +119,15 @@ def _call(case: "Case") -> None:
         stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=heap, config=config, **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)
+
+
+def _scales(recipe: str, M: int, N: int, K: int) -> dict[str, Any]:
+    """Of 8-bit operands."""
+    import torch
+
+    blocks, columns = -(-K // 128), -(-N // 128)
+    shapes = {"rowwise": ((M, 1), (1, N)), "blockwise": ((M, blocks), (blocks, columns))}[recipe]
+    return {name: torch.empty(shape) for name, shape in zip(("scale_a", "scale_b"), shapes, strict=True)}
 
 
 def _operand(rows: int, cols: int, dtype: Any, layout: str) -> Any:
@@ -170,6 +184,8 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     from pyrocshmem import stream_k
     from pyrocshmem.stream_k.choice.config import BY_ROWS
 
+    if case.recipe:
+        return None
     changes = dict(case.changes)
     partial = changes.pop("partial_dtype", None)
     partial_dtype = None if partial is None else getattr(torch, str(partial))

@@ -1,0 +1,85 @@
+"""The configuration of a GEMM of 8-bit operands: that of 16-bit ones with half of K, whose steps take as many bytes
+and, by matrix units of twice the rate, as long."""
+
+from __future__ import annotations
+
+import torch
+
+from pyrocshmem import target
+from pyrocshmem.calls.invariance import Invariance
+from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, changed
+from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.local_gemm.scales import BLOCK, Scheme, promoted
+
+# A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
+_MOST_COLUMNS = 128
+# Elements of one sum of a warp, and what is read ahead, in steps and bytes.
+_MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
+# Elements of a part of a tile.
+_MOST_OF_A_PART = 8192
+# What takes the place of those whose GEMM is the BLAS's.
+_OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
+
+
+def choose_scaled(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    world_size: int,
+    device: torch.device,
+    scheme: Scheme,
+    invariance: Invariance,
+    result: torch.dtype = torch.bfloat16,
+    partial_dtype: torch.dtype | None = None,
+) -> Config:
+    """The configuration for a rank's GEMM [M, K] x [K, N] of `op`, by the rules. The arguments are those of `choose`;
+    scheme: of the operands' scales. result: of what is stored, in which partial sums travel
+    unless partial_dtype says otherwise."""
+    wire = partial_dtype if partial_dtype is not None or result == torch.bfloat16 else result
+    half = (op, M, N, -(-K // 2), torch.bfloat16, world_size, device, wire)
+    config = cost_model(*half, invariance=invariance)
+    if config.placement in _OWN:
+        config = cost_model(*half, placement=_OWN[config.placement], invariance=invariance)
+    config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
+    if promoted(scheme):
+        config = _for_promotion(config)
+    # Parts of a tile leave in fp32 where they are parts of a sum, or the result is.
+    parts = config.block_m * min(config.block_n, _MOST_COLUMNS) // _MOST_OF_A_PART
+    return changed(config, subtiles=max(config.subtiles, parts))
+
+
+def _for_promotion(config: Config) -> Config:
+    """`config` for steps whose sums are added beside the next step's, in turns of two steps. Of one length whatever the
+    tile, so that the order of additions is, too."""
+    block_m, block_n = config.block_m, min(config.block_n, _MOST_COLUMNS)
+    if target.backend() == "hip":
+        return changed(config, block_n=block_n, block_k=min(config.block_k, BLOCK))
+    # Three sums take registers at once. A turn's steps are loaded, and let go of, together.
+    warps = max(config.num_warps, block_m * block_n // _MOST_OF_A_WARP)
+    stages = min(_MOST_STAGES, _STAGED_BYTES // ((block_m + block_n) * BLOCK))
+    return changed(config, block_n=block_n, block_k=BLOCK, num_warps=warps, num_stages=stages)
+
+
+def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invariance: Invariance) -> None:
+    """ValueError for a caller's configuration with which scales can't be multiplied, or which breaks the mode. rules:
+    what `choose_scaled` gives."""
+    if config.k_blocks > 1:
+        raise ValueError(
+            f"Config.k_blocks is {config.k_blocks}: products of 8-bit operands are one sum along K"
+        )
+    if promoted(scheme) and config.block_k > BLOCK:
+        raise ValueError(
+            f"Config.block_k is {config.block_k}: the sum of a step is added in fp32, or scaled, so at most {BLOCK} "
+            "are allowed"
+        )
+    if scheme.recipe == "blockwise" and config.block_n > BLOCK:
+        raise ValueError(
+            f"Config.block_n is {config.block_n}: each {BLOCK} columns have scales of their own, and a tile one of them"
+        )
+    if config.placement in BY_BLAS:
+        raise ValueError(
+            f"Config.placement is {config.placement!r}, whose GEMM is the BLAS's: not of 8-bit operands"
+        )
+    if invariance and config != rules:
+        raise ValueError(f"{op} is {invariance} here, where 8-bit operands take no config; leave it out")

@@ -1,0 +1,113 @@
+"""`quantize`: the bits of PyTorch's own conversion of x / scale, by recipe, and what becomes of odd values."""
+
+import itertools
+
+import pytest
+import torch
+
+from pyrocshmem import stream_k, target
+from pyrocshmem.elements import float8
+
+TIER = 1
+DEVICE = target.device()
+RECIPES = ("tensorwise", "rowwise", "blockwise", "blockwise_weight")
+SHAPES = ((1, 1), (5, 300), (130, 257), (64, 2048))
+
+
+def groups(x: torch.Tensor, recipe: str) -> tuple[int, int]:
+    """Rows and columns of a group."""
+    M, K = x.shape
+    return {"tensorwise": (M, K), "rowwise": (1, K), "blockwise": (1, 128), "blockwise_weight": (128, 128)}[
+        recipe
+    ]
+
+
+def expected(x: torch.Tensor, recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bits, scales) by PyTorch's ops."""
+    (M, K), (height, width), most = x.shape, groups(x, recipe), torch.finfo(dtype).max
+    padded = torch.nn.functional.pad(x.float(), (0, -K % width, 0, -M % height))
+    largest = padded.view(-(-M // height), height, -(-K // width), width).abs().amax((1, 3))
+    # By a tensor: a GPU would multiply by a number's reciprocal.
+    scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, most))
+    each = scales.repeat_interleave(height, 0)[:M].repeat_interleave(width, 1)[:, :K]
+    bits = (x.float() / each).clamp(-most, most).to(dtype).view(torch.uint8)
+    return bits, scales.view(()) if recipe == "tensorwise" else scales
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_bit(recipe: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for kind, dtype, (M, K) in itertools.product(float8(), dtypes, SHAPES):
+        magnitude = torch.exp2(torch.randint(-12, 12, (M, K), device=DEVICE).float())
+        x = (torch.randn(M, K, device=DEVICE) * magnitude).to(dtype)
+        x[0] = 0
+        bits, scales = expected(x, recipe, kind)
+        # Rows, and columns one behind another.
+        for given in (x, x.t().contiguous().t()):
+            q, found = stream_k.quantize(given, recipe, dtype=kind)
+            assert torch.equal(found, scales), (M, K, dtype, kind)
+            assert torch.equal(q.view(torch.uint8), bits), (M, K, dtype, kind)
+        back = stream_k.dequantize(q, found)
+        most = float(x.float().abs().max())
+        assert torch.allclose(
+            back, x.float(), rtol=2.0 ** (-3 if kind == float8()[0] else -2), atol=most * 2.0**-9
+        )
+
+
+def test_a_known_scale_saturates() -> None:
+    kind = float8()[0]
+    most = torch.finfo(kind).max
+    x = torch.tensor([[1.0, -3.0, 4 * most, -5 * most, float("inf"), 0.0]], device=DEVICE)
+    q, scale = stream_k.quantize(x, "tensorwise", scale=torch.full((), 2.0, device=DEVICE))
+    assert scale.item() == 2
+    assert q.float().tolist() == [[0.5, -1.5, most, -most, most, 0.0]]
+
+
+def test_odd_values_stay_in_their_group() -> None:
+    x = torch.ones(3, 256, device=DEVICE)
+    x[1, 3], x[2, 200] = float("nan"), float("inf")
+    q, scales = stream_k.quantize(x, "blockwise")
+    assert scales.isinf().tolist() == [[False, False], [True, False], [False, True]]
+    for at, group in ((3, q[1, :128]), (72, q[2, 128:])):
+        assert group.float().isnan().nonzero().tolist() == [[at]]
+        assert group.float().nan_to_num(0).eq(0).all()
+    others = torch.cat((q[0], q[1, 128:], q[2, :128])).float()
+    assert (others == torch.finfo(q.dtype).max).all()
+
+
+def test_nothing() -> None:
+    x = torch.empty(0, 256, device=DEVICE)
+    for recipe, shape in (("tensorwise", ()), ("rowwise", (0, 1)), ("blockwise", (0, 2))):
+        q, scales = stream_k.quantize(x, recipe)
+        assert (q.shape, tuple(scales.shape)) == ((0, 256), shape)
+
+
+def test_products_of_what_is_quantized() -> None:
+    """As exact as the recipe is: what is small beside another group's numbers is nearer in finer groups."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(64, 512, device=DEVICE), torch.randn(96, 512, device=DEVICE)
+    x[:, :128] *= 1e5
+    weight[:, :128] = 0
+    exact, errors = x.double() @ weight.double().t(), []
+    for recipe in ("rowwise", "blockwise"):
+        a, of_a = stream_k.quantize(x, recipe)
+        b, of_b = stream_k.quantize(weight, "rowwise" if recipe == "rowwise" else "blockwise_weight")
+        out = stream_k.gemm(a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.float32)
+        errors.append(float((out.double() - exact).norm() / exact.norm()))
+    assert errors[1] < 0.06 < errors[0]
+
+
+def test_refusals() -> None:
+    x = torch.ones(4, 128, device=DEVICE)
+    one = torch.ones((), device=DEVICE)
+    for error, word, args, more in (
+        (TypeError, "dtype", (x.int(), "rowwise"), {}),
+        (ValueError, "3 dimensions", (x.view(2, 2, 128), "rowwise"), {}),
+        (ValueError, "allowed are tensorwise", (x, "columnwise"), {}),
+        (TypeError, "float8", (x, "rowwise"), {"dtype": torch.int8}),
+        (ValueError, "with 'tensorwise'", (x, "rowwise"), {"scale": one}),
+        (ValueError, "one element", (x, "tensorwise"), {"scale": torch.ones(2, device=DEVICE)}),
+    ):
+        with pytest.raises(error) as caught:
+            stream_k.quantize(*args, **more)
+        assert word in str(caught.value), (word, str(caught.value))
