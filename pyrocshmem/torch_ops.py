@@ -8,6 +8,7 @@
     torch.ops.symm_mem.          becomes
     fused_all_gather_matmul      stream_k.all_gather_gemm; along the last dimension collectives.all_scatter and gemm
     fused_matmul_reduce_scatter  stream_k.gemm_reduce_scatter; along the last dimension that of B' A', transposed
+    fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter     the same of 8-bit operands
     one_shot_all_reduce          collectives.all_reduce
     two_shot_all_reduce_         collectives.all_reduce, in place
 
@@ -22,7 +23,8 @@ rounding more elsewhere. All-reduces take "avg", too; which algorithm is faster 
 name. PyTorch's limits stay: torch.compile can't trace `two_shot_all_reduce_`, whose result is its operand.
 
 What this library can't do goes to PyTorch's kernel, where there is one: none on a CPU. That is another dtype, a group
-of more than 8 ranks, or one that was not asked for. The scaled operators (fp8) stay PyTorch's.
+of more than 8 ranks, or one that was not asked for; of 8-bit operands results that are no bf16, fp16 or fp32, scales of
+results, and a gather along the last dimension.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from pyrocshmem import signal
 from pyrocshmem.calls.tensors import shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives import all_reduce, all_scatter
-from pyrocshmem.elements import ELEMENTS, names
+from pyrocshmem.elements import DTYPES, SCALED_RESULTS, float8, names
 from pyrocshmem.groups import as_group
 from pyrocshmem.heap import Heap
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
+from pyrocshmem.stream_k.local_gemm.scales import Scaling, data_of
 from pyrocshmem.stream_k.ops.all_gather_gemm import OP as GATHER
 from pyrocshmem.stream_k.ops.gemm_reduce_scatter import OP as SCATTER
 from pyrocshmem.stream_k.ops.op import Request, run
@@ -198,10 +201,12 @@ def _kernel(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
     return kernel
 
 
-def _place(group_name: str, x: torch.Tensor) -> tuple[Heap, Workspace]:
-    """Where a call of the group is made. `_NotOurs` where it isn't."""
-    if x.dtype not in ELEMENTS:
-        raise _NotOurs(TypeError(f"an operand is {x.dtype}, allowed are {names()}; {_NO_KERNEL}"))
+def _place(
+    group_name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...] = DTYPES
+) -> tuple[Heap, Workspace]:
+    """Where a call of the group is made, on operands of these dtypes. `_NotOurs` where it isn't."""
+    if x.dtype not in allowed:
+        raise _NotOurs(TypeError(f"an operand is {x.dtype}, allowed are {names(allowed)}; {_NO_KERNEL}"))
     if None not in _served and group_name not in _served:
         installed = ", ".join(map(repr, _served))
         raise _NotOurs(ValueError(f"group {group_name!r} was not installed, {installed} were; {_NO_KERNEL}"))
@@ -288,6 +293,112 @@ def _matmul_reduce_scatter(
     )
 
 
+def _scaling(
+    scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: Any, fast: bool, of_result: Any
+) -> Scaling:
+    """Of a product of 8-bit operands. `_NotOurs` for results that are PyTorch's alone."""
+    if of_result is not None or out_dtype not in SCALED_RESULTS:
+        what = "a scale" if of_result is not None else f"dtype {out_dtype}"
+        allowed = f"allowed is none, and a dtype of {names(SCALED_RESULTS)}"
+        raise _NotOurs(TypeError(f"a result of 8-bit operands has {what}, {allowed}; {_NO_KERNEL}"))
+    return Scaling(scale_a, scale_b, out_dtype, fast)
+
+
+def _rows_scale(scale: torch.Tensor, a: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    """The scales of this rank's rows of `a`, which are gathered along `dim`, in the order in which they are: given for
+    these rows, for those of all ranks, or one for all."""
+    whole = [*a.shape]
+    whole[dim] *= world
+    if scale.ndim == a.ndim and scale.shape[-1] == 1:
+        if list(scale.shape[:-1]) == whole[:-1] and world > 1:
+            scale = scale.narrow(dim, rank * a.shape[dim], a.shape[dim])
+        if scale.shape[:-1] == a.shape[:-1]:
+            return scale.movedim(dim, 0).flatten(0, -2)
+    if scale.numel() == 1:
+        return scale.view(1, 1)
+    own, all_ranks = (*a.shape[:-1], 1), (*whole[:-1], 1)
+    raise ValueError(
+        f"A_scale has shape {tuple(scale.shape)} and A {tuple(a.shape)}; allowed are one element, {own}, "
+        f"and {all_ranks} of all ranks' rows"
+    )
+
+
+def _all_gather_scaled_matmul(
+    a: torch.Tensor, bs: list[torch.Tensor], scale_a: torch.Tensor, scale_bs: list[torch.Tensor], gather_dim: int,
+    group_name: str, biases: list[Any], result_scales: list[Any], out_dtypes: list[Any], use_fast_accum: list[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    heap, workspace = _place(group_name, a, float8())
+    _check_dim("gather_dim", gather_dim, a)
+    if gather_dim == a.ndim - 1:
+        raise _NotOurs(ValueError(f"gather_dim is {gather_dim}, the last one; {_NO_KERNEL}"))
+    moved = a.movedim(gather_dim, 0)
+    of_rows = _rows_scale(scale_a, a, gather_dim, workspace.rank, workspace.world_size)
+    of_each = zip(scale_bs, _dtypes(out_dtypes), use_fast_accum, result_scales, strict=True)
+    scalings = [_scaling(of_rows, *each) for each in of_each]
+    x = Several(moved.flatten(0, -2), bs, biases, [None] * len(bs), scalings=scalings)
+    products, gathered = run_products(GATHER, x, True, heap, workspace)
+    sizes = (workspace.world_size * moved.shape[0], *moved.shape[1:-1])
+    unflattened = [
+        c.reshape(*sizes, c.shape[1]).movedim(0, gather_dim)
+        for c in (data_of(gathered).contiguous(), *products)
+    ]
+    return unflattened[0], unflattened[1:]
+
+
+def _dtypes(given: list[Any]) -> list[Any]:
+    """A list of dtypes as PyTorch's dispatcher hands it on: as such, or as numbers."""
+    from torch.distributed import _symmetric_memory
+
+    return list(_symmetric_memory._maybe_convert_scalar_types_to_dtypes(given))
+
+
+def _scaled_matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, reduce_op: str,
+    orig_scatter_dim: int, scatter_dim_after_maybe_reshape: int, group_name: str, output_shape: list[int] | None,
+    bias: Any = None, result_scale: Any = None, out_dtype: Any = None, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    heap, workspace = _place(group_name, a, float8())
+    _check_dim("scatter_dim_after_maybe_reshape", scatter_dim_after_maybe_reshape, a)
+    _check_reduction(reduce_op)
+    N, world, dim = b.shape[1], workspace.world_size, orig_scatter_dim
+    sizes = [*a.shape[:-1], N] if output_shape is None else [*output_shape[:-1], N]
+    if not 0 <= dim < len(sizes) or sizes[dim] % world != 0:
+        raise ValueError(
+            f"orig_scatter_dim is {dim} of a product of {tuple(sizes)}; that dimension must be a multiple of the "
+            f"group's {world} ranks"
+        )
+    if bias is not None:
+        raise _NotOurs(ValueError(f"a bias would be added on every rank; {_NO_KERNEL}"))
+    rows, of_rows = a.view(*sizes[:-1], a.shape[-1]), scale_a
+    if scale_a.numel() > 1:
+        of_rows = scale_a.view(*sizes[:-1], 1)
+    by_columns = dim == len(sizes) - 1
+    if not by_columns:
+        rows = rows.movedim(dim, 0)
+        of_rows = of_rows.movedim(dim, 0) if scale_a.numel() > 1 else of_rows
+    order = rows.shape[:-1]
+    left, of_left = rows.flatten(0, -2), of_rows.flatten(0, -2) if scale_a.numel() > 1 else of_rows
+    right, of_right = b, scale_b
+    if by_columns:  # rows of the transposed product
+        left, right, of_left, of_right = b.t(), left.t(), _turned(scale_b), _turned(of_left)
+    scaling = _scaling(of_left, of_right, out_dtype, use_fast_accum, result_scale)
+    found = run(
+        SCATTER,
+        Request(left, right, None, None, "none", False, False, None, scaling=scaling),
+        heap,
+        workspace,
+    )
+    if reduce_op == "avg":
+        found.div_(world)
+    if by_columns:
+        return found.t().contiguous().view(*sizes[:-1], N // world)
+    return found.view(order[0] // world, *order[1:], N).movedim(0, dim).contiguous()
+
+
+def _turned(scale: torch.Tensor) -> torch.Tensor:
+    return scale.t() if scale.ndim == 2 else scale
+
+
 def _one_shot_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     heap, workspace = _place(group_name, x)
     _check_reduction(reduce_op)
@@ -326,6 +437,25 @@ def _shapes_of_scatter(
     return a.new_empty(sizes)
 
 
+def _shapes_of_scaled_gather(
+    a: torch.Tensor, bs: list[torch.Tensor], scale_a: torch.Tensor, scale_bs: list[torch.Tensor], gather_dim: int,
+    group_name: str, biases: list[Any], result_scales: list[Any], out_dtypes: list[Any], use_fast_accum: list[bool],
+) -> tuple[Any, list[torch.Tensor]]:  # fmt: skip
+    whole, products = _shapes_of_gather(a, bs, gather_dim, group_name)
+    dtypes = zip(products, bs, _dtypes(out_dtypes), strict=True)
+    return whole, [c.to(b.dtype if dtype is None else dtype) for c, b, dtype in dtypes]
+
+
+def _shapes_of_scaled_scatter(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, reduce_op: str,
+    orig_scatter_dim: int, scatter_dim_after_maybe_reshape: int, group_name: str, output_shape: list[int] | None,
+    bias: Any = None, result_scale: Any = None, out_dtype: Any = None, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    sizes = [*(a.shape[:-1] if output_shape is None else output_shape[:-1]), b.shape[1]]
+    sizes[orig_scatter_dim] //= _resolve_process_group(group_name).size()
+    return a.new_empty(sizes, dtype=a.dtype if out_dtype is None else out_dtype)
+
+
 def _shapes_of_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -342,6 +472,19 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
         _shapes_of_scatter,
         _matmul_reduce_scatter,
+    ),
+    "fused_all_gather_scaled_matmul": (
+        "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, str group_name, Tensor?[] biases, "
+        "Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) -> (Tensor, Tensor[])",
+        _shapes_of_scaled_gather,
+        _all_gather_scaled_matmul,
+    ),
+    "fused_scaled_matmul_reduce_scatter": (
+        "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, int orig_scatter_dim, "
+        "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, Tensor? bias=None, "
+        "Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor",
+        _shapes_of_scaled_scatter,
+        _scaled_matmul_reduce_scatter,
     ),
     "one_shot_all_reduce": (
         "(Tensor input, str reduce_op, str group_name) -> Tensor",
