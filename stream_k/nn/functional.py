@@ -14,6 +14,7 @@ forms, Korthikanti et al. 2022). A tensor that all ranks hold whole has a whole 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,15 +75,18 @@ def row_product(
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
     plain_norms: tuple[type, ...] = (torch.nn.RMSNorm,),
+    multiply: Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None,
 ) -> Any:
     """y = sum over ranks of x @ weight.T, + bias + residual; with a `norm`, (norm(y), y).
 
     x: [M, in/R], weight: [out, in/R]: this rank's. bias: [out], the same on all ranks. scatter: False: y is [M, out]
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
-    ops. plain_norms: classes that compute what PyTorch's RMSNorm does, which can be part of the product.
+    ops. plain_norms: classes that compute what PyTorch's RMSNorm does, which can be part of the product. multiply:
+    makes the call of the op of a name, for `x` and `bias`, in another way.
     """
-    x, weight, bias = autocast(x, weight, bias)
-    alike = residual is None or residual.dtype == x.dtype
+    if multiply is None:
+        x, weight, bias = autocast(x, weight, bias)
+    alike = multiply is None and (residual is None or residual.dtype == x.dtype)
     if norm is not None and is_plain(norm, plain_norms) and norm.weight is not None and not scatter and alike:
         # PyTorch's own default is that of the type it computes in, which is fp32 for products of 16 bits, too.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
@@ -96,11 +100,14 @@ def row_product(
             bias=bias,
             partial_dtype=partial_dtype,
         )
-    op = stream_k.gemm_reduce_scatter if scatter else stream_k.gemm_all_reduce
-    y = op(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
+    op = "gemm_reduce_scatter" if scatter else "gemm_all_reduce"
+    if multiply is None:
+        y = getattr(stream_k, op)(x, weight.t(), group=group, bias=bias, partial_dtype=partial_dtype)
+    else:
+        y = multiply(op, x, bias)
     if residual is not None:
         # Nobody else has y, but for what watches operators, and no backward reads it: the sum takes no more memory.
-        ours = alike and y.shape == residual.shape and not is_watched((y, residual))
+        ours = y.dtype == residual.dtype and y.shape == residual.shape and not is_watched((y, residual))
         y = y.add_(residual) if ours else y + residual
     return y if norm is None else (norm(y), y)
 

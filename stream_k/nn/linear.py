@@ -23,6 +23,9 @@ from pyrocshmem.calls import invariance
 from pyrocshmem.collectives.row_norm import row_norm
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.nn.float8 import Float8
+from pyrocshmem.stream_k.nn.float8_products import column_product as float8_columns
+from pyrocshmem.stream_k.nn.float8_products import product as float8_product
 from pyrocshmem.stream_k.nn.functional import (
     autocast,
     column_product,
@@ -56,6 +59,7 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_dim: int = 0,
         partial_dtype: torch.dtype | None = None,
         save_gathered: bool = True,
+        float8: Float8 | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -68,6 +72,7 @@ class ColumnParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             partial_dtype=partial_dtype,
+            float8=float8,
             device=device,
             dtype=dtype,
             name=name,
@@ -95,9 +100,15 @@ class ColumnParallelLinear(ParallelLinear):
         """`forward` with these shares. dim: of the tokens, divided over the ranks. sums: where there is none, whether
         the gradient of `x` is the sum over ranks, or a part of it."""
         self._check_input(x, weight, self.in_features, dim)
+        eight = self._in_eight_bits(weight)
         if dim is None:
             rows, sizes = to_rows(x, 0)
-            if sums:
+            if eight is not None and sums:
+                more = (bias, self.group, self.partial_dtype)
+                y = self._named(float8_columns, rows, eight, *more)
+            elif eight is not None:
+                y = self._named(float8_product, "gemm", rows, eight, bias, None)
+            elif sums:
                 y = self._named(column_product, rows, weight, bias, self.group, self.partial_dtype)
             else:
                 rows, weight, bias = autocast(rows, weight, bias)
@@ -106,17 +117,13 @@ class ColumnParallelLinear(ParallelLinear):
         rows, sizes = to_rows(x, dim)
         if num_rows is not None:
             self._check_blocks(num_rows, sizes, dim)
-        rows, weight, bias = autocast(rows, weight, bias)
-        y = self._named(
-            stream_k.all_gather_gemm,
-            rows,
-            weight.t(),
-            num_rows=num_rows,
-            group=self.group,
-            bias=bias,
-            partial_dtype=self.partial_dtype,
-            save_gathered=self.save_gathered,
-        )
+        options: dict[str, Any] = {"num_rows": num_rows, "partial_dtype": self.partial_dtype}
+        if eight is not None:
+            y = self._named(float8_product, "all_gather_gemm", rows, eight, bias, self.group, **options)
+        else:
+            rows, weight, bias = autocast(rows, weight, bias)
+            options |= {"group": self.group, "bias": bias, "save_gathered": self.save_gathered}
+            y = self._named(stream_k.all_gather_gemm, rows, weight.t(), **options)
         # No number of rows says how long an empty input is.
         total = num_rows // math.prod(sizes[1:]) if num_rows else sizes[0] * self.world_size
         return from_rows(y, sizes, dim, total)
@@ -132,6 +139,8 @@ def joint_product(layers: Sequence[nn.Module], x: torch.Tensor, num_rows: int | 
     # What is traced copies weights into one, which few tokens are not worth; divided ones would be gathered again.
     divided = getattr(first, "sequence_parallel", False)
     traced = torch.compiler.is_compiling() and not torch.is_grad_enabled() and not divided
+    # Each weight of 8 bits has scales of its own.
+    traced |= any(getattr(layer, "float8", None) is not None for layer in layers)
     if traced or len(alike) > 1 or not all(is_plain(layer, _PLAIN) for layer in layers):
         return torch.cat([layer(x, num_rows) for layer in layers], -1)
     assert isinstance(first, ColumnParallelLinear)
@@ -163,6 +172,7 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
         partial_dtype: torch.dtype | None = None,
+        float8: Float8 | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -175,6 +185,7 @@ class RowParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             partial_dtype=partial_dtype,
+            float8=float8,
             device=device,
             dtype=dtype,
             name=name,
@@ -218,6 +229,11 @@ class RowParallelLinear(ParallelLinear):
         options: dict[str, Any] = {"scatter": scatter, "residual": flat, "norm": norm}
         options |= {"group": self.group, "partial_dtype": self.partial_dtype}
         options["plain_norms"] = (nn.RMSNorm, RMSNorm)
+        eight = self._in_eight_bits(weight)
+        if eight is not None:
+            options["multiply"] = lambda op, rows, bias: float8_product(
+                op, rows, eight, bias, self.group, partial_dtype=self.partial_dtype
+            )
         found = self._named(row_product, rows, weight, bias, **options)
         if norm is None:
             return from_rows(found, sizes, dim, first)

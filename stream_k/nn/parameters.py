@@ -23,6 +23,7 @@ from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.errors import CallMismatch
 from pyrocshmem.groups import as_group
 from pyrocshmem.heap import Heap
+from pyrocshmem.stream_k.nn.float8 import Float8, Weight, check_recipe, quantized
 
 # A copy to there does nothing, without a word.
 NO_MEMORY = 'on "meta", which has no memory to load into; call to_empty(device=..) first'
@@ -92,12 +93,15 @@ class ParallelLinear(OnGroup, nn.Module):
     in_features, out_features: of the unsharded layer. group: a 1-D DeviceMesh: parameters are DTensors; a ProcessGroup
     or a Heap: they are this rank's shares; None: the default process group. sequence_parallel: activations outside are
     divided along sequence_dim (a dimension of the tokens) over the ranks; otherwise whole on each. partial_dtype: what
-    partial sums travel in, forward and backward, as in `stream_k.Config`.
+    partial sums travel in, forward and backward, as in `stream_k.Config`. float8: "rowwise" or "blockwise": the product
+    is of 8-bit operands, see `stream_k.nn.float8`; gradients are not.
     device, dtype: of the parameters, as of `nn.Linear`. name: for error messages; None: the class's.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    # Of a weight in 8 bits.
+    weight_scale: torch.Tensor | None
 
     # By parameter, the dimension that is divided; None: every rank has all of it.
     DIVIDED: ClassVar[dict[str, int | None]]
@@ -112,12 +116,16 @@ class ParallelLinear(OnGroup, nn.Module):
         sequence_parallel: bool,
         sequence_dim: int,
         partial_dtype: torch.dtype | None,
+        float8: Float8 | None,
         device: Any,
         dtype: torch.dtype | None,
         name: str | None,
     ) -> None:
         super().__init__()
         self.name = name or type(self).__name__
+        check_recipe(self.name, float8)
+        self.float8 = float8
+        self.register_buffer("weight_scale", None)
         self.in_features = as_integer(f"{self.name}: in_features", in_features)
         self.out_features = as_integer(f"{self.name}: out_features", out_features)
         self.sequence_dim = as_integer(f"{self.name}: sequence_dim", sequence_dim)
@@ -139,6 +147,21 @@ class ParallelLinear(OnGroup, nn.Module):
         """
         made = cls(linear.in_features, linear.out_features, device="meta", **options)
         return made.adopt(linear)
+
+    def quantize_weight(self) -> Self:
+        """Hold the weight in 8 bits alone, by the layer's recipe, for inference; returns this layer. A buffer
+        `weight_scale` has the scales of this rank's share. ValueError for a layer without float8, and for one that has
+        no memory."""
+        if self.float8 is None:
+            raise ValueError(f"{self.name}: float8 is None, so nothing says how its weight is quantized")
+        if self.weight.is_meta:
+            raise ValueError(f"{self.name} is {NO_MEMORY}")
+        if self.weight_scale is None:
+            share, self.weight_scale = quantized(local(self.weight), self.float8)
+            if isinstance(self.group, DeviceMesh):
+                share = distributed(share, self.group, self.DIVIDED["weight"], self.full_shape("weight"))
+            self.weight = nn.Parameter(share, requires_grad=False)
+        return self
 
     def full_shape(self, kind: str) -> tuple[int, ...]:
         """Of a parameter, in the unsharded model."""
@@ -212,6 +235,10 @@ class ParallelLinear(OnGroup, nn.Module):
                     "stream_k.nn.load_full_state_dict"
                 )
         super()._load_from_state_dict(state_dict, prefix, *others, **options)
+
+    def _in_eight_bits(self, weight: torch.Tensor) -> Weight | None:
+        """This rank's share of the weight for a product in 8 bits; None: the layer's is none."""
+        return None if self.float8 is None else Weight(weight, self.float8, self.weight_scale)
 
     def _check_input(self, x: torch.Tensor, weight: torch.Tensor, features: int, dim: int | None) -> None:
         """x: the input; weight: this rank's; dim: of the tokens that the ranks divide, if they do."""
