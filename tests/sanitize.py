@@ -275,6 +275,9 @@ def _float8(heap: Heap) -> Iterator[tuple[str, bool]]:
         mine = {**scales, "group": heap}
         total = sum(x @ y.t() for x, y in zip(A, B, strict=True))
         yield f"gemm_all_reduce {recipe}", near(stream_k.gemm_all_reduce(own, columns, **mine), total)
+        ones = torch.ones(N, dtype=torch.bfloat16, device=device)
+        _, found = stream_k.gemm_all_reduce_rms_norm(own, columns, None, ones, EPS, **mine)
+        yield f"gemm_all_reduce_rms_norm {recipe}", near(found, total)
         found = stream_k.gemm_reduce_scatter(own, columns, **mine)
         yield f"gemm_reduce_scatter {recipe}", near(found, total.tensor_split(world)[rank])
         wide = torch.cat([A[0] @ y.t() for y in B], 1)

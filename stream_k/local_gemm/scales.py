@@ -91,6 +91,11 @@ def data_of(x: Operand) -> torch.Tensor:
     return x.data if isinstance(x, Scaled) else x
 
 
+def parts_of(x: Operand) -> tuple[torch.Tensor, ...]:
+    """Its tensors."""
+    return tuple(x) if isinstance(x, Scaled) else (x,)
+
+
 def with_data(x: Operand, data: torch.Tensor) -> Operand:
     """`data` in the place of the matrix of `x`."""
     return Scaled(data, x.scale) if isinstance(x, Scaled) else data

@@ -19,9 +19,10 @@ _NO_SCALES = (None, None, None, False)
 
 
 def product(
-    op: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, group: Any, **options: Any
-) -> torch.Tensor:
-    """x @ weight.T + bias by the op of that name, x [rows, features] being quantized. options: of the op.
+    op: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, group: Any, /, **options: Any
+) -> Any:
+    """x @ weight.T + bias by the op of that name, x [rows, features] being quantized. options: of the op; a norm's only
+    where nothing needs a gradient.
 
     Raises as the op does; RuntimeError where torch.compile traces the call, since `stream_k.quantize` is no operator.
     """
@@ -74,7 +75,7 @@ def _check_gradient(weight: Weight) -> None:
 def _in_eight_bits(
     op: str, x: torch.Tensor, share: torch.Tensor, weight: Weight, bias: torch.Tensor | None, group: Any,
     options: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     with torch.no_grad():
         b, of_b = (share, weight.scale) if weight.scale is not None else quantized(share, weight.recipe)
         a, of_a = stream_k.quantize(x, weight.recipe)

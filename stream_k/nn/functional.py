@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from pyrocshmem import stream_k
-from pyrocshmem.calls.operators import is_watched, name_of, ops
+from pyrocshmem.calls.operators import is_watched, name_of, needs_gradient, ops
 from pyrocshmem.stream_k.nn.parameters import local
 from pyrocshmem.stream_k.ops import gradients
 
@@ -75,21 +75,33 @@ def row_product(
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
     plain_norms: tuple[type, ...] = (torch.nn.RMSNorm,),
-    multiply: Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None,
+    multiply: Callable[..., Any] | None = None,
 ) -> Any:
     """y = sum over ranks of x @ weight.T, + bias + residual; with a `norm`, (norm(y), y).
 
     x: [M, in/R], weight: [out, in/R]: this rank's. bias: [out], the same on all ranks. scatter: False: y is [M, out]
     on every rank; True: [M/R, out], the block of `torch.tensor_split`. residual: of y's shape. partial_dtype: as of the
     ops. plain_norms: classes that compute what PyTorch's RMSNorm does, which can be part of the product. multiply:
-    makes the call of the op of a name, for `x` and `bias`, in another way.
+    makes the call of the op of a name, for `x`, `bias` and more options, in another way; with a norm where nothing
+    needs a gradient.
     """
     if multiply is None:
         x, weight, bias = autocast(x, weight, bias)
-    alike = multiply is None and (residual is None or residual.dtype == x.dtype)
-    if norm is not None and is_plain(norm, plain_norms) and norm.weight is not None and not scatter and alike:
+    alike = residual is None or residual.dtype == x.dtype
+    fits = multiply is None or not needs_gradient((x, weight, bias, residual, getattr(norm, "weight", None)))
+    if (
+        norm is not None
+        and is_plain(norm, plain_norms)
+        and norm.weight is not None
+        and not scatter
+        and alike
+        and fits
+    ):
         # PyTorch's own default is that of the type it computes in, which is fp32 for products of 16 bits, too.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        if multiply is not None:
+            options = {"residual": residual, "weight": local(norm.weight), "eps": eps}
+            return multiply("gemm_all_reduce_rms_norm", x, bias, **options)
         return stream_k.gemm_all_reduce_rms_norm(
             x,
             weight.t(),

@@ -231,8 +231,8 @@ class RowParallelLinear(ParallelLinear):
         options["plain_norms"] = (nn.RMSNorm, RMSNorm)
         eight = self._in_eight_bits(weight)
         if eight is not None:
-            options["multiply"] = lambda op, rows, bias: float8_product(
-                op, rows, eight, bias, self.group, partial_dtype=self.partial_dtype
+            options["multiply"] = lambda op, rows, bias, **more: float8_product(
+                op, rows, eight, bias, self.group, partial_dtype=self.partial_dtype, **more
             )
         found = self._named(row_product, rows, weight, bias, **options)
         if norm is None:

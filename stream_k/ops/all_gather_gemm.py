@@ -19,7 +19,7 @@ from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.scales import scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
-from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched
+from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched, scales_of_rows
 from pyrocshmem.stream_k.ops.gathered_rows import BlocksPlan, MessagesPlan, PiecesPlan
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -78,10 +78,8 @@ def all_gather_gemm(
         more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32, "config": config}
         more |= {"partial_dtype": partial_dtype, "save_gathered": save_gathered}
         more |= {"group": group, "workspace": workspace}
-        if isinstance(scale_a, torch.Tensor) and scale_a.ndim == a.ndim:
-            scale_a = scale_a.flatten(0, -2)
         more |= {
-            "scale_a": scale_a,
+            "scale_a": scales_of_rows(scale_a, a),
             "scale_b": scale_b,
             "out_dtype": out_dtype,
             "use_fast_accum": use_fast_accum,

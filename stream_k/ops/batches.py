@@ -68,6 +68,13 @@ def rows_of(name: str, x: Any, sizes: Sequence[Any]) -> Any:
     return x.flatten(0, -2)
 
 
+def scales_of_rows(scale_a: Any, a: torch.Tensor) -> Any:
+    """Scales of a batch `a` as those of its rows: [.., scales of a row] as a matrix; of all of it, as they are."""
+    if isinstance(scale_a, torch.Tensor) and scale_a.ndim == a.ndim:
+        return scale_a.flatten(0, -2)
+    return scale_a
+
+
 def _rows(out: Any, sizes: Sequence[int]) -> Any:
     """`out` as a matrix over the same memory."""
     if not isinstance(out, torch.Tensor):

@@ -26,7 +26,14 @@ from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
-from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled, data_of, operands_of, scales_a_row
+from pyrocshmem.stream_k.local_gemm.scales import (
+    Operand,
+    Scaled,
+    data_of,
+    operands_of,
+    parts_of,
+    scales_a_row,
+)
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
 from pyrocshmem.stream_k.ops.rows import step_launch
@@ -103,7 +110,7 @@ class PiecesPlan(FusedPlan):
     ) -> tuple[slice, list[torch.Tensor], torch.Tensor]:
         """(which of the own rows, where each part of them goes, flag) of a piece."""
         word = piece * int(signal.MAX_WORLD.value) + self.rank
-        to = [heap.peer_view(x[slice(*self.block)][rows], peer) for x in _parts(self.gathered)]
+        to = [heap.peer_view(x[slice(*self.block)][rows], peer) for x in parts_of(self.gathered)]
         return rows, to, heap.peer_view(self.flags[word : word + 1], peer)
 
     def _plan_gemm(self, call: Call) -> None:
@@ -173,7 +180,7 @@ class PiecesPlan(FusedPlan):
     def _sent(self, a: Operand) -> tuple[torch.Tensor, ...]:
         """The parts of this rank's rows, as they are pushed."""
         if self.own_scales is None:
-            return _parts(a)
+            return parts_of(a)
         assert isinstance(a, Scaled)
         self.own_scales.copy_(a.scale if a.scale.ndim == 2 else a.scale.view(1, 1))
         return a.data, self.own_scales
@@ -196,11 +203,6 @@ class PiecesPlan(FusedPlan):
         """A new tensor: what is gathered, and this rank's own among it."""
         first, last = self.block
         return torch.cat((gathered[:first], own, gathered[last:]))
-
-
-def _parts(x: Operand) -> tuple[torch.Tensor, ...]:
-    """What of an operand travels apart."""
-    return tuple(x) if isinstance(x, Scaled) else (x,)
 
 
 class BlocksPlan(PiecesPlan):
@@ -254,7 +256,7 @@ class BlocksPlan(PiecesPlan):
         self.enter(self._step_arguments())
         self.workspace.fork(_COPIES)
         with self.workspace.beside(_COPIES):
-            self._push(_parts(a))
+            self._push(parts_of(a))
         assert isinstance(a, torch.Tensor)  # no BLAS has scales
         if self.keeps and self.blocks:
             self.kept = a.new_empty(self.rows.shape)

@@ -16,7 +16,7 @@ from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
 from pyrocshmem.stream_k.local_gemm.scales import scaling_of
-from pyrocshmem.stream_k.ops.batches import by_rows, is_batched
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scales_of_rows
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
     b_gradient,
@@ -67,12 +67,10 @@ def gemm(
     Algorithm: Stream-K, Osama et al., PPoPP 2023; see docs/schedule.md.
     """
     if is_batched(a):
-        if isinstance(scale_a, torch.Tensor) and scale_a.ndim == a.ndim:
-            scale_a = scale_a.flatten(0, -2)
         more: Any = {"bias": bias, "activation": activation, "allow_tf32": allow_tf32}
         more |= {"config": config, "workspace": workspace}
         more |= {
-            "scale_a": scale_a,
+            "scale_a": scales_of_rows(scale_a, a),
             "scale_b": scale_b,
             "out_dtype": out_dtype,
             "use_fast_accum": use_fast_accum,

@@ -21,7 +21,7 @@ from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.op import Op, Sizes, register
-from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
+from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
@@ -33,14 +33,26 @@ from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
 from pyrocshmem.collectives.row_norm import is_apart
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
+from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, run_gemm, with_inner_size
-from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of
+from pyrocshmem.stream_k.local_gemm.scales import (
+    Operand,
+    Scheme,
+    data_of,
+    kind_of,
+    operands_of,
+    parts_of,
+    scaling_of,
+    scheme_of,
+    with_data,
+)
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of, scales_of_rows
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
 from pyrocshmem.stream_k.ops.gradients import Gradients, bias_gradient, keep, of_columns, of_replicated
-from pyrocshmem.stream_k.ops.op import Request, longest_k, run
+from pyrocshmem.stream_k.ops.op import NO_SCALES, Request, longest_k, run, scales_described
 
 
 def gemm_all_reduce_rms_norm(
@@ -56,6 +68,10 @@ def gemm_all_reduce_rms_norm(
     partial_dtype: torch.dtype | None = None,
     config: Config | None = None,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of the total, the total), total = sum over ranks of a @ b + bias + residual, rounded to a's dtype: on
     every rank, the same bits on all of them.
@@ -64,8 +80,10 @@ def gemm_all_reduce_rms_norm(
     on every rank; None: none. Or a [.., M, K/R] and residual [.., M, N], whose dimensions the results have then.
     weight: [N], contiguous, of any of these dtypes. eps: added to the mean of squares, 0 or more. bias: [N], added
     once, to the sum.
-    group, allow_tf32, partial_dtype, config, workspace: as in `gemm_all_reduce`; a config whose placement is neither
-    "messages" nor "unfused" makes the all-reduce that way, and PyTorch normalizes afterwards.
+    group, allow_tf32, partial_dtype, config, workspace, scale_a, scale_b, out_dtype, use_fast_accum: as in
+    `gemm_all_reduce`; a config whose placement is neither "messages" nor "unfused" makes the all-reduce that way, and
+    PyTorch normalizes afterwards. Of 8-bit operands the total, and the residual, have out_dtype, and there is no
+    gradient.
 
     The total is rounded once, from its sum in fp32, and its norm is that of the rounded total. On one rank it is `gemm`
     with a residual, and PyTorch's own norm. Over several hosts what travels is `gemm_all_reduce`'s, and every rank
@@ -76,36 +94,59 @@ def gemm_all_reduce_rms_norm(
     """
     if is_batched(a):
         more: Any = {"group": group, "bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
-        more |= {"config": config, "workspace": workspace}
+        more |= {
+            "config": config,
+            "workspace": workspace,
+            "out_dtype": out_dtype,
+            "use_fast_accum": use_fast_accum,
+        }
+        more |= {"scale_a": scales_of_rows(scale_a, a), "scale_b": scale_b}
         flat = rows_of("residual", residual, a.shape[:-1])
         return by_rows(lambda a, _: gemm_all_reduce_rms_norm(a, b, flat, weight, eps, **more), a, None)
+    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    if scaling is not None and needs_gradient((a, b, bias, residual, weight, scale_a, scale_b)):
+        raise ValueError(
+            "gemm_all_reduce_rms_norm of 8-bit operands has no gradient; call it under torch.no_grad()"
+        )
     by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
-        given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)))
+        given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)), kind_of(scaling))
         recorded, mode = trace.current.get() is not None, invariance.current(space)
         key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded, mode)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
-            return plan.run(a, b, residual, weight, eps, bias)
-    M, N, K = check_product(a, b, bias, "none")
+            return plan.run(*operands_of(a, b, scaling), residual, weight, eps, bias)
+    M, N, K = check_product(a, b, bias, "none", scaling)
     check_config(config)
-    check_norm(a, (M, N), residual, weight, eps)
+    # What the total is like.
+    like = a if scaling is None else a.new_empty(0, dtype=scaling.result)
+    check_norm(like, (M, N), residual, weight, eps)
     if config is not None and partial_dtype is not None:
         raise ValueError(f"partial_dtype is {partial_dtype} beside a config, which says that itself")
     if not by_hand:
         refuse("gemm_all_reduce_rms_norm", config=config)
         op, name = ops.gemm_all_reduce_rms_norm, name_of(group, workspace)
-        return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype)
+        scales = () if scaling is None else scaling
+        return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype, *scales)
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if space.hosts is not None:
         added = None if residual is None else residual.contiguous()
         request = Request(a, b, None, bias, "none", False, allow_tf32, config, partial_dtype, residual=added)
         with invariance.at_least(mode):
+            request = request._replace(scaling=scaling)
             return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, space.world_size)
-    asked = config
-    if config is None:
+    asked, scheme = config, scheme_of(scaling, a, b)
+    if scaling is not None and scheme is not None:
+        if mode == invariance.TP:
+            raise ValueError(f"gemm_all_reduce_rms_norm of 8-bit operands is not {mode}")
+        sizes = ("gemm_all_reduce", M, max(N, 1), K, heap.world_size, heap.device, scheme, mode)
+        rules = choose_scaled(*sizes, scaling.result, partial_dtype)
+        if config is not None:
+            check_scaled("gemm_all_reduce", config, rules, scheme, mode)
+        config = config or rules
+    elif config is None:
         kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
         K = longest_k(space, CallName.of(kind_of_sum, M), K)
         facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32, mode)
@@ -113,27 +154,33 @@ def gemm_all_reduce_rms_norm(
     else:
         check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
     by_message = config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0
-    if by_message and not is_apart(mode, a, N, weight):
-        wire, by_hand_too = config.wire_dtype(a.dtype), "" if asked is None else f", {asked}"
+    if by_message and not is_apart(mode, like, N, weight):
+        wire, by_hand_too = config.wire_dtype(like.dtype), "" if asked is None else f", {asked}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"
+        text += f", {scales_described(a, b, scaling)}"
         call = CallName.of(f"{text}{by_hand_too}{invariance.of_call(space)})", M)
-        operands = (a, b, residual, weight, eps, bias, allow_tf32, config, space)
+        x, y = operands_of(a, b, scaling)
+        operands = (x, y, scheme, like, residual, weight, eps, bias, allow_tf32, config, space)
 
         def again(rows: int) -> object:
-            like = residual if residual is None else residual.new_empty(rows, N)
+            added = residual if residual is None else residual.new_empty(rows, N)
             more: Any = {"bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
             more |= {"config": asked}
-            x = a.new_empty(rows, K)
-            return gemm_all_reduce_rms_norm(x, b, like, weight, eps, group=heap, workspace=space, **more)
+            if scaling is not None:
+                of_a = scaling.a if scaling.a.numel() == 1 else scaling.a.new_empty(rows, scaling.a.shape[1])
+                more |= {"scale_a": of_a, "scale_b": scaling.b, "out_dtype": scaling.result}
+                more |= {"use_fast_accum": scaling.fast}
+            x = a.new_empty(rows, a.shape[1])
+            return gemm_all_reduce_rms_norm(x, b, added, weight, eps, group=heap, workspace=space, **more)
 
         space.make_room(call, again)
         plan = space.planned_together(call, lambda _: _Plan(call, *operands))
         if planning.keeps_plans():
             space.plans[key] = plan
-        return plan.run(a, b, residual, weight, eps, bias)
+        return plan.run(x, y, residual, weight, eps, bias)
     residual = None if residual is None else residual.contiguous()
-    request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual)
+    request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual, scaling=scaling)
     with invariance.at_least(mode):
         return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, heap.world_size)
 
@@ -335,8 +382,10 @@ class _Plan:
     def __init__(
         self,
         called: CallName,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
+        scheme: Scheme | None,
+        like: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -345,10 +394,10 @@ class _Plan:
         config: Config,
         workspace: Workspace,
     ) -> None:
-        self.called, self.workspace, shape = called, workspace, (a.shape[0], b.shape[1])
-        self.widens = ELEMENTS[a.dtype].widened
+        self.called, self.workspace, rows = called, workspace, data_of(a)
+        self.widens = ELEMENTS[rows.dtype].widened
         # Of a result, but for its memory.
-        self.like = shape_of(a, shape)
+        self.like = shape_of(like, (rows.shape[0], data_of(b).shape[1]))
         out, after = results(self.like, residual, weight, eps, bias)
         self.sent = SentProduct(
             workspace,
@@ -357,16 +406,17 @@ class _Plan:
             *self._operands(a, b),
             config,
             allow_tf32,
-            config.wire_dtype(a.dtype),
+            config.wire_dtype(like.dtype),
             out,
             after,
+            scheme=scheme,
         )
         self.graphs = Graphs(workspace, self.sent.gemm.replayable)
 
     def run(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -378,37 +428,42 @@ class _Plan:
         if planning.here.mode is not None:
             return out, after.total
         with self.workspace.begin(self.called):
-            tensors = (a, b, out, *after.tensors())
+            tensors = (*parts_of(a), *parts_of(b), out, *after.tensors())
             self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
         return out, after.total
 
-    def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _operands(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
         """As the GEMM gets them: see `_computed`."""
-        return with_inner_size(a.float(), b.float()) if self.widens else with_inner_size(a, b)
+        x, y = data_of(a), data_of(b)
+        x, y = with_inner_size(x.float(), y.float()) if self.widens else with_inner_size(x, y)
+        return with_data(a, x), with_data(b, y)
 
 
 def _run_sum(
     a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
-    allow_tf32: bool, partial_dtype: Any,
+    allow_tf32: bool, partial_dtype: Any, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The public function. Below the dispatcher nothing needs a gradient."""
     members, workspace = find(group)
     more = {"allow_tf32": allow_tf32, "partial_dtype": partial_dtype, "workspace": workspace}
+    more |= dict(zip(("scale_a", "scale_b", "out_dtype", "use_fast_accum"), scales, strict=False))
     with torch.no_grad():
         return gemm_all_reduce_rms_norm(a, b, residual, weight, eps, group=members, bias=bias, **more)
 
 
 def _sum_shapes(
     a: torch.Tensor, b: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, bias: Any,
-    allow_tf32: bool, partial_dtype: Any,
+    allow_tf32: bool, partial_dtype: Any, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    M, N, _ = check_product(a, b, bias, "none")
-    return a.new_empty(M, N), a.new_empty(M, N)
+    scaling = scaling_of(*scales)
+    M, N, _ = check_product(a, b, bias, "none", scaling)
+    dtype = a.dtype if scaling is None else scaling.result
+    return a.new_empty(M, N, dtype=dtype), a.new_empty(M, N, dtype=dtype)
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """`setup_context` of `gemm_all_reduce_rms_norm`."""
-    a, b, residual, weight, ctx.eps, ctx.group, bias, ctx.allow_tf32, _ = inputs
+    a, b, residual, weight, ctx.eps, ctx.group, bias, ctx.allow_tf32 = inputs[:8]
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
     ctx.set_materialize_grads(False)
     keep(ctx, a, b, bias, "none", output[1], weight)
@@ -422,7 +477,18 @@ def _backward_of_sum(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None
     grad, of_weight = norm_gradients(g, more, total, weight, ctx.eps, wants_weight, world_size)
     grad_a, grad_b = of_replicated(ctx, a, b, grad)
     of_residual = grad if ctx.needs_input_grad[2] else None
-    return grad_a, grad_b, of_residual, of_weight, None, None, bias_gradient(ctx, grad), None, None
+    return (
+        grad_a,
+        grad_b,
+        of_residual,
+        of_weight,
+        None,
+        None,
+        bias_gradient(ctx, grad),
+        None,
+        None,
+        *NO_SCALES,
+    )
 
 
 def _run_scattered(
@@ -497,7 +563,8 @@ register(
         steps="matmul, all_reduce, add, rms_norm",
         reference="gemm_all_reduce_rms_norm",
         schema="(Tensor a, Tensor b, Tensor? residual, Tensor weight, float eps, str group, Tensor? bias, "
-        "bool allow_tf32, ScalarType? partial_dtype) -> (Tensor, Tensor)",
+        "bool allow_tf32, ScalarType? partial_dtype, Tensor? scale_a=None, Tensor? scale_b=None, "
+        "ScalarType? out_dtype=None, bool use_fast_accum=False) -> (Tensor, Tensor)",
         run=_run_sum,
         shapes=_sum_shapes,
         keep=_keep_sum,

@@ -62,7 +62,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     scaling_of,
     scheme_of,
 )
-from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scattered
+from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scales_of_rows, scattered
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.target import num_sms
 from pyrocshmem.torch_contexts import normal_tensors, on_device
@@ -291,8 +291,8 @@ def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) 
     if is_batched(request.a):
         divided = op.out_cut == "M"
         first = scattered(request.a, ranks(name_of(group, workspace))[1]) if divided else None
-        if scaling is not None and scaling.a.ndim == request.a.ndim:
-            request = request._replace(scaling=scaling._replace(a=scaling.a.flatten(0, -2)))
+        if scaling is not None:
+            request = request._replace(scaling=scaling._replace(a=scales_of_rows(scaling.a, request.a)))
         return by_rows(
             lambda a, out: call(op, request._replace(a=a, out=out), group, workspace),
             request.a,
@@ -607,7 +607,8 @@ def _make_plan(
     call = CallName.of(
         f"{name}(# x {K if op.has_own_columns else N} {dtype}, bias={request.bias is not None}, "
         f"residual={residual is not None}, activation={request.activation}, squares={request.squared_partials}, "
-        f"tf32={request.allow_tf32}, {partials}{_described(request, op.has_own_columns)}"
+        f"tf32={request.allow_tf32}, {partials}"
+        f"{scales_described(request.a, request.b, request.scaling, op.has_own_columns)}"
         f"{f'options={request.options}, ' if request.options else ''}"
         f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(heap.device)} SMs"
         f"{'' if request.config is None else f', {_by_hand(request.config, op)}'}{invariance.of_call(workspace)})",
@@ -640,16 +641,17 @@ def _make_plan(
     return plan
 
 
-def _described(request: Request, own_columns: bool) -> str:
+def scales_described(
+    a: torch.Tensor, b: torch.Tensor, scaling: Scaling | None, own_columns: bool = False
+) -> str:
     """What ranks must have in common of the scales. own_columns: they may have different numbers of columns."""
-    scaling = request.scaling
     if scaling is None:
         return ""
-    by_blocks = recipe_of(scaling, request.a, request.b) == "blockwise"
+    by_blocks = recipe_of(scaling, a, b) == "blockwise"
     # Ranks whose columns differ multiply each as it must; what travels with A's rows is the same.
     numbers = scaling.a.shape[1] if by_blocks else 1
     scales = f"{numbers} scales a row" if own_columns else f"scales of {'blocks' if by_blocks else 'rows'}"
-    return f"b={request.b.dtype}, {scales}, result={scaling.result}, use_fast_accum={scaling.fast}, "
+    return f"b={b.dtype}, {scales}, result={scaling.result}, use_fast_accum={scaling.fast}, "
 
 
 def of_rows(op: GemmOp, request: Request, rows: int, heap: Heap) -> Request:

@@ -256,6 +256,7 @@ _FLOAT8 = [
         ("gemm_reduce_scatter", LARGE),
         ("gemm_all_reduce", LARGE),
         ("gemm_all_scatter", LARGE),
+        ("gemm_all_reduce_rms_norm", SMALL),
     )
 ]
 

@@ -112,8 +112,11 @@ def _call(case: "Case") -> None:
         stream_k.gemm(a, b, config=config, workspace=Workspace(device=heap.device), **arguments)
     elif case.op == "gemm_all_reduce_rms_norm":
         weight = torch.empty(N, dtype=getattr(torch, arguments.get("weight", case.dtype)))
-        residual = torch.empty(M, N, dtype=dtype)
-        stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, group=heap, config=config)
+        arguments.pop("weight", None)
+        residual = torch.empty(M, N, dtype=getattr(torch, case.dtype))
+        stream_k.gemm_all_reduce_rms_norm(
+            a, b, residual, weight, 1e-6, group=heap, config=config, **arguments
+        )
     elif case.op == "gemm_rms_norm_all_scatter":
         weight = torch.empty(N, dtype=dtype)
         stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=heap, config=config, **arguments)

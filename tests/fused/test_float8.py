@@ -1,6 +1,7 @@
 """Fused ops of 8-bit operands: every element against float64, the same bits on all ranks, by recipe and placement."""
 
 import dataclasses
+import itertools
 import time
 from typing import Any
 from unittest import mock
@@ -139,6 +140,44 @@ def check(ends: list[list[tuple[str, bytes]]]) -> None:
     for of_call in zip(*ends, strict=True):
         assert [wrong for wrong, _ in of_call] == [""] * len(of_call)
         assert len({same for _, same in of_call}) == 1
+
+
+def normed(rank: int, world_size: int, recipe: str) -> list[str]:
+    """What is wrong of sums that are normalized: of few rows in one exchange, and behind an all-reduce."""
+    wrong = []
+    with Heap(HEAP_BYTES) as heap:
+        for (M, N, K), placement, dtype in itertools.product(
+            ((5, 48, 160), (24, 32, 64)), ("messages", "own_stream"), (FP16, BF16)
+        ):
+            whole = Whole("gemm_all_reduce", recipe, M, N, K, world_size, heap.device, M)
+            a, b, of_a, of_b = whole.of_rank(rank)
+            generator = torch.Generator().manual_seed(9)
+            residual, weight = (torch.rand(*shape, generator=generator) for shape in ((M, N), (N,)))
+            residual, weight = residual.to(heap.device, dtype), weight.to(heap.device)
+            more: dict[str, Any] = {"group": heap, "scale_a": of_a, "scale_b": of_b, "out_dtype": dtype}
+            if placement != "messages":
+                chosen = stream_k.choose(
+                    "gemm_all_reduce", M, N, K, BF16, world_size, heap.device, placement=placement
+                )
+                more["config"] = dataclasses.replace(chosen, block_m=16, block_n=32, block_k=64, comm_rows=8)
+            y, total = stream_k.gemm_all_reduce_rms_norm(a, b, residual, weight, 1e-6, **more)
+            heap.synchronize()
+            exact, magnitude, terms = whole.exact()
+            exact += residual.double()
+            eps = torch.finfo(dtype).eps
+            bound = eps * (exact.abs() + terms) + K**0.5 * EPS * magnitude + 2.0**-24 * world_size
+            norm = torch.nn.functional.rms_norm(total.double(), (N,), weight.double(), 1e-6)
+            if not ((total.double() - exact).abs() <= bound).all():
+                wrong.append(f"total of {M, N, K}, {placement}, {dtype}")
+            if total.dtype != dtype or not ((y.double() - norm).abs() <= 2 * eps * norm.abs() + 1e-6).all():
+                wrong.append(f"norm of {M, N, K}, {placement}, {dtype}")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norms(recipe: str) -> None:
+    assert values(run_ranks(normed, 2, recipe, timeout=TIMEOUT_S)) == [[], []]
 
 
 def other_calls(rank: int, world_size: int) -> list[str]:
