@@ -399,15 +399,14 @@ def _run_over_hosts(op: GemmOp, request: Request, hosts: Hosts, workspace: Works
     """As `run`, of a group over several hosts."""
     a, b, out, bias = request[:4]
     N, asked = check_product(a, b, bias, request.activation, request.scaling)[1], request.partial_dtype
-    if request.scaling is not None:
-        raise ValueError(f"{op.name} has no calls of 8-bit operands of a group over several hosts")
     if op.over_hosts is None:
         raise ValueError(f"{op.name} has no calls of a group over several hosts")
     if request.config is not None or request.squared_partials:
         raise ValueError(f"{op.name} takes no config and has no squared_partials over several hosts")
-    if asked is not None and ELEMENTS[asked].wide and not ELEMENTS[a.dtype].wide:
+    result = op.result_dtype(request)
+    if asked is not None and ELEMENTS[asked].wide and not ELEMENTS[result].wide:
         raise ValueError(
-            f"partial_dtype is {asked}; between hosts sums travel in the result's dtype, {a.dtype}"
+            f"partial_dtype is {asked}; between hosts sums travel in the result's dtype, {result}"
         )
     if (mode := invariance.current(workspace)) == TP:
         raise ValueError(f"{op.name} is not {mode} over several hosts: each host's sum is rounded")
@@ -417,12 +416,13 @@ def _run_over_hosts(op: GemmOp, request: Request, hosts: Hosts, workspace: Works
         raise ValueError(f"a is on {a.device}, the heap of this rank on {hosts.device}")
     M = op.num_rows(request, workspace)
     shape = op.result_shape(M, N, hosts.rank, hosts.world_size)
-    check_output(out, shape, (op.result_dtype(request),), a, b, bias)
+    check_output(out, shape, (result,), a, b, bias)
     if out is None:
-        out = torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
+        out = torch.empty(shape, dtype=result, device=a.device)
     words = f"{op.name} of {M} x {'own columns' if op.has_own_columns else N} {a.dtype}, {request.activation}"
     residual = request.residual is not None
     words += f", {bias is not None=}, {residual=}, tf32={request.allow_tf32}{invariance.of_call(workspace)}"
+    words += f", {scales_described(a, b, request.scaling, op.has_own_columns)}"
     with hosts.call(words), invariance.at_least(mode):
         second = op.over_hosts(hosts, request, M, out)
     return (out, second) if op.has_second(request) else out

@@ -42,7 +42,9 @@ from pyrocshmem.collectives.over_hosts import (
 )
 from pyrocshmem.hosts import Hosts
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled
 from pyrocshmem.stream_k.ops.op import GemmOp, Request, run
+from pyrocshmem.stream_k.ops.scaled_rows import ScaledRows
 
 # What a piece of rows is to give a network interface, at least; pieces, at most.
 PIECE_BYTES, _MOST_PIECES = 4 << 20, 8
@@ -50,15 +52,25 @@ PIECE_BYTES, _MOST_PIECES = 4 << 20, 8
 ROWS_OF_A_HOST = 512
 
 
-def gathered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> torch.Tensor | None:
-    """`all_gather_gemm`; returns the gathered A where it is asked for."""
-    a = request.a.contiguous()
+def gathered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> Operand | None:
+    """`all_gather_gemm`; returns the gathered A where it is asked for. 8-bit rows travel as words, with scales."""
+    a, scaling, scaled = request.a, request.scaling, None
+    if scaling is not None:
+        scaled = ScaledRows.of(a, scaling.a)
+        a = scaled.words(Scaled(a, scaling.a))
+    a = a.contiguous()
     whole = a.new_empty(M, a.shape[1]) if request.save_gathered else None
 
     def multiply(block: torch.Tensor, rows: int, into: torch.Tensor) -> torch.Tensor | None:
         """Of the rows of this host's ranks, each of which has a block."""
-        found = _inside("all_gather_gemm", request._replace(a=block, out=into, num_rows=rows), hosts)
-        return found[1] if request.save_gathered else None
+        part = request._replace(a=block, out=into, num_rows=rows)
+        if scaled is not None and scaling is not None:
+            data, scale = scaled.operand(block)
+            part = part._replace(a=data, scaling=scaling._replace(a=scale))
+        found = _inside("all_gather_gemm", part, hosts)
+        if not request.save_gathered:
+            return None
+        return found[1] if scaled is None else scaled.words(found[1])
 
     sent = sent_to_each_host(hosts, a, lambda host: num_rows(hosts, host, M))
     if in_one_call(M, hosts.num_hosts):
@@ -71,13 +83,13 @@ def gathered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> torch
         _take(product, hosts, out)
         if whole is not None and every is not None:
             _take(every, hosts, whole)
-        return whole
+        return whole if scaled is None or whole is None else scaled.operand(whole)
     for host, block in arriving(hosts, a, sent):
         begin, end = rows_of_host(hosts, host, M)
         every = multiply(block, end - begin, out[begin:end])
         if whole is not None and every is not None:
             whole[begin:end] = every
-    return whole
+    return whole if scaled is None or whole is None else scaled.operand(whole)
 
 
 def summed_rows(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> None:
@@ -85,8 +97,12 @@ def summed_rows(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> No
     total = out if out.is_contiguous() else out.new_empty(out.shape)
     if in_one_call(M, hosts.num_hosts):
         # This rank's rows of every host lie together.
-        a = _by_ranks(request.a, hosts)
-        every = _term(hosts, request._replace(a=a), 0, len(a)).view(hosts.num_hosts, -1, out.shape[1])
+        a, scaling = _by_ranks(request.a, hosts), request.scaling
+        if scaling is not None and scaling.a.numel() > 1:
+            scaling = scaling._replace(a=_by_ranks(scaling.a, hosts))
+        every = _term(hosts, request._replace(a=a, scaling=scaling), 0, len(a)).view(
+            hosts.num_hosts, -1, out.shape[1]
+        )
 
         def term(host: int) -> torch.Tensor:
             return every[host, : num_rows(hosts, host, M)]
@@ -130,7 +146,7 @@ def scattered(hosts: Hosts, request: Request, M: int, out: torch.Tensor) -> None
     places = out.tensor_split(hosts.num_hosts, dim=1)
 
     def start(begin: int, end: int) -> list[Sent]:
-        part = _inside("gemm_all_scatter", request._replace(a=request.a[begin:end], out=None), hosts)
+        part = _inside("gemm_all_scatter", _rows(request, begin, end)._replace(out=None), hosts)
         places[hosts.host][begin:end] = part
         own = part[:, hosts.local_rank * columns :][:, :columns].contiguous()
         return sent_to_each_host(hosts, own)
@@ -154,8 +170,16 @@ def _inside(name: str, request: Request, hosts: Hosts) -> Any:
 
 def _term(hosts: Hosts, request: Request, begin: int, end: int) -> torch.Tensor:
     """This host's term of a sum, of rows [begin, end): this rank's share of them, contiguous."""
-    part = request._replace(a=request.a[begin:end], out=None, bias=None, activation="none", residual=None)
+    part = _rows(request, begin, end)._replace(out=None, bias=None, activation="none", residual=None)
     return _inside("gemm_reduce_scatter", part, hosts).contiguous()
+
+
+def _rows(request: Request, begin: int, end: int) -> Request:
+    """The call of rows [begin, end) of A."""
+    scaling = request.scaling
+    if scaling is not None and scaling.a.numel() > 1:
+        scaling = scaling._replace(a=scaling.a[begin:end])
+    return request._replace(a=request.a[begin:end], scaling=scaling)
 
 
 def _number(request: Request) -> int:

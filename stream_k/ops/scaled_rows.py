@@ -1,5 +1,5 @@
-"""Rows of an 8-bit A with their scales behind them, as a matrix of 32-bit words: what an all-gather by messages moves,
-so that the scales of a row arrive with it.
+"""Rows of an 8-bit A with their scales behind them, as a matrix of 32-bit words: what an all-gather by messages, or
+between hosts, moves, so that the scales of a row arrive with it.
 
 Rows, and the scales in them, begin at multiples of 16 bytes. Where all of A has one scale, each row has it.
 """
@@ -32,6 +32,12 @@ class ScaledRows:
         """What lies in `words` [rows, width], contiguous, as an operand of a product."""
         data = words.view(torch.uint8)[:, : self.K].view(self.dtype)
         return Scaled(data, words[:, self.first_scale :][:, : self.num_scales].view(torch.float32))
+
+    def words(self, a: Scaled) -> torch.Tensor:
+        """Rows of `a` and their scales, as a new tensor."""
+        words = torch.empty(len(a.data), self.width, dtype=WORD, device=a.data.device)
+        self.put(a, words)
+        return words
 
     def put(self, a: Scaled, words: torch.Tensor) -> None:
         """Enqueue: rows of `a`, and their scales, into `words`."""
