@@ -343,8 +343,9 @@ def run_gemm(
         if scaling is not None and ELEMENTS[scaling.result].widened:
             wide_scaling = scaling._replace(result=torch.float32)
             wide_bias = None if bias is None else bias.float()
+            wide_residual = None if residual is None else residual.float()
             given = (a, b, wide_bias, activation, None, allow_tf32, config, workspace)
-            return out.copy_(run_gemm(*given, None, wide_scaling))
+            return out.copy_(run_gemm(*given, wide_residual, wide_scaling))
         added = in_one(bias, residual)
         if config is not None:
             _check_by_hand(config, a, b, added, activation, out, allow_tf32)

@@ -174,10 +174,10 @@ def normed(rank: int, world_size: int, recipe: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.num_ranks(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_norms(recipe: str) -> None:
-    assert values(run_ranks(normed, 2, recipe, timeout=TIMEOUT_S)) == [[], []]
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (1, 2)])
+def test_norms(ranks: int, recipe: str) -> None:
+    assert values(run_ranks(normed, ranks, recipe, timeout=TIMEOUT_S)) == [[]] * ranks
 
 
 def other_calls(rank: int, world_size: int) -> list[str]:
