@@ -147,19 +147,14 @@ def on_a_mesh(rank: int, world_size: int) -> list[bool]:
     return same
 
 
-ranks_of_both = pytest.mark.parametrize(
-    "ranks", [pytest.param(ranks, marks=pytest.mark.num_ranks(ranks)) for ranks in (2, 3)]
-)
+@pytest.mark.num_ranks(3)
+def test_results() -> None:
+    assert values(run_ranks(results, 3, timeout=150.0)) == [[]] * 3
 
 
-@ranks_of_both
-def test_results(ranks: int) -> None:
-    assert values(run_ranks(results, ranks, timeout=150.0)) == [[]] * ranks
-
-
-@ranks_of_both
-def test_gradients(ranks: int) -> None:
-    assert values(run_ranks(gradients, ranks, timeout=150.0)) == [[]] * ranks
+@pytest.mark.num_ranks(2)
+def test_gradients() -> None:
+    assert values(run_ranks(gradients, 2, timeout=150.0)) == [[]] * 2
 
 
 @pytest.mark.num_ranks(2)
