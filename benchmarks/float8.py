@@ -1,0 +1,288 @@
+"""GEMMs of 8-bit operands, alone and fused, beside `torch._scaled_mm` with NCCL, PyTorch's fused ops, and ours in 16
+bits.
+
+    python -m pyrocshmem.benchmarks.float8 --ops gemm --recipe blockwise --shapes models:5
+    python -m pyrocshmem.benchmarks.float8 -n 2 --recipe rowwise --shapes llama3
+
+Operands are quantized before anything is timed, and no cache holds them. Prints a table in Markdown of microseconds of
+the slowest rank, medians, an empty cell where a provider can't run a case, and below it geometric means and the
+versions. Results are held to float64 of what is quantized, in a bound that has what the matrix unit may be off by.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import typer
+
+from pyrocshmem import Heap, launching, options, stream_k, target
+from pyrocshmem.benchmarks import records
+from pyrocshmem.benchmarks.operands import Operands
+from pyrocshmem.benchmarks.provider import Unavailable, first_line, group_name, need_gpus
+from pyrocshmem.benchmarks.shapes import Case, cases_of
+from pyrocshmem.reference.timing import Meter, Run
+
+OPS = ("gemm", "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter")
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+# What NVIDIA's matrix units keep of a sum of 8-bit products: of all of K, and of 128.
+_FAST_EPS, _EPS = 2.0**-12, 2.0**-15
+_HEAP_BYTES = {"gpu": 3 << 30, "cpu": 64 << 20}
+_LIMIT_S = 1800.0
+
+Call = Callable[[], torch.Tensor]
+
+
+class Took(NamedTuple):
+    """Of a case: median seconds of each provider that can run it, and the largest error of each over its bound."""
+
+    seconds: dict[str, float]
+    errors: dict[str, float]
+
+
+class Quantized(Operands):
+    """Operands of which a and b are what 8-bit ones stand for, and those: a8, b8 (transposed) and their scales."""
+
+    def __init__(self, case: Case, heap: Any, device: torch.device, recipe: str) -> None:
+        self.recipe = recipe
+        super().__init__(case, heap, device)
+        of_b = "blockwise_weight" if recipe == "blockwise" else recipe
+        self.a8, self.scale_a = stream_k.quantize(self.a, recipe)
+        weight, scale = stream_k.quantize(self.b.t(), of_b)
+        self.b8, self.scale_b = weight.t(), scale.t() if scale.ndim else scale
+
+    def _random(self, shape: tuple[int, ...], tag: str, rank: int) -> torch.Tensor:
+        found = super()._random(shape, tag, rank)
+        if tag == "b":
+            of_b = "blockwise_weight" if self.recipe == "blockwise" else self.recipe
+            return stream_k.dequantize(*stream_k.quantize(found.t(), of_b)).t()
+        return stream_k.dequantize(*stream_k.quantize(found, self.recipe))
+
+
+def providers(x: Quantized) -> dict[str, Call]:
+    """What computes a case, ours first."""
+    found: dict[str, Call] = {"ours": _ours(x, fast=False)}
+    if x.recipe != "blockwise":
+        found["ours, fast"] = _ours(x, fast=True)
+    for name, prepare in (
+        ("scaled_mm", lambda: _vendor(x, fast=False)),
+        ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
+        ("PyTorch's fused, fast", lambda: _fused(x)),
+        ("ours, bf16", lambda: _in_16_bits(x)),
+    ):
+        try:
+            call = prepare()
+            call()
+            found[name] = call
+        except (Unavailable, RuntimeError, ValueError, NotImplementedError) as error:
+            if isinstance(error, RuntimeError) and "CUDA error" in str(error) and "CUBLAS" not in str(error):
+                raise
+            if x.rank == 0:
+                print(
+                    f"{x.case.op} {x.case.M} {x.case.N} {x.case.K}: no {name}: {first_line(error)}",
+                    file=sys.stderr,
+                )
+    return found
+
+
+def _ours(x: Quantized, fast: bool) -> Call:
+    op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
+    more |= {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype, "use_fast_accum": fast}
+    return lambda: op(x.a8, x.b8, **more)
+
+
+def _in_16_bits(x: Quantized) -> Call:
+    op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
+    a, b = x.a.to(x.dtype), x.b.to(x.dtype)
+    return lambda: op(a, b, **more)
+
+
+def _vendor(x: Quantized, fast: bool) -> Call:
+    """`torch._scaled_mm`, with a collective of NCCL before or behind it."""
+    need_gpus(x) if x.num_ranks > 1 else _need_gpu(x)
+    if fast and x.recipe == "blockwise":
+        raise Unavailable("blocks are added in fp32")
+    scale_a, scale_b = x.scale_a, x.scale_b
+    if x.recipe == "blockwise":
+        # Scales of one K, one behind another.
+        scale_a, scale_b = (scale.t().contiguous().t() for scale in (scale_a, scale_b))
+
+    def multiply(a: torch.Tensor, of_a: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(a, x.b8, of_a, scale_b, out_dtype=x.dtype, use_fast_accum=fast)
+
+    op, M, ranks = x.case.op, x.case.M, x.num_ranks
+    if op != "gemm" and M % ranks:
+        raise Unavailable("rows don't divide by the ranks")
+    if op == "all_gather_gemm":
+        rows, scales = x.a8.new_empty(M, x.a8.shape[1]), x.scale_a.new_empty(M, *x.scale_a.shape[1:])
+        if x.recipe != "rowwise":
+            raise Unavailable("scales of blocks are laid out by columns, which no gather of rows makes")
+
+        def gathers() -> torch.Tensor:
+            dist.all_gather_into_tensor(rows.view(torch.uint8), x.a8.view(torch.uint8))
+            dist.all_gather_into_tensor(scales, x.scale_a)
+            return multiply(rows, scales)
+
+        return gathers
+    if op == "gemm":
+        return lambda: multiply(x.a8, scale_a)
+    if op == "gemm_reduce_scatter":
+        own = torch.empty(M // ranks, x.case.N, dtype=x.dtype, device=x.device)
+
+        def scatters() -> torch.Tensor:
+            dist.reduce_scatter_tensor(own, multiply(x.a8, scale_a))
+            return own
+
+        return scatters
+    if op == "gemm_all_reduce":
+
+        def sums() -> torch.Tensor:
+            product = multiply(x.a8, scale_a)
+            dist.all_reduce(product)
+            return product
+
+        return sums
+    raise Unavailable("not tried")
+
+
+def _fused(x: Quantized) -> Call:
+    """PyTorch's op on symmetric memory, which has scales of rows."""
+    need_gpus(x)
+    if x.recipe == "blockwise" or x.case.M % x.num_ranks:
+        raise Unavailable("takes scales of tensors and rows, and equally many rows")
+    # Registers the ops.
+    importlib.import_module("torch.distributed._symmetric_memory")
+    group, operands = group_name(), (x.a8, x.b8, x.scale_a, x.scale_b)
+    if x.case.op == "all_gather_gemm":
+        gather = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+        more = (0, group, [None], [None], [x.dtype], [True])
+        return lambda: gather(x.a8, [x.b8], x.scale_a, [x.scale_b], *more)[1][0]
+    if x.case.op == "gemm_reduce_scatter":
+        scatter, shape = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter, [x.case.M, x.case.N]
+        return lambda: scatter(*operands, "sum", 0, 0, group, shape, None, None, x.dtype, True)
+    raise Unavailable("no such op")
+
+
+def _need_gpu(x: Quantized) -> None:
+    if x.device.type != "cuda":
+        raise Unavailable("needs a GPU")
+
+
+def error_over_bound(x: Quantized, found: torch.Tensor, eps: float) -> float:
+    """The largest, of a sample. eps: of a sum in the matrix unit. Each rank's term is rounded, a library's as often as
+    there are ranks."""
+    sample = x.sampled("result")
+    truth, unit = sample.truth, torch.finfo(x.dtype).eps
+    bound = unit * (truth.value.abs() + x.num_ranks * truth.partials) + eps * x.shape[2] * truth.typical
+    bound += torch.finfo(x.dtype).tiny
+    return float(((sample.of(found).double() - truth.value).abs() / bound).max())
+
+
+def measure(rank: int, world_size: int, cases: list[Case], recipe: str, iters: int) -> list[Took]:
+    """In a rank."""
+    device, took = target.device(rank), []
+    with Heap(_HEAP_BYTES["gpu" if device.type == "cuda" else "cpu"]) as heap:
+        for case in cases:
+            x = Quantized(case, heap if world_size > 1 else None, device, recipe)
+            runs = {name: Run(call, None, returns=True) for name, call in providers(x).items()}
+            spent = Meter(device, world_size > 1).in_turn(runs, iters).seconds
+            heap.synchronize()
+            errors = {
+                name: error_over_bound(x, run.result(), _FAST_EPS if "fast" in name else _EPS)
+                for name, run in runs.items()
+                if name != "ours, bf16"  # of operands that are rounded
+            }
+            took.append(Took({name: statistics.median(each) for name, each in spent.items()}, errors))
+            heap.barrier()
+    return took
+
+
+def main(
+    num_ranks: Annotated[int, typer.Option("-n", "--num-gpus")] = 1,
+    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "rowwise",
+    shapes: Annotated[str, typer.Option(help="As those of `python -m pyrocshmem bench`.")] = "llama3",
+    ops: Annotated[
+        str, typer.Option(help="Names with commas between; default: gemm on one rank, else all.")
+    ] = "",
+    iters: Annotated[int, typer.Option(help="Samples of each.")] = 10,
+    commit: Annotated[str, typer.Option(help="The commit's hash, where git can't tell it.")] = "",
+) -> None:
+    """Print how long GEMMs of 8-bit operands take, beside the vendor's and PyTorch's."""
+    try:
+        options.check_ranks(num_ranks)
+        if recipe not in RECIPES:
+            raise ValueError(f"--recipe is {recipe!r}, allowed are {', '.join(RECIPES)}")
+        names = ops.split(",") if ops else OPS[:1] if num_ranks == 1 else OPS[1:]
+        for name in names:
+            if name not in OPS or (name == "gemm") != (num_ranks == 1):
+                raise ValueError(
+                    f"--ops has {name!r}, allowed are gemm on one rank and {', '.join(OPS[1:])} on more"
+                )
+        on_gpu = target.num_devices() > 0
+        dtype = "bfloat16" if on_gpu else "float16"
+        cases = [case for name in names for case in cases_of(name, shapes, num_ranks, dtype, on_gpu)]
+    except ValueError as error:
+        options.refuse(error)
+    os.environ.update(records.NO_MULTICAST)
+    of_ranks = launching.spawn(measure, num_ranks, cases, recipe, iters, timeout=_LIMIT_S)
+    took = [slowest(list(of_case)) for of_case in zip(*of_ranks, strict=True)]
+    for line in (*table(cases, took), *about(num_ranks, recipe, commit)):
+        print(line)
+    raise typer.Exit(
+        int(any(each.errors[name] > 1 for each in took for name in each.errors if "ours" in name))
+    )
+
+
+def slowest(of_ranks: list[Took]) -> Took:
+    """Of all ranks: the longest times, the largest errors."""
+    first = of_ranks[0]
+    seconds = {name: max(took.seconds[name] for took in of_ranks) for name in first.seconds}
+    return Took(seconds, {name: max(took.errors[name] for took in of_ranks) for name in first.errors})
+
+
+def table(cases: list[Case], took: list[Took]) -> list[str]:
+    """The lines of the table, and geometric means of each provider's time over ours that adds as it does."""
+    names = list(dict.fromkeys(name for each in took for name in each.seconds))
+    heads = ("op", "M N K of a rank's GEMM", *names, "error / bound")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, each in zip(cases, took, strict=True):
+        times = [f"{1e6 * each.seconds[name]:.1f}" if name in each.seconds else "" for name in names]
+        worst = max(error for name, error in each.errors.items() if "ours" in name)
+        lines.append(f"| {' | '.join((case.op, f'{case.M} {case.N} {case.K}', *times, f'{worst:.2f}'))} |")
+    lines.append("")
+    for op in dict.fromkeys(case.op for case in cases):
+        for name in names:
+            ours = "ours, fast" if "fast" in name else "ours"
+            both = [
+                each.seconds
+                for case, each in zip(cases, took, strict=True)
+                if case.op == op and {name, ours} <= each.seconds.keys()
+            ]
+            if name != ours and both:
+                ratios = [seconds[name] / seconds[ours] for seconds in both]
+                mean = f"{statistics.geometric_mean(ratios):.3f}, worst {min(ratios):.3f}"
+                lines.append(f"{op}, {name} over {ours}: {mean} ({len(ratios)} cases)")
+    return lines
+
+
+def about(num_ranks: int, recipe: str, commit: str) -> list[str]:
+    """What was measured where, and with what."""
+    found = records.environment(num_ranks, commit)
+    command = " ".join(["python -m pyrocshmem.benchmarks.float8", *sys.argv[1:]])
+    kept = ("commit", "uncommitted", "started", "target", "python", "torch", "triton", "nccl", "gpus")
+    return [
+        "",
+        f"8-bit operands, {recipe}",
+        f"command: {command}",
+        *(f"{name}: {found[name]}" for name in kept),
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

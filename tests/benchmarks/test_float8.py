@@ -1,0 +1,80 @@
+"""The benchmark of 8-bit operands: what it measures is right, a wrong result shows, and so does what it means."""
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pyrocshmem import options, stream_k
+from pyrocshmem.benchmarks import float8
+from pyrocshmem.benchmarks.float8 import OPS, RECIPES, Took, measure, slowest, table
+from pyrocshmem.benchmarks.shapes import cases_of
+from tests.ranks import run_ranks, values
+
+TIER = 3
+
+
+def cases(ops: tuple[str, ...], ranks: int) -> list[Any]:
+    return [cases_of(op, "tiny", ranks, "float16", False)[0] for op in ops]
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_results_are_compared() -> None:
+    for recipe, ranks in itertools.product(RECIPES, (1, 2)):
+        wanted = cases(OPS[:1] if ranks == 1 else OPS[1:], ranks)
+        for of_rank in values(run_ranks(measure, ranks, wanted, recipe, 2)):
+            assert len(of_rank) == len(wanted)
+            for took in of_rank:
+                assert min(took.seconds.values()) > 0
+                assert {"ours", "ours, bf16"} <= took.seconds.keys()
+                # A result that is nowhere off was not compared.
+                assert all(0 < error <= 1 for error in took.errors.values())
+
+
+def halved(rank: int, world_size: int) -> float:
+    """The error of a product whose scales are wrong."""
+    gemm = stream_k.gemm
+
+    def wrong(*args: Any, scale_a: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+        return gemm(*args, scale_a=None if scale_a is None else scale_a / 2, **more)
+
+    with mock.patch.object(stream_k, "gemm", wrong):
+        return measure(rank, world_size, cases(("gemm",), 1), "rowwise", 1)[0].errors["ours"]
+
+
+@pytest.mark.cpu
+def test_wrong_scales_show() -> None:
+    assert values(run_ranks(halved, 1))[0] > 10
+
+
+def test_table() -> None:
+    took = [
+        slowest(
+            [
+                Took({"ours": 2e-6, "scaled_mm": 3e-6}, {"ours": 0.5}),
+                Took({"ours": 1e-6, "scaled_mm": 4e-6}, {"ours": 0.25}),
+            ]
+        ),
+        Took({"ours": 1e-6}, {"ours": 0.75}),
+    ]
+    lines = table(cases_of("gemm", "tiny", 1, "float16", False)[:2], took)
+    assert lines[2].endswith("| 2.0 | 4.0 | 0.50 |")
+    assert lines[3].endswith("| 1.0 |  | 0.75 |")
+    assert lines[-1] == "gemm, scaled_mm over ours: 2.000, worst 2.000 (1 cases)"
+
+
+def test_what_is_refused() -> None:
+    app = options.app(help="")
+    app.command()(float8.main)
+    for arguments, words in (
+        (["--recipe", "columnwise"], "--recipe is 'columnwise'"),
+        (["-n", "2", "--ops", "gemm"], "--ops has 'gemm'"),
+        (["--ops", "gemm_all_reduce"], "--ops has 'gemm_all_reduce'"),
+    ):
+        found = CliRunner().invoke(app, arguments)
+        assert found.exit_code == 2
+        assert words in found.output
