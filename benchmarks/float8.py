@@ -74,7 +74,7 @@ def providers(x: Quantized) -> dict[str, Call]:
         ("scaled_mm", lambda: _vendor(x, fast=False)),
         ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
         ("PyTorch's fused, fast", lambda: _fused(x)),
-        ("ours, bf16", lambda: _in_16_bits(x)),
+        ("ours, 16 bits", lambda: _in_16_bits(x)),
     ):
         try:
             call = prepare()
@@ -196,7 +196,7 @@ def measure(rank: int, world_size: int, cases: list[Case], recipe: str, iters: i
             errors = {
                 name: error_over_bound(x, run.result(), _FAST_EPS if "fast" in name else _EPS)
                 for name, run in runs.items()
-                if name != "ours, bf16"  # of operands that are rounded
+                if name != "ours, 16 bits"  # of operands that are rounded
             }
             took.append(Took({name: statistics.median(each) for name, each in spent.items()}, errors))
             heap.barrier()

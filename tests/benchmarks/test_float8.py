@@ -30,7 +30,7 @@ def test_results_are_compared() -> None:
             assert len(of_rank) == len(wanted)
             for took in of_rank:
                 assert min(took.seconds.values()) > 0
-                assert {"ours", "ours, bf16"} <= took.seconds.keys()
+                assert {"ours", "ours, 16 bits"} <= took.seconds.keys()
                 # A result that is nowhere off was not compared.
                 assert all(0 < error <= 1 for error in took.errors.values())
 
