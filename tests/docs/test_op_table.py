@@ -27,7 +27,8 @@ def test_the_guide_has_every_op() -> None:
 
 
 def test_every_op_is_drawn_by_the_stress_runner() -> None:
-    assert set(OPS) == NAMES
+    # The ops of 8-bit operands are drawn together.
+    assert set(OPS) == NAMES | {"float8"}
 
 
 def test_every_op_is_compiled_for_gpus_and_measured() -> None:

@@ -9,77 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
-from pyrocshmem import CallMismatch, Heap, stream_k, target
-from pyrocshmem.elements import float8
-from pyrocshmem.shards import shard_range
+from pyrocshmem import CallMismatch, Heap, stream_k
 from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.ops.gathered_rows import PiecesPlan
+from tests.fused.float8_bodies import DIVIDED, EPS, OPS, RECIPES, Whole
 from tests.ranks import run_ranks, values
 
 TIER = 3
 TIMEOUT_S = 150.0
-E4M3, E5M2 = float8()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-RECIPES = ("tensorwise", "rowwise", "blockwise")
-SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
-OPS = (*SUMS, "gemm_all_scatter", "all_gather_gemm")
-# Whose results are the ranks' own.
-DIVIDED = ("gemm_reduce_scatter", "all_gather_gemm")
 HEAP_BYTES = 32 << 20
-# Of a sum of 8-bit products: what NVIDIA's matrix units keep of 128 of them.
-EPS = 2.0**-22 if target.interpreted() else 2.0**-15
-
-
-def blocks(size: int) -> int:
-    return -(-size // 128)
-
-
-class Whole:
-    """Both operands of all ranks: shares of K for a sum, of N for a scatter."""
-
-    def __init__(
-        self, op: str, recipe: str, M: int, N: int, K: int, world: int, device: Any, seed: int
-    ) -> None:
-        self.op, self.recipe, self.world = op, recipe, world
-        generator = torch.Generator().manual_seed(seed)
-
-        def rand(*shape: int) -> torch.Tensor:
-            return (torch.rand(*shape, generator=generator) + 0.1).to(device)
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(E4M3).to(device)
-
-        self.shares = []
-        for _ in range(world):
-            if op in SUMS or not self.shares:
-                a = numbers(M, K)
-                of_a = {"tensorwise": (1,), "rowwise": (M, 1), "blockwise": (M, blocks(K))}[recipe]
-                scale_a = rand(*of_a)
-            of_b = {"tensorwise": (1,), "rowwise": (1, N), "blockwise": (blocks(K), blocks(N))}[recipe]
-            self.shares.append((a, numbers(N, K).t(), scale_a, rand(*of_b)))
-
-    def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """a, b, scale_a, scale_b."""
-        a, b, of_a, of_b = self.shares[rank]
-        if self.op != "all_gather_gemm":
-            return a, b, of_a, of_b
-        rows = slice(*shard_range(len(a), rank, self.world))
-        return a[rows], b, of_a if of_a.numel() == 1 else of_a[rows], of_b
-
-    def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the result, |A| |B| of it, the sum of the magnitudes of what ranks add), float64."""
-        found = []
-        for a, b, of_a, of_b in self.shares:
-            K, N = b.shape
-            if self.recipe == "blockwise":
-                of_a = of_a.repeat_interleave(128, 1)[:, :K]
-                of_b = of_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
-            left, right = a.double() * of_a.double(), b.double() * of_b.double()
-            found.append((left @ right, left.abs() @ right.abs(), (left @ right).abs()))
-        if self.op in SUMS:
-            return tuple(sum(each) for each in zip(*found, strict=True))  # type: ignore[return-value]
-        return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))  # type: ignore[return-value]
 
 
 def every_op(
@@ -107,17 +47,7 @@ def every_op(
                 more["num_rows"] = M
             out = getattr(stream_k, op)(a, b, **more)
             heap.synchronize()
-            exact, magnitude, terms = whole.exact()
-            if op == "gemm_reduce_scatter":
-                rows = slice(*shard_range(M, rank, world_size))
-                exact, magnitude, terms = exact[rows], magnitude[rows], terms[rows]
-            if op == "all_gather_gemm":
-                columns = slice(rank * N, (rank + 1) * N)
-                exact, magnitude = exact[:, columns], magnitude[:, columns]
-            eps = torch.finfo(dtype).eps / 2
-            bound = eps * exact.abs() + K**0.5 * EPS * magnitude + 2.0**-24 * world_size
-            bound += eps * terms if op in SUMS else 0
-            ratio = float(((out.double() - exact).abs() / bound).max()) if out.numel() else 0.0
+            ratio = whole.ratio(out, rank)
             what = f"{op}, {placement}, {(M, N, K)}, {dtype}: {ratio:.2f} of the bound"
             same = b"" if op in DIVIDED else out.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             found.append((what if not ratio <= 1 else "", same))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k
-from pyrocshmem.shards import shard_range
-from tests.fused.test_float8 import DIVIDED, EPS, FP16, FP32, OPS, SUMS, Whole
+from tests.fused.float8_bodies import DIVIDED, OPS, Whole
 from tests.hosts.made_up import bits, cut_small, divide
 from tests.ranks import run_ranks, values
 
 TIER = 3
 TIMEOUT_S = 150.0
+FP16, FP32 = torch.float16, torch.float32
 
 
 def calls(rank: int, world_size: int, num_hosts: int, recipe: str, as_large: bool) -> list[tuple[str, bytes]]:
@@ -31,16 +31,8 @@ def calls(rank: int, world_size: int, num_hosts: int, recipe: str, as_large: boo
             more["num_rows"] = M
         out = getattr(stream_k, op)(a, b, **more)
         hosts.synchronize()
-        exact, magnitude, terms = whole.exact()
-        if op == "gemm_reduce_scatter":
-            rows = slice(*shard_range(M, rank, world_size))
-            exact, magnitude, terms = exact[rows], magnitude[rows], terms[rows]
-        if op == "all_gather_gemm":
-            exact, magnitude = (x[:, rank * N :][:, :N] for x in (exact, magnitude))
         # A rank's term is rounded, and a host's.
-        bound = torch.finfo(dtype).eps / 2 * exact.abs() + K**0.5 * EPS * magnitude + 2.0**-22 * world_size
-        bound += torch.finfo(dtype).eps * terms if op in SUMS else 0
-        ratio = float(((out.double() - exact).abs() / bound).max()) if out.numel() else 0.0
+        ratio = whole.ratio(out, rank, roundings=2)
         what = f"{op}, {(M, N, K)}, {dtype}: {ratio:.2f} of the bound"
         if op == "all_gather_gemm":
             # Of one gather, whose rows are kept.

@@ -22,7 +22,7 @@ from pyrocshmem.stream_k.choice.placement import placement_names
 from tests.fused import norm_bodies
 from tests.fused.cases import STRIDE_0, Case, Operands, call, judge
 from tests.stream_k.products import ACTIVATIONS, ON_CPU, check_product, device, laid_out, random, small_config
-from tests.stress import tensors
+from tests.stress import float8, tensors
 from tests.stress.tensors import DTYPES, Facts, draw_size
 
 _LAYOUTS = ("view", "row", "mixed", "column", "transposed", *STRIDE_0)
@@ -277,6 +277,7 @@ _ALL = (
         )
         for whole in tensors.WHOLE
     ),
+    Op("float8", float8.draw, float8.Float8, same=float8.same),
     Op("barrier", lambda rng, num_ranks: {}, tensors.Barrier),
     Op("rms_norm", tensors.NORM.draw, partial(tensors.Norm, tensors.NORM)),
     Op(
