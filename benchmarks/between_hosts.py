@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from typing import Annotated, NamedTuple
 
 import typer
@@ -114,12 +113,9 @@ def table(cases: list[Case], took: list[Took]) -> list[str]:
 
 def about(num_ranks: int, hosts: int, commit: str) -> list[str]:
     """What was measured where, and with what."""
-    found = records.environment(num_ranks, commit)
-    command = " ".join(["python -m pyrocshmem.benchmarks.between_hosts", *sys.argv[1:]])
-    kept = ("commit", "uncommitted", "started", "target", "python", "torch", "triton", "nccl", "gpus")
     transport = ", ".join(f"{name}={value}" for name, value in SOCKETS.items())
     made_up = f"{hosts} made-up hosts of {num_ranks // hosts} ranks; {transport}"
-    return ["", made_up, f"command: {command}", *(f"{name}: {found[name]}" for name in kept)]
+    return ["", made_up, *records.in_words("between_hosts", num_ranks, commit)]
 
 
 if __name__ == "__main__":

@@ -232,7 +232,8 @@ def main(
     os.environ.update(records.NO_MULTICAST)
     of_ranks = launching.spawn(measure, num_ranks, cases, recipe, iters, timeout=_LIMIT_S)
     took = [slowest(list(of_case)) for of_case in zip(*of_ranks, strict=True)]
-    for line in (*table(cases, took), *about(num_ranks, recipe, commit)):
+    about = ["", f"8-bit operands, {recipe}", *records.in_words("float8", num_ranks, commit)]
+    for line in (*table(cases, took), *about):
         print(line)
     raise typer.Exit(
         int(any(each.errors[name] > 1 for each in took for name in each.errors if "ours" in name))
@@ -269,19 +270,6 @@ def table(cases: list[Case], took: list[Took]) -> list[str]:
                 mean = f"{statistics.geometric_mean(ratios):.3f}, worst {min(ratios):.3f}"
                 lines.append(f"{op}, {name} over {ours}: {mean} ({len(ratios)} cases)")
     return lines
-
-
-def about(num_ranks: int, recipe: str, commit: str) -> list[str]:
-    """What was measured where, and with what."""
-    found = records.environment(num_ranks, commit)
-    command = " ".join(["python -m pyrocshmem.benchmarks.float8", *sys.argv[1:]])
-    kept = ("commit", "uncommitted", "started", "target", "python", "torch", "triton", "nccl", "gpus")
-    return [
-        "",
-        f"8-bit operands, {recipe}",
-        f"command: {command}",
-        *(f"{name}: {found[name]}" for name in kept),
-    ]
 
 
 if __name__ == "__main__":

@@ -102,6 +102,15 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
     }
 
 
+def in_words(module: str, num_ranks: int, commit: str) -> list[str]:
+    """For the end of a table that a module of `pyrocshmem.benchmarks` prints: its command, and where it ran with what.
+    num_ranks, commit: as of `environment`."""
+    found = environment(num_ranks, commit)
+    command = " ".join([f"python -m pyrocshmem.benchmarks.{module}", *sys.argv[1:]])
+    kept = ("commit", "uncommitted", "started", "target", "python", "torch", "triton", "nccl", "gpus")
+    return [f"command: {command}", *(f"{name}: {found[name]}" for name in kept)]
+
+
 def start(path: Path, header: dict[str, Any]) -> None:
     """Begin a file of records. Raises, before anything is measured, OSError where it can't be written, ValueError for a
     header that `read` would refuse."""
