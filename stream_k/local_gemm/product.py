@@ -37,6 +37,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     BLOCKS,
     TILES,
     Operand,
+    Scaled,
     Scheme,
     data_of,
     placed,
@@ -229,7 +230,10 @@ class Product:
     def operands(self, a: Operand, b: Operand) -> tuple[Any, Any, Strides]:
         """`a` and `b`, of the kind that this was planned for, or what `readable` made of them, and how they are read,
         as the kernel gets them."""
-        return filled(self.a_template, data_of(a)), filled(self.b_template, data_of(b)), self.strides_of(a, b)
+        if isinstance(a, Scaled):
+            strides = self.strides_of(a, b)
+            return filled(self.a_template, a.data), filled(self.b_template, data_of(b)), strides
+        return filled(self.a_template, a), filled(self.b_template, b), self.strides
 
     def strides_of(self, a: Operand, b: Operand) -> Strides:
         """How operands of these kinds are read, and where the scales of these are."""

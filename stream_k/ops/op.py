@@ -350,7 +350,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
         *request[4:-2],
         recorded,
         mode,
-        kind_of(request.scaling),
+        None if request.scaling is None else kind_of(request.scaling),
     )
     plan = workspace.plans.get(key)
     if plan is None:
@@ -382,7 +382,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     if planning.here.mode is not None:
         return (out, plan.second(request.a)) if op.has_second(request) else out
     added = bias if residual is None else in_one(bias, residual)
-    x, y = operands_of(a, b, request.scaling)
+    x, y = (a, b) if request.scaling is None else operands_of(a, b, request.scaling)
     # What the call leaves in the workspace is read before another stream may write there.
     with workspace.begin(plan.called):
         if plan.graphs.never:
