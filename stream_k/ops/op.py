@@ -591,7 +591,8 @@ def _make_plan(
         raise ValueError(f"{name} of 8-bit operands is not {mode}")
     scheme = scheme_of(request.scaling, request.a, request.b)
     if request.config is not None and scheme is not None:
-        check_scaled(op.name, config, config, scheme, mode)
+        rules = _chosen(op, request, M, workspace) if mode else config
+        check_scaled(op.name, config, rules, scheme, mode)
     elif request.config is not None:
         check_invariant(
             op.name, config, M, N, K, dtype, heap.world_size, heap.device, invariance.current(workspace)

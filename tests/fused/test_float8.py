@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from pyrocshmem import CallMismatch, Heap, stream_k
+from pyrocshmem import CallMismatch, Heap, batch_invariant, stream_k
 from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.ops.gathered_rows import PiecesPlan
@@ -108,6 +108,33 @@ def normed(rank: int, world_size: int, recipe: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (1, 2)])
 def test_norms(ranks: int, recipe: str) -> None:
     assert values(run_ranks(normed, ranks, recipe, timeout=TIMEOUT_S)) == [[]] * ranks
+
+
+def invariant(rank: int, world_size: int, recipe: str) -> list[Any]:
+    """In the batch-invariant mode: how many different bits the first row has, of each op that all ranks have results
+    of; and what is said of a configuration by hand."""
+    found: list[Any] = []
+    with Heap(HEAP_BYTES) as heap, batch_invariant():
+        for op in ("gemm_all_reduce", "gemm_all_scatter"):
+            a, b, of_a, of_b = Whole(op, recipe, 24, 32, 300, world_size, heap.device, 5).of_rank(rank)
+            more: dict[str, Any] = {"group": heap, "scale_b": of_b, "out_dtype": FP32}
+            bits = set()
+            for rows in (24, 7, 1):
+                of_rows = of_a if of_a.numel() == 1 else of_a[:rows]
+                out = getattr(stream_k, op)(a[:rows], b, scale_a=of_rows, **more)
+                bits.add(out[0].cpu().numpy().tobytes())
+            found.append(len(bits))
+        config = stream_k.choose("gemm_all_scatter", 24, 32, 300, BF16, world_size, heap.device)
+        config = dataclasses.replace(config, block_m=16, block_n=32, comm_rows=8)
+        with pytest.raises(ValueError, match="take no config"):
+            stream_k.gemm_all_scatter(a, b, scale_a=of_a, config=config, **more)
+    return found
+
+
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_rows_in_every_batch(recipe: str) -> None:
+    assert values(run_ranks(invariant, 2, recipe)) == [[1, 1]] * 2
 
 
 def other_calls(rank: int, world_size: int) -> list[str]:
