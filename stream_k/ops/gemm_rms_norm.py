@@ -138,19 +138,22 @@ def gemm_all_reduce_rms_norm(
             request = request._replace(scaling=scaling)
             return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, space.world_size)
     asked, scheme = config, scheme_of(scaling, a, b)
+    if config is None or scheme is not None:
+        kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
+        K = longest_k(space, CallName.of(kind_of_sum, M), K)
+    sizes = (max(M, 1), max(N, 1), K)
     if scaling is not None and scheme is not None:
         if mode == invariance.TP:
             raise ValueError(f"gemm_all_reduce_rms_norm of 8-bit operands is not {mode}")
-        sizes = ("gemm_all_reduce", M, max(N, 1), K, heap.world_size, heap.device, scheme, mode)
-        rules = choose_scaled(*sizes, scaling.result, partial_dtype)
+        facts = (*sizes, heap.world_size, heap.device, scheme, mode, scaling.result, partial_dtype)
+        rules = choose_scaled("gemm_all_reduce", *facts)
         if config is not None:
             check_scaled("gemm_all_reduce", config, rules, scheme, mode)
         config = config or rules
     elif config is None:
-        kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
-        K = longest_k(space, CallName.of(kind_of_sum, M), K)
-        facts = (max(M, 1), max(N, 1), K, a.dtype, partial_dtype, allow_tf32, mode)
-        config = choose_together(heap, "gemm_all_reduce", *facts).config
+        config = choose_together(
+            heap, "gemm_all_reduce", *sizes, a.dtype, partial_dtype, allow_tf32, mode
+        ).config
     else:
         check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
     by_message = config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0

@@ -58,7 +58,9 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     Scheme,
     kind_of,
     operands_of,
+    promoted,
     recipe_of,
+    scales_a_row,
     scaling_of,
     scheme_of,
 )
@@ -645,14 +647,13 @@ def _make_plan(
 def scales_described(
     a: torch.Tensor, b: torch.Tensor, scaling: Scaling | None, own_columns: bool = False
 ) -> str:
-    """What ranks must have in common of the scales. own_columns: they may have different numbers of columns."""
-    if scaling is None:
+    """What ranks must have in common of the scales: what a configuration follows, and what travels with A's rows, where
+    ranks have columns of their own."""
+    scheme = scheme_of(scaling, a, b)
+    if scaling is None or scheme is None:
         return ""
-    by_blocks = recipe_of(scaling, a, b) == "blockwise"
-    # Ranks whose columns differ multiply each as it must; what travels with A's rows is the same.
-    numbers = scaling.a.shape[1] if by_blocks else 1
-    scales = f"{numbers} scales a row" if own_columns else f"scales of {'blocks' if by_blocks else 'rows'}"
-    return f"b={b.dtype}, {scales}, result={scaling.result}, use_fast_accum={scaling.fast}, "
+    numbers = f"{scales_a_row(scaling.a)} scales a row, " if own_columns else ""
+    return f"b={b.dtype}, {numbers}result={scaling.result}, use_fast_accum={not promoted(scheme)}, "
 
 
 def of_rows(op: GemmOp, request: Request, rows: int, heap: Heap) -> Request:

@@ -137,22 +137,60 @@ def test_rows_in_every_batch(recipe: str) -> None:
     assert values(run_ranks(invariant, 2, recipe)) == [[1, 1]] * 2
 
 
+def uneven(rank: int, world_size: int) -> list[float]:
+    """Errors of sums of which ranks have other shares of K, in units of the sum's largest magnitude: all choose by the
+    longest."""
+    M, N, sizes = 20, 48, (640, 48, 16)[:world_size]
+    generator = torch.Generator().manual_seed(8)
+    found = []
+    with Heap(HEAP_BYTES) as heap:
+        for recipe in RECIPES:
+            of_b = "blockwise_weight" if recipe == "blockwise" else recipe
+            pairs = [
+                (torch.randn(M, K, generator=generator), torch.randn(N, K, generator=generator))
+                for K in sizes
+            ]
+            shares = [
+                (
+                    stream_k.quantize(a.to(heap.device), recipe),
+                    stream_k.quantize(b.to(heap.device), of_b),
+                )
+                for a, b in pairs
+            ]
+            exact = sum(
+                stream_k.dequantize(*a).double() @ stream_k.dequantize(*b).double().t() for a, b in shares
+            )
+            (a, of_a), (b, scale_b) = shares[rank]
+            more: dict[str, Any] = {"scale_b": scale_b.t() if scale_b.ndim else scale_b, "out_dtype": FP32}
+            more |= {"group": heap, "scale_a": of_a}
+            total = stream_k.gemm_all_reduce(a, b.t(), **more)
+            weight = torch.ones(N, device=heap.device)
+            _, same = stream_k.gemm_all_reduce_rms_norm(a, b.t(), None, weight, 1e-6, **more)
+            heap.synchronize()
+            found += [float((x.double() - exact).abs().max() / exact.abs().max()) for x in (total, same)]
+    return found
+
+
+@pytest.mark.num_ranks(3)
+def test_shares_of_k_that_differ() -> None:
+    for found in values(run_ranks(uneven, 3)):
+        assert max(found) < 100 * EPS
+
+
 def other_calls(rank: int, world_size: int) -> list[str]:
-    """What ranks hear that differ in the recipe, in what is stored, and in how sums are made."""
+    """What ranks hear that differ in what travels, in what is stored, and in how sums are made."""
     said = []
     with Heap(HEAP_BYTES) as heap:
-        whole = {
-            recipe: Whole("gemm_all_reduce", recipe, 8, 16, 256, world_size, heap.device, 3)
-            for recipe in RECIPES
-        }
-        for recipe, more in (
-            (("rowwise", "blockwise")[rank], {}),
-            ("rowwise", {"out_dtype": (FP16, FP32)[rank]}),
-            ("rowwise", {"out_dtype": FP32, "use_fast_accum": rank == 1}),
+        for op, recipe, more in (
+            ("all_gather_gemm", ("rowwise", "blockwise")[rank], {}),
+            ("gemm_all_reduce", "rowwise", {"out_dtype": (FP16, FP32)[rank]}),
+            ("gemm_all_reduce", "rowwise", {"out_dtype": FP32, "use_fast_accum": rank == 1}),
+            ("gemm_all_reduce", ("rowwise", "blockwise")[rank], {"use_fast_accum": True}),
         ):
-            a, b, of_a, of_b = whole[recipe].shares[rank]
+            whole = Whole(op, recipe, 8, 16, 256, world_size, heap.device, 3)
+            a, b, of_a, of_b = whole.of_rank(rank)
             with pytest.raises(CallMismatch) as caught:
-                stream_k.gemm_all_reduce(
+                getattr(stream_k, op)(
                     a, b, group=heap, scale_a=of_a, scale_b=of_b, **{"out_dtype": FP32, **more}
                 )
             said.append(str(caught.value))
@@ -162,11 +200,10 @@ def other_calls(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.num_ranks(2)
 def test_ranks_that_differ() -> None:
+    words = ("2 scales a row", "result=torch.float16", "use_fast_accum=True", "use_fast_accum=True")
     for said in values(run_ranks(other_calls, 2)):
-        for text, words in zip(
-            said, ("scales of blocks", "result=torch.float16", "use_fast_accum=True"), strict=True
-        ):
-            assert words in text
+        for text, expected in zip(said, words, strict=True):
+            assert expected in text
 
 
 def several(rank: int, world_size: int, recipe: str) -> list[bool]:
