@@ -164,7 +164,7 @@ def gemm_all_reduce_rms_norm(
         text += f", {scales_described(a, b, scaling)}"
         call = CallName.of(f"{text}{by_hand_too}{invariance.of_call(space)})", M)
         x, y = operands_of(a, b, scaling)
-        operands = (x, y, scheme, like, residual, weight, eps, bias, allow_tf32, config, space)
+        operands = (x, y, residual, weight, eps, bias, allow_tf32, config, space, scheme, like.dtype)
 
         def again(rows: int) -> object:
             added = residual if residual is None else residual.new_empty(rows, N)
@@ -380,15 +380,13 @@ def _computed(
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind.
 
-    called: as the ranks compared it."""
+    called: as the ranks compared it. scheme: of 8-bit operands; dtype: of the total, None: that of the operands."""
 
     def __init__(
         self,
         called: CallName,
         a: Operand,
         b: Operand,
-        scheme: Scheme | None,
-        like: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -396,9 +394,12 @@ class _Plan:
         allow_tf32: bool,
         config: Config,
         workspace: Workspace,
+        scheme: Scheme | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.called, self.workspace, rows = called, workspace, data_of(a)
         self.widens = ELEMENTS[rows.dtype].widened
+        like = rows if dtype is None else rows.new_empty(0, dtype=dtype)
         # Of a result, but for its memory.
         self.like = shape_of(like, (rows.shape[0], data_of(b).shape[1]))
         out, after = results(self.like, residual, weight, eps, bias)
