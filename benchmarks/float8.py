@@ -50,18 +50,16 @@ class Quantized(Operands):
     """Operands of which a and b are what 8-bit ones stand for, and those: a8, b8 (transposed) and their scales."""
 
     def __init__(self, case: Case, heap: Any, device: torch.device, recipe: str) -> None:
-        self.recipe = recipe
+        self.recipe, self.of_b = recipe, "blockwise_weight" if recipe == "blockwise" else recipe
         super().__init__(case, heap, device)
-        of_b = "blockwise_weight" if recipe == "blockwise" else recipe
         self.a8, self.scale_a = stream_k.quantize(self.a, recipe)
-        weight, scale = stream_k.quantize(self.b.t(), of_b)
+        weight, scale = stream_k.quantize(self.b.t(), self.of_b)
         self.b8, self.scale_b = weight.t(), scale.t() if scale.ndim else scale
 
     def _random(self, shape: tuple[int, ...], tag: str, rank: int) -> torch.Tensor:
         found = super()._random(shape, tag, rank)
         if tag == "b":
-            of_b = "blockwise_weight" if self.recipe == "blockwise" else self.recipe
-            return stream_k.dequantize(*stream_k.quantize(found.t(), of_b)).t()
+            return stream_k.dequantize(*stream_k.quantize(found.t(), self.of_b)).t()
         return stream_k.dequantize(*stream_k.quantize(found, self.recipe))
 
 

@@ -50,6 +50,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     data_of,
     kind_of,
     operands_of,
+    result_dtype,
     scheme_of,
 )
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -334,18 +335,14 @@ def run_gemm(
             out = torch.empty(M, N, dtype=results[0], device=a.device)
         if min(M, N) == 0:
             return out
-        if ELEMENTS[a.dtype].widened:
+        if ELEMENTS[result_dtype(a, scaling)].widened:
             # The same product in fp32, rounded once.
+            operands = (a.float(), b.float()) if scaling is None else (a, b)
+            wide_scaling = None if scaling is None else scaling._replace(result=torch.float32)
             wide_bias = None if bias is None else bias.float()
             wide_residual = None if residual is None else residual.float()
-            wide = (a.float(), b.float(), wide_bias, activation, None, allow_tf32, config, workspace)
-            return out.copy_(run_gemm(*wide, wide_residual))
-        if scaling is not None and ELEMENTS[scaling.result].widened:
-            wide_scaling = scaling._replace(result=torch.float32)
-            wide_bias = None if bias is None else bias.float()
-            wide_residual = None if residual is None else residual.float()
-            given = (a, b, wide_bias, activation, None, allow_tf32, config, workspace)
-            return out.copy_(run_gemm(*given, wide_residual, wide_scaling))
+            wide = (*operands, wide_bias, activation, None, allow_tf32, config, workspace)
+            return out.copy_(run_gemm(*wide, wide_residual, wide_scaling))
         added = in_one(bias, residual)
         if config is not None:
             _check_by_hand(config, a, b, added, activation, out, allow_tf32)

@@ -121,6 +121,11 @@ def scaling_of(
     return Scaling(scale_a, scale_b, result, use_fast_accum)
 
 
+def result_dtype(a: torch.Tensor, scaling: Scaling | None) -> torch.dtype:
+    """Of a product with `a`: its operands', or what was asked for of 8-bit ones."""
+    return a.dtype if scaling is None else scaling.result
+
+
 def kind_of(scaling: Scaling | None) -> Any:
     """All of it that a plan depends on."""
     if scaling is None:

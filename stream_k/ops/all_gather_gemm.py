@@ -17,7 +17,7 @@ from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
-from pyrocshmem.stream_k.local_gemm.scales import scaling_of
+from pyrocshmem.stream_k.local_gemm.scales import result_dtype, scaling_of
 from pyrocshmem.stream_k.ops import over_hosts
 from pyrocshmem.stream_k.ops.batches import by_rows, gathered, is_batched, scales_of_rows
 from pyrocshmem.stream_k.ops.gathered_rows import BlocksPlan, MessagesPlan, PiecesPlan
@@ -28,7 +28,16 @@ from pyrocshmem.stream_k.ops.gradients import (
     both_gradients,
     keep,
 )
-from pyrocshmem.stream_k.ops.op import NO_SCALES, Call, GemmOp, Request, register_gemm, run, through_operator
+from pyrocshmem.stream_k.ops.op import (
+    NO_SCALES,
+    Call,
+    GemmOp,
+    Request,
+    check_no_gradient,
+    register_gemm,
+    run,
+    through_operator,
+)
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.several import Several, as_list, define_several, whole_rows
 from pyrocshmem.stream_k.ops.several import call as call_several
@@ -90,10 +99,11 @@ def all_gather_gemm(
     of_bs = as_list("scale_b", scale_b, len(b)) if several else [scale_b]
     found = [scaling_of(scale_a, each, out_dtype, use_fast_accum) for each in of_bs]
     scalings, scaling = [each for each in found if each is not None], None if several else found[0]
-    if scaling is not None and needs_gradient((a, b, bias, scale_a, scale_b)):
-        raise ValueError("all_gather_gemm of 8-bit operands has no gradient; call it under torch.no_grad()")
+    bs, biases = ([*b], as_list("bias", bias, len(b))) if several else ([b], [bias])
+    for each in found:
+        check_no_gradient("all_gather_gemm", each, a, *bs, *biases)
     if several:
-        lists = ([*b], as_list("bias", bias, len(b)), as_list("out", out, len(b)))
+        lists = (bs, biases, as_list("out", out, len(b)))
         x = Several(a, *lists, activation, allow_tf32, config, partial_dtype, num_rows, scalings)
         return call_several(OP, x, save_gathered, group, workspace)
     request = Request(a, b, out, bias, activation, False, allow_tf32, config, partial_dtype, num_rows)
@@ -122,8 +132,8 @@ def _shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     scaling = scaling_of(*scales)
     _, N, K = check_product(a, b, bias, activation, scaling)
-    dtype = a.dtype if scaling is None else scaling.result
-    return a.new_empty(num_rows, N, dtype=dtype), a.new_empty(num_rows if save_gathered else 0, K)
+    product = a.new_empty(num_rows, N, dtype=result_dtype(a, scaling))
+    return product, a.new_empty(num_rows if save_gathered else 0, K)
 
 
 def _arguments(request: Request, group: str) -> tuple[Any, ...]:

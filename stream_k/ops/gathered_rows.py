@@ -80,10 +80,9 @@ class PiecesPlan(FusedPlan):
         self.gathered = _in_passing(call)
         self.rows = data_of(self.gathered)
         if isinstance(self.gathered, Scaled):
-            own = len(call.a) * self.gathered.scale.shape[1]
-            self.own_scales = workspace.buffer("own scales", own, torch.float32, local=True)[:own].view(
-                len(call.a), -1
-            )
+            shape = len(call.a), self.gathered.scale.shape[1]
+            held = workspace.buffer("own scales", prod(shape), torch.float32, local=True)
+            self.own_scales = held[: prod(shape)].view(shape)
         self.block = first, last = shard_range(M, heap.rank, world)
         self.pieces = [
             self._copy(

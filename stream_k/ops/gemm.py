@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from pyrocshmem.calls.op import Sizes, register
-from pyrocshmem.calls.operators import dispatched, find, local_name, needs_gradient, ops
+from pyrocshmem.calls.operators import dispatched, find, local_name, ops
 from pyrocshmem.calls.workspace import Workspace, check_workspace
 from pyrocshmem.stream_k.choice import tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import run_gemm
-from pyrocshmem.stream_k.local_gemm.scales import scaling_of
+from pyrocshmem.stream_k.local_gemm.scales import result_dtype, scaling_of
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scales_of_rows
 from pyrocshmem.stream_k.ops.gradients import (
     Gradients,
@@ -23,7 +23,7 @@ from pyrocshmem.stream_k.ops.gradients import (
     bias_gradient,
     keep,
 )
-from pyrocshmem.stream_k.ops.op import GemmOp, Request, through_operator
+from pyrocshmem.stream_k.ops.op import GemmOp, Request, check_no_gradient, through_operator
 
 
 def gemm(
@@ -79,8 +79,7 @@ def gemm(
     if workspace is not None:
         check_workspace(workspace)
     scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
-    if scaling is not None and needs_gradient((a, b, bias, scale_a, scale_b)):
-        raise ValueError("a product of 8-bit operands has no gradient; call it under torch.no_grad()")
+    check_no_gradient("gemm", scaling, a, b, bias)
     if dispatched(a, b, bias, whole=out is None and config is None):
         request = Request(a, b, out, bias, activation, False, allow_tf32, config, scaling=scaling)
         return through_operator(OP, request, local_name(workspace))
@@ -112,7 +111,7 @@ def _shape(
 ) -> torch.Tensor:
     scaling = scaling_of(*scales)
     M, N, _ = check_product(a, b, bias, activation, scaling)
-    return a.new_empty(M, N, dtype=a.dtype if scaling is None else scaling.result)
+    return a.new_empty(M, N, dtype=result_dtype(a, scaling))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.op import Op, Sizes, register
-from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, once, ops, ranks, refuse
+from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ranks, refuse
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
@@ -44,6 +44,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     kind_of,
     operands_of,
     parts_of,
+    result_dtype,
     scaling_of,
     scheme_of,
     with_data,
@@ -52,7 +53,14 @@ from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, rows_of, scales
 from pyrocshmem.stream_k.ops.by_message import SentProduct
 from pyrocshmem.stream_k.ops.gemm_all_reduce import OP as ALL_REDUCE
 from pyrocshmem.stream_k.ops.gradients import Gradients, bias_gradient, keep, of_columns, of_replicated
-from pyrocshmem.stream_k.ops.op import NO_SCALES, Request, longest_k, run, scales_described
+from pyrocshmem.stream_k.ops.op import (
+    NO_SCALES,
+    Request,
+    check_no_gradient,
+    longest_k,
+    run,
+    scales_described,
+)
 
 
 def gemm_all_reduce_rms_norm(
@@ -104,10 +112,7 @@ def gemm_all_reduce_rms_norm(
         flat = rows_of("residual", residual, a.shape[:-1])
         return by_rows(lambda a, _: gemm_all_reduce_rms_norm(a, b, flat, weight, eps, **more), a, None)
     scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
-    if scaling is not None and needs_gradient((a, b, bias, residual, weight, scale_a, scale_b)):
-        raise ValueError(
-            "gemm_all_reduce_rms_norm of 8-bit operands has no gradient; call it under torch.no_grad()"
-        )
+    check_no_gradient("gemm_all_reduce_rms_norm", scaling, a, b, bias, residual, weight)
     by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
@@ -461,7 +466,7 @@ def _sum_shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     scaling = scaling_of(*scales)
     M, N, _ = check_product(a, b, bias, "none", scaling)
-    dtype = a.dtype if scaling is None else scaling.result
+    dtype = result_dtype(a, scaling)
     return a.new_empty(M, N, dtype=dtype), a.new_empty(M, N, dtype=dtype)
 
 

@@ -60,6 +60,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     operands_of,
     promoted,
     recipe_of,
+    result_dtype,
     scales_a_row,
     scaling_of,
     scheme_of,
@@ -201,8 +202,8 @@ def register_gemm(op: GemmOp) -> GemmOp:
     ) -> torch.Tensor:  # fmt: skip
         scaling = scaling_of(*scales)
         M, N, _ = check_product(a, b, bias, activation, scaling)
-        dtype = a.dtype if scaling is None else scaling.result
-        return a.new_empty(op.result_shape(M, N, *ranks(group)), dtype=dtype)
+        shape = op.result_shape(M, N, *ranks(group))
+        return a.new_empty(shape, dtype=result_dtype(a, scaling))
 
     def sized(sizes: Sizes) -> Callable[[int], object]:
         heap = sizes.workspace.heap
@@ -284,12 +285,17 @@ class Call:
         )
 
 
+def check_no_gradient(name: str, scaling: Scaling | None, *operands: Any) -> None:
+    """ValueError for a call of 8-bit operands that needs a gradient."""
+    if scaling is not None and needs_gradient((*operands, scaling.a, scaling.b)):
+        raise ValueError(f"{name} of 8-bit operands has no gradient; call it under torch.no_grad()")
+
+
 def call(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -> Any:
     """Make a call of an op on the heap of `group`: through its operator where it has a gradient or something watches
     it, straight to its kernels otherwise."""
     scaling = request.scaling
-    if scaling is not None and needs_gradient((request.a, request.b, request.bias, scaling.a, scaling.b)):
-        raise ValueError(f"{op.name} of 8-bit operands has no gradient; call it under torch.no_grad()")
+    check_no_gradient(op.name, scaling, request.a, request.b, request.bias)
     if is_batched(request.a):
         divided = op.out_cut == "M"
         first = scattered(request.a, ranks(name_of(group, workspace))[1]) if divided else None
@@ -464,25 +470,21 @@ def _without_plan(
             )
         second = a.clone() if request.scaling is None else Scaled(a.clone(), request.scaling.a.clone())
         return (product, second) if has_second else product
-    if request.scaling is not None and ELEMENTS[request.scaling.result].widened:
-        wide_bias = None if bias is None else bias.float()
-        wide = request._replace(
-            out=None, bias=wide_bias, scaling=request.scaling._replace(result=torch.float32)
-        )
-        found = run(op, wide, heap, workspace)
-        value, second = found if has_second else (found, None)
-        value = value.to(op.result_dtype(request)) if out is None else out.copy_(value)
-        return (value, second) if has_second else value
-    if ELEMENTS[a.dtype].widened:
+    scaling = request.scaling
+    if ELEMENTS[result_dtype(a, scaling)].widened:
         # The same in fp32, rounded once.
         wide_bias = None if bias is None else bias.float()
-        wide = request._replace(a=a.float(), b=b.float(), out=None, bias=wide_bias)
+        wide = request._replace(out=None, bias=wide_bias)
+        if scaling is None:
+            wide = wide._replace(a=a.float(), b=b.float())
+        else:
+            wide = wide._replace(scaling=scaling._replace(result=torch.float32))
         if residual is not None:
             wide = wide._replace(residual=residual.float())
         found = run(op, wide, heap, workspace)
         value, second = found if has_second else (found, None)
         value = value.to(op.result_dtype(request)) if out is None else out.copy_(value)
-        if second is not None and request.save_gathered:
+        if second is not None and request.save_gathered and scaling is None:
             second = second.to(a.dtype)
         return (value, second) if has_second else value
     return None

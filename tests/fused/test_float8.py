@@ -177,6 +177,45 @@ def test_shares_of_k_that_differ() -> None:
         assert max(found) < 100 * EPS
 
 
+def without_rows(rank: int, world_size: int) -> float:
+    """The error over its bound of a gather of one row, in pieces, of which the last rank has none."""
+    with Heap(HEAP_BYTES) as heap:
+        whole = Whole("all_gather_gemm", "blockwise", 1, 32, 300, world_size, heap.device, 6)
+        a, b, of_a, of_b = whole.of_rank(rank)
+        chosen = stream_k.choose("all_gather_gemm", 1, 32, 300, BF16, world_size, heap.device)
+        config = dataclasses.replace(chosen, placement="copy_engine", split="none", chunk=1, block_k=64)
+        more: dict[str, Any] = {"group": heap, "config": config, "out_dtype": FP32, "num_rows": 1}
+        out = stream_k.all_gather_gemm(a, b, scale_a=of_a, scale_b=of_b, **more)
+        heap.synchronize()
+        return whole.ratio(out, rank)
+
+
+@pytest.mark.num_ranks(2)
+def test_a_rank_without_rows() -> None:
+    assert max(values(run_ranks(without_rows, 2))) <= 1
+
+
+def with_gradients(rank: int, world_size: int) -> list[str]:
+    """What gathers say whose bias needs a gradient: of one B, and of several."""
+    said = []
+    with Heap(HEAP_BYTES) as heap:
+        a, b, of_a, of_b = Whole("all_gather_gemm", "rowwise", 8, 16, 64, world_size, heap.device, 6).of_rank(
+            rank
+        )
+        bias = torch.zeros(16, device=heap.device, requires_grad=True)
+        for bs, of_bs, biases in ((b, of_b, bias), ([b, b], [of_b, of_b], [None, bias])):
+            with pytest.raises(ValueError, match="has no gradient") as caught:
+                stream_k.all_gather_gemm(a, bs, scale_a=of_a, scale_b=of_bs, bias=biases, group=heap)
+            said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_there_are_no_gradients() -> None:
+    for said in values(run_ranks(with_gradients, 2)):
+        assert ["has no gradient; call it under torch.no_grad()" in text for text in said] == [True, True]
+
+
 def other_calls(rank: int, world_size: int) -> list[str]:
     """What ranks hear that differ in what travels, in what is stored, and in how sums are made."""
     said = []
