@@ -1,6 +1,7 @@
 """`all_reduce_rms_norm`: a sum over ranks, plus a residual, and the RMSNorm of its rows, in one exchange of messages.
 
     y, h = collectives.all_reduce_rms_norm(x, h, weight, 1e-6, group=group)     # between two blocks of a transformer
+    q, scale, h, _ = collectives.all_reduce_rms_norm(x, h, weight, 1e-6, quantize="rowwise", group=group)
 
 Whoever sums an element adds the residual, in fp32, and rounds; whoever stores a row normalizes what was rounded
 (`collectives.exchange_kernel`). So all ranks get the same bits. What `stream_k.gemm_all_reduce_rms_norm` does behind
@@ -10,7 +11,7 @@ its GEMM is the same, and its parts are these: `check_norm`, `results`, `normali
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.nn import functional
@@ -27,10 +28,43 @@ from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.over_hosts import exchange_over_hosts
+from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, quantization, quantized
 from pyrocshmem.collectives.row_norm import is_apart, row_norm, row_norm_gradients
 from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.hosts import Hosts
+
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+
+
+@overload
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    algorithm: str = "auto",
+    workspace: Workspace | None = None,
+    quantize: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    algorithm: str = "auto",
+    workspace: Workspace | None = None,
+    quantize: Recipe,
+    quantize_scale: torch.Tensor | None = None,
+    keep_norm: bool = False,
+) -> QuantizedNorm: ...
 
 
 def all_reduce_rms_norm(
@@ -42,7 +76,10 @@ def all_reduce_rms_norm(
     group: Any = None,
     algorithm: str = "auto",
     workspace: Workspace | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    quantize: Recipe | None = None,
+    quantize_scale: torch.Tensor | None = None,
+    keep_norm: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor] | QuantizedNorm:
     """(RMSNorm of the total, the total), total = sum over ranks of x, + residual, rounded to x's dtype: on every rank,
     the same bits on all of them.
 
@@ -51,52 +88,64 @@ def all_reduce_rms_norm(
     algorithm, workspace: as in `all_reduce`. Both results are new and contiguous. Rows of zeros with eps 0 are NaN, and
     a NaN stays in its row, as in `torch.nn.functional.rms_norm`.
 
+    quantize: "rowwise", "blockwise", or "tensorwise" with quantize_scale, fp32 of one element: returns a
+    `QuantizedNorm`, (the norm in 8 bits, its scales, the total, None), to the bits of `stream_k.quantize` of the norm
+    and of what the call returns otherwise; scales [.., 1] or [.., N / 128], rounded up, or quantize_scale. keep_norm:
+    with the norm itself in the place of None. There is no gradient then, and torch.compile traces two operators.
+
     Over several hosts what travels is `all_reduce`'s, and every rank normalizes. On one rank it is PyTorch's own sum
     and norm. Has a gradient, with PyTorch's derivative of the norm; those of the results must be the same on all ranks.
     Raises TypeError, ValueError before any launch; `CallMismatch` where ranks disagree, `PeerTimeout`, `PeerAborted`,
     `HeapOutOfMemory`, `WorkspaceBusy`.
     """
+    how = None
+    if quantize is not None or quantize_scale is not None or keep_norm:
+        asked = quantize, quantize_scale, keep_norm
+        how = quantization("all_reduce_rms_norm", *asked, x, residual, weight)
     by_hand = not dispatched(x, residual, weight)
     if by_hand:
         heap, space = find_workspace(group, workspace)
         recorded = trace.recorder() is not None
         mode = invariance.current(space)
-        key = ("all_reduce_rms_norm", kind(x), kind(residual), kind(weight), eps, algorithm, recorded, mode)
+        given = (kind(x), kind(residual), kind(weight), eps, algorithm, how and how.kind)
+        key = ("all_reduce_rms_norm", *given, recorded, mode)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
-            return plan.run(x, residual, weight, eps)
+            return plan.run(x, residual, weight, eps, how)
     check_algorithm(algorithm)
     check_kind(x, 1, DTYPES)
     check_norm(x, x.shape, residual, weight, eps)
     if not by_hand:
         op, name = ops.all_reduce_rms_norm, name_of(group, workspace)
-        return op(x, residual, weight, eps, algorithm, name)
+        return quantized(how, *op(x, residual, weight, eps, algorithm, name))
     check_place(heap, x)
     if space.hosts is not None:
-        return _over_hosts(space.hosts, mode, x, residual, weight, eps)
+        return quantized(how, *_over_hosts(space.hosts, mode, x, residual, weight, eps))
     if heap.world_size == 1:
         with invariance.at_least(mode):
-            return normalized(all_reduce(x, group=heap, workspace=space), residual, weight, eps)
+            total = all_reduce(x, group=heap, workspace=space)
+            return quantized(how, *normalized(total, residual, weight, eps))
     call = CallName.of(
         f"all_reduce_rms_norm(# x {x.shape[-1]} {x.dtype}, residual={residual is not None}, "
-        f"weight={weight.dtype}, eps={eps}, {algorithm}, recorded={recorded}{invariance.of_call(space)})",
+        f"weight={weight.dtype}, eps={eps}, {algorithm}, quantize={how}, {recorded=}{invariance.of_call(space)})",
         math.prod(x.shape[:-1]),
     )
     if x.numel() == 0:
         agree(space, call)
-        return x.new_empty(x.shape), x.new_empty(x.shape)
+        return quantized(how, x.new_empty(x.shape), x.new_empty(x.shape))
 
     def again(rows: int) -> object:
         like = (t if t is None else t.new_empty(rows, t.shape[-1]) for t in (x, residual))
         more: Any = {"group": heap, "algorithm": algorithm, "workspace": space}
+        more |= {"quantize": quantize, "quantize_scale": quantize_scale, "keep_norm": keep_norm}
         return all_reduce_rms_norm(next(like), next(like), weight, eps, **more)
 
     space.make_room(call, again)
-    plan = space.planned_together(call, lambda _: _Plan(x, residual, weight, eps, algorithm, space))
+    plan = space.planned_together(call, lambda _: _Plan(x, residual, weight, eps, algorithm, space, how))
     plan.called = call
     if planning.keeps_plans():
         space.plans[key] = plan
-    return plan.run(x, residual, weight, eps)
+    return plan.run(x, residual, weight, eps, how)
 
 
 def _over_hosts(
@@ -129,6 +178,7 @@ class _Plan:
         eps: float,
         algorithm: str,
         workspace: Workspace,
+        how: Quantization | None,
     ) -> None:
         self.workspace = workspace
         if algorithm == "auto":
@@ -136,29 +186,45 @@ class _Plan:
             # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
             algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
         self.mode = invariance.current(workspace)
+        # Whose kernels are other ones, behind the exchange: the norm's, and that which quantizes it.
         self.apart = is_apart(self.mode, x, x.shape[-1], weight)
-        out, after = self._results(x, residual, weight, eps)
+        self.quantizes_apart = self.apart or (
+            how is not None and not how.is_fused(x.shape[-1], x.dtype, workspace.world_size)
+        )
+        out, after = self._results(x, residual, weight, eps, how)
         op = status.Op.ALL_REDUCE_RMS_NORM
         self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, after=after)
 
     def run(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enqueue the call; returns (the norm, the total)."""
-        out, after = self._results(x, residual, weight, eps)
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        how: Quantization | None,
+    ) -> Any:
+        """Enqueue the call; returns what `all_reduce_rms_norm` does."""
+        out, after = self._results(x, residual, weight, eps, how)
         if planning.here.mode is None:
             with self.workspace.begin(self.called):
                 self.exchange.run(x.resolve_neg().contiguous(), out, after)
         if self.apart:
             with invariance.at_least(self.mode):
-                return normalized(out, None, weight, eps, self.workspace.world_size)
+                return quantized(how, *normalized(out, None, weight, eps, self.workspace.world_size))
         assert after.total is not None
-        return out, after.total
+        if how is None or self.quantizes_apart:
+            return quantized(how, out, after.total)
+        return how.results(out, after)
 
     def _results(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        how: Quantization | None,
     ) -> tuple[torch.Tensor, AfterSum]:
-        out, after = results(x, residual, weight, eps)
+        out, after = results(x, residual, weight, eps, how=None if self.quantizes_apart else how)
         return (out, after._replace(total=None, weight=None)) if self.apart else (out, after)
 
 
@@ -201,14 +267,18 @@ def results(
     weight: torch.Tensor,
     eps: float,
     bias: torch.Tensor | None = None,
+    how: Quantization | None = None,
 ) -> tuple[torch.Tensor, AfterSum]:
-    """(a new result like `like`, of any strides, what becomes of the sums on their way to it)."""
-    out, total = new_like(like), new_like(like)
+    """(a new result like `like`, of any strides, what becomes of the sums on their way to it). how: the exchange
+    quantizes the norm."""
+    total = new_like(like)
+    out = new_like(like) if how is None or how.keep else total
     if residual is not None:
         residual = residual.contiguous()
     # A plan's kernel takes a float, whatever the type of a number that is equal.
     finish = Finish.of(bias)._replace(residual=residual)
-    return out, AfterSum(finish, like.shape[-1], total, weight, float(eps))
+    after = AfterSum(finish, like.shape[-1], total, weight, float(eps))
+    return out, after if how is None else how.beside(like, after)
 
 
 def normalized(

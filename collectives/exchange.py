@@ -23,7 +23,9 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import normalizing
 from pyrocshmem.collectives.exchange_kernel import AfterSum, exchange_kernel
+from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.counts import packed
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.heap import Heap
@@ -114,6 +116,7 @@ class Exchange:
             units = _row_units(pieces[0], out.dtype)
             of_row = row_programs(units, world, target.interpreted())[1]
             notes = world * of_row * max(piece.rows for piece in pieces)
+            notes *= 2 if after.scales_kind == normalizing.ROWS else 1
         place = self.messages, self.slot_quads = workspace.messages(largest, notes)
         self.out_dtype = out.dtype
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
@@ -205,9 +208,13 @@ def _at(piece: _Piece, x: torch.Tensor, out: torch.Tensor, after: AfterSum) -> t
     """x, out and `after` as the kernel takes them: from the first element of a piece on."""
     if piece.first:
         x, out = x.view(-1)[piece.first :], out.view(-1)[piece.out_first :]
-        whole = (after.finish.residual, after.total)
-        residual, total = (t if t is None else t.view(-1)[piece.first :] for t in whole)
-        after = after._replace(finish=after.finish._replace(residual=residual), total=total)
+        whole = (after.finish.residual, after.total, after.quantized)
+        residual, total, quantized = (t if t is None else t.view(-1)[piece.first :] for t in whole)
+        scales = after.scales
+        if after.scales_kind > normalizing.GIVEN:
+            scales = scales[piece.first // after.columns :]
+        finish = after.finish._replace(residual=residual)
+        after = after._replace(finish=finish, total=total, quantized=quantized, scales=scales)
     return x, out, after
 
 
@@ -239,6 +246,13 @@ def slot_bytes(kind: str, piece: _Piece, dtype: torch.dtype, out_dtype: torch.dt
     quads = quads + world_size if kind == "broadcast" else quads * world_size
     # Any bits need room for marks.
     return quads * QUAD_BYTES * (1 if dtype.is_floating_point else 2)
+
+
+def groups_fit(columns: int, dtype: torch.dtype, world_size: int) -> bool:
+    """Whether each group of elements that has a scale is one program's, where rows of so many are normalized."""
+    unit = QUAD_BYTES // dtype.itemsize
+    step, parts = row_programs(-(-columns // unit), world_size, target.interpreted())
+    return parts == 1 or step % (BLOCK // unit) == 0
 
 
 def _split_rows(rows: int, columns: int, world_size: int) -> tuple[int, int, int, int]:
@@ -353,6 +367,8 @@ def _launch(
         "ACTIVATION": activation,
         "REDUCTION": reduction if sums else "",
         "INTEGER": integer if sums else None,
+        "SCALES": after.scales_kind,
+        "KEEPS": after.quantized is None or out is not after.total,
     }
     lanes = 64 if target.backend() == "hip" else 32
     return Launch(exchange_kernel, programs, constants, threads // lanes, 1, chained=True)

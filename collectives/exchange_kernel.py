@@ -29,7 +29,9 @@ and sends nothing but sums. The two kernels may run at once, since messages brin
 A row that is normalized is divided among PARTS programs. A program that has summed its units of a row sends the sum of
 their squares, as a note, to whoever will store the row: in the two-shot everyone, along with the units themselves,
 otherwise its own rank. Everyone adds the PARTS sums in the same order. Here a program waits for others than those of
-its own number, see `_row_squares`.
+its own number, see `_of_row`. Where rows of the norm have scales, in 8 bits, a second note beside it has the largest
+product of value and weight (`collectives.normalizing` says why that will do). The second hop brings the total, from
+which every rank makes the same 8 bits: to send these, too, would take more bytes.
 """
 
 from __future__ import annotations
@@ -40,11 +42,16 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, message, note, signal, trace
-from pyrocshmem.collectives import any_bits, normalizing, reductions
+from pyrocshmem.collectives import any_bits, float8, normalizing, reductions
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import PLAIN, activate
 from pyrocshmem.device import remote
 from pyrocshmem.trace import now_ns
+
+_BLOCK = tl.constexpr(float8.BLOCK)
+_GIVEN, _ROWS, _GROUPS = (
+    tl.constexpr(kind) for kind in (normalizing.GIVEN, normalizing.ROWS, normalizing.GROUPS)
+)
 
 
 class AfterSum(NamedTuple):
@@ -52,7 +59,9 @@ class AfterSum(NamedTuple):
     weight, is the result. Tensors on the host, pointers in the kernel.
 
     columns: of the bias of `finish`, for rows of x that long. The residual and total: like the result. weight:
-    [columns]; None: no norm.
+    [columns]; None: no norm. quantized: like the result, of 8-bit floating point: gets the norm over `scales`, which
+    are one element that is given, or go one a row or one for each 128 elements to [rows, 1 or columns / 128]; then the
+    result gets the norm unless it is the total.
     """
 
     finish: Any = PLAIN
@@ -60,6 +69,8 @@ class AfterSum(NamedTuple):
     total: Any = None
     weight: Any = None
     eps: Any = 0.0
+    quantized: Any = None
+    scales: Any = None
 
     @property
     def by_rows(self) -> bool:
@@ -68,7 +79,16 @@ class AfterSum(NamedTuple):
 
     def tensors(self) -> tuple[Any, ...]:
         """Those that a kernel gets, or None."""
-        return self.finish.bias, self.finish.residual, self.total, self.weight
+        return self.finish.bias, self.finish.residual, self.total, self.weight, self.quantized, self.scales
+
+    @property
+    def scales_kind(self) -> int:
+        """Which scales a norm in 8 bits has: a number of `normalizing`, 0 where it isn't in 8 bits."""
+        if self.quantized is None:
+            return 0
+        if self.scales.ndim == 0:
+            return normalizing.GIVEN
+        return normalizing.ROWS if self.scales.shape[1] == 1 else normalizing.GROUPS
 
 
 @triton.jit
@@ -89,26 +109,32 @@ def _finished(values, added, place, mask, last, finish, columns, ACTIVATION: tl.
 
 
 @triton.jit
-def _note_squares(
-    notes, words, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr
+def _note_row(
+    notes, words, weights, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Send the fp32 sum of squares of this program's units of a row, as one note of `rank`, to the ranks where `keeps`.
-    words: blocks [U, ranks], the same in each column."""
+    """Send what the norm of a row needs of this program's units, as COUNT notes of `rank`, to the ranks where `keeps`:
+    the fp32 sum of squares; and the largest product of value and weight. words: blocks [U, ranks], the same in each
+    column, as weights are."""
     values = units.unpack(words, UNIT, DTYPE)
     sum_here = normalizing.sum_of_units(values, values, column, width, valid)
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
     place = tl.zeros(values[0].shape, tl.int64) + rank * tl.num_programs(0) + tl.program_id(0)
     word = tl.zeros(values[0].shape, tl.int32) + sum_here.to(tl.int32, bitcast=True)
-    note.push(notes + 2 * place, word, number, first)
+    note.push(notes + 2 * COUNT * place, word, number, first)
+    if COUNT == 2:
+        largest = normalizing.largest_of_units(values, weights, column, width, valid)
+        word = tl.zeros(values[0].shape, tl.int32) + largest.to(tl.int32, bitcast=True)
+        note.push(notes + 2 * COUNT * place + 2, word, number, first)
 
 
 @triton.jit
-def _row_squares(
+def _of_row(
     notes, here, number, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """(sums, late): in column r of `sums`, [U, ranks], the sum of squares of the row that rank r has sent units of,
-    where `here`.
+    """((squares, largest), late): in column r of both, [U, ranks], what the programs of the row that rank r has sent
+    units of have noted (`_note_row`), added up, or the largest of them, where `here`. COUNT 1: without the second.
 
     The PARTS programs of a row wait for one another, hence some for higher numbers. A GPU starts programs in the order
     of their numbers and can run PARTS, 128 at most, at a time: on every rank those of the first row that is not done
@@ -116,12 +142,17 @@ def _row_squares(
     """
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
     place = ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
-    word, late = note.poll(notes, place, number, (lane < PARTS) & here, deadline, context)
-    each = tl.sum(word.to(tl.float32, bitcast=True), axis=0)
-    squares = tl.zeros(word.shape, tl.float32)
-    for k in tl.static_range(WORLD):
-        squares = tl.where(ranks == k, normalizing.of_rank(each, k), squares)
-    return squares, late
+    words, late = note.poll(notes, COUNT * place, number, (lane < PARTS) & here, deadline, context, COUNT)
+    found = (tl.sum(words[0].to(tl.float32, bitcast=True), axis=0),)
+    if COUNT == 2:
+        found = found + (tl.max(words[1].to(tl.float32, bitcast=True), axis=0),)  # type: ignore[assignment]
+    spread = ()
+    for i in tl.static_range(COUNT):
+        wide = tl.zeros(late.shape, tl.float32)
+        for k in tl.static_range(WORLD):
+            wide = tl.where(ranks == k, normalizing.of_rank(found[i], k), wide)
+        spread = spread + (wide,)  # type: ignore[assignment]
+    return spread, late
 
 
 @triton.jit
@@ -172,7 +203,7 @@ def exchange_kernel(
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, UNEVEN: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr, REDUCTION: tl.constexpr,
-    INTEGER: tl.constexpr,
+    INTEGER: tl.constexpr, SCALES: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """x [n] to out by way of messages; one program for each STEP units of a part.
 
@@ -184,7 +215,8 @@ def exchange_kernel(
     all of its rank's x, are of two lengths as above, and lie so in out. TILES: the tiles of a GEMM send x.
     RANKS: WORLD, or the next power of two. PARTS: the programs of a row that is normalized, STEP at most; 0: no norm.
     ALIGNED: see `words.load_unit`. REDUCTION: of `reductions.REDUCTIONS`, for what SUMS. INTEGER: the dtype of integers
-    that are reduced. x and out then are int32 or uint8, as they are for whatever moves bit by bit.
+    that are reduced. x and out then are int32 or uint8, as they are for whatever moves bit by bit. SCALES: of a norm in
+    8 bits, a number of `normalizing`, or 0; KEEPS: out gets the norm, too.
 
     Example, two-shot all-reduce, R = 2, n = 1000, parts of one row of 504: rank 0 sums elements 0 to 503 of both
     ranks, rank 1 elements 504 to 999, and each sends its sums to both.
@@ -194,6 +226,9 @@ def exchange_kernel(
     QUADS: tl.constexpr = UNIT * x.dtype.element_ty.primitive_bitwidth // 128
     LAST_QUADS: tl.constexpr = 1 if SUMS and GATHERS else QUADS
     ANY_BITS: tl.constexpr = x.dtype.element_ty.is_int()
+    # Of each part of a row; units of a scale.
+    NOTES: tl.constexpr = 2 if SCALES == _ROWS else 1
+    GROUP: tl.constexpr = _BLOCK // UNIT if _BLOCK // UNIT < STEP else STEP
     finish = after.finish
     if not TILES:
         dependent_launch.wait_for_previous()
@@ -308,7 +343,7 @@ def exchange_kernel(
             ranks = tl.zeros_like(ranks)
         if PARTS:
             theirs = note.first(home, slot_quads, number)
-            _note_squares(theirs, words, column, width, valid, keeps, rank, number, UNIT, DTYPE)
+            _note_row(theirs, words, weights, column, width, valid, keeps, rank, number, UNIT, DTYPE, NOTES)
         if GATHERS:
             if ANY_BITS:
                 any_bits.restore(taken, marks, heard, doubted)
@@ -337,11 +372,28 @@ def exchange_kernel(
             units.store_unit(after.total, place, elements, end, words, there, UNIT, ALIGNED)
         trace.mark(events, trace.WAIT, -1)
         notes = note.first(messages, slot_quads, number)
-        squares, later = _row_squares(notes, keeps, number, deadline, context, PARTS, STEP, WORLD, RANKS)
+        of_row, later = _of_row(notes, keeps, number, deadline, context, PARTS, STEP, WORLD, RANKS, NOTES)
         late |= later
         trace.mark(events, trace.STORE, program)
-        words = normalizing.normalized(words, squares, weights, width, after.eps, UNIT, DTYPE)
-    units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
+        words = normalizing.normalized(words, of_row[0], weights, width, after.eps, UNIT, DTYPE)
+        if SCALES:
+            scales = normalizing.scales_of(
+                words, of_row[NOTES - 1], of_row[0], after.scales, column, width, valid, after.eps,
+                UNIT, DTYPE, after.quantized.dtype.element_ty, SCALES, GROUP,
+            )  # fmt: skip
+            found = normalizing.in_float8(words, scales, UNIT, DTYPE, after.quantized.dtype.element_ty)
+            units.store_bytes(after.quantized, place, elements, end, found, there, UNIT, ALIGNED)
+            # Of a row the first unit has it, or of a group.
+            stored = tl.cast(ranks, tl.int64) * (out_part // out_width) + row[:, None]
+            if SCALES == _GROUPS:
+                stored = stored * tl.cdiv(width, _BLOCK) + (column // _BLOCK)[:, None]
+                leads = (column % _BLOCK == 0)[:, None]
+            else:
+                leads = (column == 0)[:, None]
+            if SCALES != _GIVEN:
+                tl.store(after.scales + stored, scales, mask=there & leads & (elements < end))
+    if KEEPS:
+        units.store_unit(out, place, elements, end, words, there, UNIT, ALIGNED)
     absent = tl.max(late, axis=0)
     if SUMS and GATHERS:
         absent = tl.maximum(absent, missing)

@@ -87,8 +87,8 @@ def receive(
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD) & (row < M)
     place = tl.cast(ranks, tl.int64) * M + row
-    word, late = note.poll(notes, place, number, there, deadline, context)
-    sums = pair_sums.along(tl.where(there, word.to(tl.float32, bitcast=True), 0.0), 0)
+    words, late = note.poll(notes, place, number, there, deadline, context)
+    sums = pair_sums.along(tl.where(there, words[0].to(tl.float32, bitcast=True), 0.0), 0)
     return sums, tl.max(late, axis=1)
 
 

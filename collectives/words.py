@@ -51,6 +51,18 @@ def store_unit(out, place, first, end, words, mask, UNIT: tl.constexpr, ALIGNED:
 
 
 @triton.jit
+def store_bytes(out, place, first, end, found, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """As `store_unit`, of elements of one byte: `found` has those of a unit in one integer."""
+    if ALIGNED:
+        where = (out + place).to(tl.pointer_type(found.dtype), bitcast=True)
+        tl.store(where, found, mask=mask & (first < end))
+    else:
+        where = (out + place).to(tl.pointer_type(tl.uint8), bitcast=True)
+        for e in tl.static_range(UNIT):
+            tl.store(where + e, (found >> (8 * e)).to(tl.uint8), mask=mask & (first + e < end))
+
+
+@triton.jit
 def _bits(value):
     """The bits of an element in the low end of an int32."""
     if value.dtype.primitive_bitwidth == 32:

@@ -7,7 +7,7 @@ call every rank hears from every rank, by messages or by notes.
 
     number = message.number(messages)
     note.push(remote(note.first(messages, slot_quads, number) + 2 * place, ..), word, number, mask)
-    word, late = note.poll(note.first(messages, slot_quads, number), place, number, mask, deadline, context)
+    words, late = note.poll(note.first(messages, slot_quads, number), place, number, mask, deadline, context)
 """
 
 import triton
@@ -21,15 +21,26 @@ from pyrocshmem.trace import now_ns
 _INTERPRETED = tl.constexpr(target.interpreted())
 _HEAD, _SLOTS = tl.constexpr(message_slots.HEAD_WORDS), tl.constexpr(message_slots.NUM_SLOTS)
 
-# Polls until the note at the first input has the number in the second.
-POLL = tl.constexpr(
-    poll_text(
-        ["ld.relaxed.sys.global.u64 both, [$2];", "mov.b64 {w0, found}, both;"],
-        ["w0"],
-        ["setp.ne.u32 q, found, $3;"],
-        2,
-    )
-)
+# Bytes from a note to the next: between them lies one of the next call.
+_APART = 16
+
+
+def _poll_notes(count: int) -> str:
+    """PTX: poll until so many notes, one or two, have the number in the second input; the first is the address of the
+    first of them."""
+    place, number = f"${count + 1}", f"${count + 2}"
+    loads = [
+        f"ld.relaxed.sys.global.u64 both, [{place}];",
+        "mov.b64 {w0, found}, both;",
+        f"setp.ne.u32 q, found, {number};",
+    ]
+    if count == 2:
+        loads[1:1] = [f"ld.relaxed.sys.global.u64 now, [{place}+{_APART}];"]
+        loads += ["mov.b64 {w1, found}, now;", f"setp.ne.or.u32 q, found, {number}, q;"]
+    return poll_text(loads, [f"w{i}" for i in range(count)], [], 2)
+
+
+_POLL_ONE, _POLL_TWO = tl.constexpr(_poll_notes(1)), tl.constexpr(_poll_notes(2))
 
 
 @triton.jit
@@ -61,33 +72,55 @@ def push(pointer, word, number, mask):
 
 
 @triton.jit
-def poll(notes, place, number, mask, deadline, context):
-    """Wait, where `mask`, for notes number `place` (a block) of call `number`, whose notes begin at `notes` (`first`).
+def poll(notes, place, number, mask, deadline, context, COUNT: tl.constexpr = 1):
+    """Wait, where `mask`, for COUNT (1 or 2) notes from number `place` (a block) on of call `number`, whose notes begin
+    at `notes` (`first`).
 
-    Returns (their words, late): zeros where not `mask`; late is 1 where they did not come before `deadline`, or a peer
-    gave up.
+    Returns (a tuple of COUNT blocks of words, late): zeros where not `mask`; late is 1 where they did not come before
+    `deadline`, or a peer gave up.
     """
     abort = context.abort
     # An address that can be read where nothing is waited for.
     pointer = notes + 2 * tl.where(mask, place, 0)
     if not _INTERPRETED and not target_info.is_hip():
-        word, late = tl.inline_asm_elementwise(
-            POLL, "=r,=r,l,r,r,l,l",
-            [pointer.to(tl.int64), tl.cast(number, tl.int32), mask.to(tl.int32), deadline, abort.to(tl.int64)],
-            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        where, called, there = pointer.to(tl.int64), tl.cast(number, tl.int32), mask.to(tl.int32)
+        if COUNT == 1:
+            word, late = tl.inline_asm_elementwise(
+                _POLL_ONE, "=r,=r,l,r,r,l,l", [where, called, there, deadline, abort.to(tl.int64)],
+                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+            words = (word,)
+        else:
+            word, more, late = tl.inline_asm_elementwise(
+                _POLL_TWO, "=r,=r,=r,l,r,r,l,l", [where, called, there, deadline, abort.to(tl.int64)],
+                dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+            words = (word, more)  # type: ignore[assignment]
     else:
-        late = _missing(pointer, number, mask)
+        late = _all_missing(pointer, number, mask, COUNT)
         aborted = signal.load_now(abort)
         waiting = tl.max(late)
         while (waiting != 0) & (aborted == 0) & (now_ns() < deadline):
             pause()
-            waiting = tl.max(_missing(pointer, number, mask))
+            waiting = tl.max(_all_missing(pointer, number, mask, COUNT))
             aborted = signal.load_now(abort)
         # The loop can't carry blocks: they are read once more.
-        late = _missing(pointer, number, mask)
-        word = tl.where(mask & (late == 0), signal.load_now(pointer, True), 0).to(tl.int32)
-    return word, late
+        late = _all_missing(pointer, number, mask, COUNT)
+        words = ()  # type: ignore[assignment]
+        for k in tl.static_range(COUNT):
+            here = mask & (late == 0)
+            word = tl.where(here, signal.load_now(pointer + 2 * k, True), 0).to(tl.int32)
+            words = words + (word,)  # type: ignore[assignment]
+    return words, late
+
+
+@triton.jit
+def _all_missing(pointer, number, mask, COUNT: tl.constexpr):
+    """1 where one of COUNT notes has not arrived."""
+    missing = _missing(pointer, number, mask)
+    if COUNT == 2:
+        missing |= _missing(pointer + 2, number, mask)
+    return missing
 
 
 @triton.jit

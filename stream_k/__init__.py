@@ -20,10 +20,10 @@ if __name__ != "pyrocshmem.stream_k":
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
 from pyrocshmem.calls import timeline
 from pyrocshmem.calls.workspace import Workspace, workspace_for
+from pyrocshmem.collectives.quantize import dequantize, quantize
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.explain import Explanation, explain
 from pyrocshmem.stream_k.choice.table import choose
-from pyrocshmem.stream_k.local_gemm.quantize import dequantize, quantize
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule, make_schedule
 from pyrocshmem.stream_k.ops.all_gather_gemm import all_gather_gemm
 from pyrocshmem.stream_k.ops.gemm import gemm

@@ -278,6 +278,14 @@ def _float8(heap: Heap) -> Iterator[tuple[str, bool]]:
         ones = torch.ones(N, dtype=torch.bfloat16, device=device)
         _, found = stream_k.gemm_all_reduce_rms_norm(own, columns, None, ones, EPS, **mine)
         yield f"gemm_all_reduce_rms_norm {recipe}", near(found, total)
+        if recipe != "tensorwise":
+            more = {"group": heap, "quantize": recipe, "keep_norm": True}
+            normed = stream_k.gemm_all_reduce_rms_norm(own, columns, None, ones, EPS, **scales, **more)
+            back = stream_k.dequantize(normed.quantized, normed.scale)
+            yield (
+                f"gemm_all_reduce_rms_norm, quantized {recipe}",
+                torch.equal(back, in_8_bits(normed.norm, recipe)),
+            )
         found = stream_k.gemm_reduce_scatter(own, columns, **mine)
         yield f"gemm_reduce_scatter {recipe}", near(found, total.tensor_split(world)[rank])
         wide = torch.cat([A[0] @ y.t() for y in B], 1)
@@ -293,6 +301,11 @@ def _float8(heap: Heap) -> Iterator[tuple[str, bool]]:
             found = stream_k.all_gather_gemm(shard, columns, scale_a=scale, **gathers, **more)
             yield f"all_gather_gemm {recipe} {placement}", near(found, A[0] @ B[rank].t())
         heap.synchronize()
+
+
+def in_8_bits(x: torch.Tensor | None, recipe: str) -> torch.Tensor:
+    assert x is not None
+    return stream_k.dequantize(*stream_k.quantize(x, recipe))
 
 
 def near(out: torch.Tensor, expected: torch.Tensor) -> bool:

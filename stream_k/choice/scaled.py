@@ -7,9 +7,10 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
+from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
-from pyrocshmem.stream_k.local_gemm.scales import BLOCK, Scheme, promoted
+from pyrocshmem.stream_k.local_gemm.scales import Scheme, promoted
 
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
 _MOST_COLUMNS = 128

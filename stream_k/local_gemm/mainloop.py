@@ -16,7 +16,8 @@ from triton.language import target_info
 from pyrocshmem import target
 from pyrocshmem.calls.tensors import COLUMN, MASKED, POINTER
 from pyrocshmem.collectives import pair_sums
-from pyrocshmem.stream_k.local_gemm.scales import BLOCK, BLOCKS, TILES
+from pyrocshmem.collectives.float8 import BLOCK
+from pyrocshmem.stream_k.local_gemm.scales import BLOCKS, TILES
 
 _COLUMN = tl.constexpr(COLUMN)
 _POINTER = tl.constexpr(POINTER)

@@ -22,9 +22,9 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.calls.tensors import _check_same_device, check_plain, kind
+from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.elements import SCALED_RESULTS, names
 
-BLOCK = 128
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 # What a kernel multiplies by them: a tile when it is summed, or the sum of each BLOCK of K. 0: there are none.
 TILES, BLOCKS = 1, 2

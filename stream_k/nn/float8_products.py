@@ -24,7 +24,7 @@ def product(
     """x @ weight.T + bias by the op of that name, x [rows, features] being quantized. options: of the op; a norm's only
     where nothing needs a gradient.
 
-    Raises as the op does; RuntimeError where torch.compile traces the call, since `stream_k.quantize` is no operator.
+    Raises as the op does; RuntimeError where torch.compile traces a call that needs a gradient.
     """
     x, share, bias = _operands(x, weight, bias)
     call = partial(_in_eight_bits, op, x, share, weight, bias, group, options)
@@ -57,8 +57,6 @@ def column_product(
 
 def _operands(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> Any:
     """(x, the weight's share, bias), all but a share of 8 bits in the dtype of autocast."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError("torch.compile can't trace layers with float8")
     if weight.scale is None:
         return autocast(x, weight.share, bias)
     x, bias = autocast(x, bias)
@@ -66,6 +64,8 @@ def _operands(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> Any
 
 
 def _check_gradient(weight: Weight) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("torch.compile traces layers with float8 under torch.no_grad() alone")
     if weight.scale is not None:
         raise ValueError(
             "a weight that is held in 8 bits has no gradient; call the layer under torch.no_grad()"

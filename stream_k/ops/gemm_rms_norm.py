@@ -12,7 +12,7 @@ kernel adds up those of a row, exchanges the sums, and reads the product once, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -25,8 +25,9 @@ from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ran
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
-from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
+from pyrocshmem.collectives.all_reduce_rms_norm import Recipe, check_norm, normalized, results
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
+from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, quantization, quantized
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
@@ -63,6 +64,7 @@ from pyrocshmem.stream_k.ops.op import (
 )
 
 
+@overload
 def gemm_all_reduce_rms_norm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -80,7 +82,55 @@ def gemm_all_reduce_rms_norm(
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    quantize: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def gemm_all_reduce_rms_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    partial_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    quantize: Recipe,
+    quantize_scale: torch.Tensor | None = None,
+    keep_norm: bool = False,
+) -> QuantizedNorm: ...
+
+
+def gemm_all_reduce_rms_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    group: Any = None,
+    bias: torch.Tensor | None = None,
+    allow_tf32: bool = False,
+    partial_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+    workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    quantize: Recipe | None = None,
+    quantize_scale: torch.Tensor | None = None,
+    keep_norm: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor] | QuantizedNorm:
     """(RMSNorm of the total, the total), total = sum over ranks of a @ b + bias + residual, rounded to a's dtype: on
     every rank, the same bits on all of them.
 
@@ -91,7 +141,8 @@ def gemm_all_reduce_rms_norm(
     group, allow_tf32, partial_dtype, config, workspace, scale_a, scale_b, out_dtype, use_fast_accum: as in
     `gemm_all_reduce`; a config whose placement is neither "messages" nor "unfused" makes the all-reduce that way, and
     PyTorch normalizes afterwards. Of 8-bit operands the total, and the residual, have out_dtype, and there is no
-    gradient.
+    gradient. quantize, quantize_scale, keep_norm: as in `collectives.all_reduce_rms_norm`: then it returns a
+    `QuantizedNorm`.
 
     The total is rounded once, from its sum in fp32, and its norm is that of the rounded total. On one rank it is `gemm`
     with a residual, and PyTorch's own norm. Over several hosts what travels is `gemm_all_reduce`'s, and every rank
@@ -110,18 +161,27 @@ def gemm_all_reduce_rms_norm(
         }
         more |= {"scale_a": scales_of_rows(scale_a, a), "scale_b": scale_b}
         flat = rows_of("residual", residual, a.shape[:-1])
+        if quantize is not None:
+            more |= {"quantize": quantize, "quantize_scale": quantize_scale, "keep_norm": keep_norm}
+            found = gemm_all_reduce_rms_norm(a.flatten(0, -2), b, flat, weight, eps, **more)
+            found = found.in_rows_of(a.shape[:-1])
+            return found if quantize_scale is None else found._replace(scale=quantize_scale)
         return by_rows(lambda a, _: gemm_all_reduce_rms_norm(a, b, flat, weight, eps, **more), a, None)
-    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    scaling, how = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum), None
+    if quantize is not None or quantize_scale is not None or keep_norm:
+        asked = quantize, quantize_scale, keep_norm
+        how = quantization("gemm_all_reduce_rms_norm", *asked, a, b, bias, residual, weight)
     check_no_gradient("gemm_all_reduce_rms_norm", scaling, a, b, bias, residual, weight)
     by_hand = not dispatched(a, b, bias, residual, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
         given = (left_kind(a), *(kind(x) for x in (b, residual, weight, bias)), kind_of(scaling))
         recorded, mode = trace.current.get() is not None, invariance.current(space)
-        key = ("gemm_all_reduce_rms_norm", *given, eps, allow_tf32, partial_dtype, config, recorded, mode)
+        given = (*given, eps, allow_tf32, partial_dtype, config, how and how.kind)
+        key = ("gemm_all_reduce_rms_norm", *given, recorded, mode)
         plan: _Plan | None = space.plans.get(key)
         if plan is not None:
-            return plan.run(*operands_of(a, b, scaling), residual, weight, eps, bias)
+            return plan.run(*operands_of(a, b, scaling), residual, weight, eps, bias, how)
     M, N, K = check_product(a, b, bias, "none", scaling)
     check_config(config)
     # What the total is like.
@@ -133,16 +193,18 @@ def gemm_all_reduce_rms_norm(
         refuse("gemm_all_reduce_rms_norm", config=config)
         op, name = ops.gemm_all_reduce_rms_norm, name_of(group, workspace)
         scales = () if scaling is None else scaling
-        return op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype, *scales)
+        return quantized(
+            how, *op(a, b, residual, weight, eps, name, bias, allow_tf32, partial_dtype, *scales)
+        )
     if a.device != heap.device:
         raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
     if space.hosts is not None:
         added = None if residual is None else residual.contiguous()
         request = Request(a, b, None, bias, "none", False, allow_tf32, config, partial_dtype, residual=added)
         with invariance.at_least(mode):
-            request = request._replace(scaling=scaling)
-            return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, space.world_size)
-    asked, scheme = config, scheme_of(scaling, a, b)
+            total = run(ALL_REDUCE, request._replace(scaling=scaling), heap, space)
+            return quantized(how, *normalized(total, None, weight, eps, space.world_size))
+    by_caller, scheme = config, scheme_of(scaling, a, b)
     if config is None or scheme is not None:
         kind_of_sum = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, partials {partial_dtype})"
         K = longest_k(space, CallName.of(kind_of_sum, M), K)
@@ -163,18 +225,19 @@ def gemm_all_reduce_rms_norm(
         check_invariant("gemm_all_reduce", config, M, N, K, a.dtype, heap.world_size, heap.device, mode)
     by_message = config.placement in BY_MESSAGE and heap.world_size > 1 and min(M, N) > 0
     if by_message and not is_apart(mode, like, N, weight):
-        wire, by_hand_too = config.wire_dtype(like.dtype), "" if asked is None else f", {asked}"
+        wire, by_hand_too = config.wire_dtype(like.dtype), "" if by_caller is None else f", {by_caller}"
         added = f"residual={residual is not None}, bias={bias is not None}, weight={weight.dtype}, eps={eps}"
         text = f"gemm_all_reduce_rms_norm(# x {N} {a.dtype}, {added}, tf32={allow_tf32}, partials={wire}, {recorded=}"
-        text += f", {scales_described(a, b, scaling)}"
+        text += f", {scales_described(a, b, scaling)}, quantize={how}"
         call = CallName.of(f"{text}{by_hand_too}{invariance.of_call(space)})", M)
         x, y = operands_of(a, b, scaling)
-        operands = (x, y, residual, weight, eps, bias, allow_tf32, config, space, scheme, like.dtype)
+        operands = (x, y, residual, weight, eps, bias, allow_tf32, config, space, scheme, like.dtype, how)
 
         def again(rows: int) -> object:
             added = residual if residual is None else residual.new_empty(rows, N)
             more: Any = {"bias": bias, "allow_tf32": allow_tf32, "partial_dtype": partial_dtype}
-            more |= {"config": asked}
+            more |= {"config": by_caller, "quantize": quantize, "quantize_scale": quantize_scale}
+            more |= {"keep_norm": keep_norm}
             if scaling is not None:
                 of_a = scaling.a if scaling.a.numel() == 1 else scaling.a.new_empty(rows, scaling.a.shape[1])
                 more |= {"scale_a": of_a, "scale_b": scaling.b, "out_dtype": scaling.result}
@@ -186,11 +249,12 @@ def gemm_all_reduce_rms_norm(
         plan = space.planned_together(call, lambda _: _Plan(call, *operands))
         if planning.keeps_plans():
             space.plans[key] = plan
-        return plan.run(x, y, residual, weight, eps, bias)
+        return plan.run(x, y, residual, weight, eps, bias, how)
     residual = None if residual is None else residual.contiguous()
     request = Request(a, b, None, bias, "none", False, allow_tf32, config, residual=residual, scaling=scaling)
     with invariance.at_least(mode):
-        return normalized(run(ALL_REDUCE, request, heap, space), None, weight, eps, heap.world_size)
+        total = run(ALL_REDUCE, request, heap, space)
+        return quantized(how, *normalized(total, None, weight, eps, heap.world_size))
 
 
 def gemm_rms_norm_all_scatter(
@@ -385,7 +449,8 @@ def _computed(
 class _Plan:
     """A product that is sent to all, summed there, added to and normalized, for operands of one kind.
 
-    called: as the ranks compared it. scheme: of 8-bit operands; dtype: of the total, None: that of the operands."""
+    called: as the ranks compared it. scheme: of 8-bit operands; dtype: of the total, None: that of the operands. how:
+    whether the norm is quantized."""
 
     def __init__(
         self,
@@ -401,13 +466,15 @@ class _Plan:
         workspace: Workspace,
         scheme: Scheme | None = None,
         dtype: torch.dtype | None = None,
+        how: Quantization | None = None,
     ) -> None:
         self.called, self.workspace, rows = called, workspace, data_of(a)
         self.widens = ELEMENTS[rows.dtype].widened
         like = rows if dtype is None else rows.new_empty(0, dtype=dtype)
         # Of a result, but for its memory.
         self.like = shape_of(like, (rows.shape[0], data_of(b).shape[1]))
-        out, after = results(self.like, residual, weight, eps, bias)
+        self.fuses = how is not None and how.is_fused(self.like.shape[1], like.dtype, workspace.world_size)
+        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None)
         self.sent = SentProduct(
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
@@ -430,16 +497,18 @@ class _Plan:
         weight: torch.Tensor,
         eps: float,
         bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enqueue the call; returns (the norm, the total)."""
+        how: Quantization | None = None,
+    ) -> Any:
+        """Enqueue the call; returns what `gemm_all_reduce_rms_norm` does."""
         a, b = self._operands(a, b)
-        out, after = results(self.like, residual, weight, eps, bias)
-        if planning.here.mode is not None:
-            return out, after.total
-        with self.workspace.begin(self.called):
-            tensors = (*parts_of(a), *parts_of(b), out, *after.tensors())
-            self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
-        return out, after.total
+        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None)
+        if planning.here.mode is None:
+            with self.workspace.begin(self.called):
+                tensors = (*parts_of(a), *parts_of(b), out, *after.tensors())
+                self.graphs.run(tensors, lambda: self.sent.run(a, b, None, out, after))
+        if how is not None and self.fuses:
+            return how.results(out, after)
+        return quantized(how, out, after.total)
 
     def _operands(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
         """As the GEMM gets them: see `_computed`."""

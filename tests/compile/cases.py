@@ -219,6 +219,24 @@ _ONCE = [
     Case("gemm_rms_norm_all_scatter", shape=(97, 193, 131), arguments=(("bias", True),)),
     # The same kernel, of parts in the result's type.
     Case("all_reduce_rms_norm", shape=(64, 8192, 1), arguments=(("algorithm", "two_shot"),), hot=True),
+    # The norm in 8 bits: scales of rows, whose largest elements travel, too, and of groups of a row.
+    *(
+        Case(
+            "all_reduce_rms_norm",
+            shape=(64, 8192, 1),
+            world_size=world_size,
+            arguments=(("algorithm", algorithm), ("quantize", recipe)),
+            hot=True,
+        )
+        for recipe in ("rowwise", "blockwise")
+        for algorithm, world_size in (("one_shot", 2), ("two_shot", 4), ("two_shot", 8))
+    ),
+    Case(
+        "gemm_all_reduce_rms_norm",
+        shape=SMALL,
+        arguments=(("quantize", "rowwise"), ("keep_norm", True)),
+        hot=True,
+    ),
     Case("all_reduce", arguments=(("algorithm", "one_shot"),), hot=True),
     Case("all_reduce", arguments=(("algorithm", "two_shot"),), hot=True),
     Case("all_reduce", "float32", arguments=(("algorithm", "two_shot"),), hot=True),

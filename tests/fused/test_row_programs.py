@@ -4,10 +4,12 @@ that no program goes on without the sums of the others.
 Where programs run one after another, a row has one; so rows on several are for GPUs, but for the wait that ends.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
-from pyrocshmem import Heap, signal  # before Triton
+from pyrocshmem import Heap, signal, stream_k  # before Triton
 from pyrocshmem.collectives import exchange, exchange_kernel, normalizing
 from pyrocshmem.errors import PeerAborted, PeerTimeout
 from pyrocshmem.message_slots import HEAD_WORDS, NUM_SLOTS, SENTINEL
@@ -128,44 +130,48 @@ WIDE = [
 ]
 CALLS = 30
 LATE_NS = tl.constexpr(30_000)
-_note_squares, of_rank = exchange_kernel._note_squares, normalizing.of_rank
+_note_row, of_rank = exchange_kernel._note_row, normalizing.of_rank
 
 
 @triton.jit
-def note_squares_late(
-    notes, words, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr
+def note_row_late(
+    notes, words, weights, column, width, valid, keeps, rank, number, UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The squares, every third program's late."""
+    """The notes, every third program's late."""
     now = now_ns()
     end = now + tl.where(tl.program_id(0) % 3 == 1, LATE_NS, 0)
     while now < end:
         now = now_ns()
-    _note_squares(notes, words, column, width, valid, keeps, rank, number, UNIT, DTYPE)
+    _note_row(notes, words, weights, column, width, valid, keeps, rank, number, UNIT, DTYPE, COUNT)
 
 
 @triton.jit
-def squares_so_far(
+def row_so_far(
     notes, here, number, deadline, context, PARTS: tl.constexpr, STEP: tl.constexpr, WORLD: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """`exchange_kernel._row_squares` as it must not be: without the wait."""
+    """`exchange_kernel._of_row` as it must not be: without the wait for the last of the notes."""
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
-    place = ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
-    both = tl.load(notes + 2 * place, mask=(lane < PARTS) & here, other=0)
-    word = tl.where(both >> 32 == number, both, 0).to(tl.int32)
-    each = tl.sum(word.to(tl.float32, bitcast=True), axis=0)
-    squares = tl.zeros(word.shape, tl.float32)
-    for k in tl.static_range(WORLD):
-        squares = tl.where(ranks == k, of_rank(each, k), squares)
-    return squares, tl.zeros(word.shape, tl.int32)
+    place = COUNT * (ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane)
+    found = ()
+    for i in tl.static_range(COUNT):
+        both = tl.load(notes + 2 * (place + i), mask=(lane < PARTS) & here, other=0)
+        each = tl.where(both >> 32 == number, both, 0).to(tl.int32).to(tl.float32, bitcast=True)
+        each = tl.sum(each, axis=0) if i == 0 else tl.max(each, axis=0)
+        wide = tl.zeros(both.shape, tl.float32)
+        for k in tl.static_range(WORLD):
+            wide = tl.where(ranks == k, of_rank(each, k), wide)
+        found = found + (wide,)  # type: ignore[assignment]
+    return found, tl.zeros(both.shape, tl.int32)
 
 
 def wide_rows(rank: int, world_size: int, late: bool, waits: bool) -> tuple[list[str], list[str]]:
     """(what was wrong, the bits) of calls on rows of several programs, which are late and wait, or not."""
     if late:
-        exchange_kernel._note_squares = note_squares_late
+        exchange_kernel._note_row = note_row_late
     if not waits:
-        exchange_kernel._row_squares = squares_so_far
+        exchange_kernel._of_row = row_so_far
     wrong, bits = [], []
     with Heap(HEAP_BYTES) as heap:
         for seed, case in enumerate(WIDE):
@@ -181,11 +187,26 @@ def wide_rows(rank: int, world_size: int, late: bool, waits: bool) -> tuple[list
             wrong += [
                 f"{case}: {text}" for text in (whole.wrong_total(total), whole.wrong_norm(y, total)) if text
             ]
+            wrong += in_8_bits(whole, y, total)
             found = {(digest(y), digest(total)) for y, total in results}
             if len(found) > 1:
                 wrong.append(f"{case}: {len(found)} results of the same data")
             bits += sorted(map(str, found))
     return wrong, bits
+
+
+def in_8_bits(whole: bodies.Whole, y: torch.Tensor, total: torch.Tensor) -> list[str]:
+    """What is wrong with norms that are quantized, whose programs note the largest element of their part, too."""
+    wrong = []
+    for recipe in ("rowwise", "blockwise"):
+        q, scale = stream_k.quantize(y, recipe)
+        for number in range(CALLS // 3):
+            found: Any = whole.all_reduce(quantize=recipe, keep_norm=number % 2 == 0)
+            whole.heap.synchronize()
+            same = torch.equal(found.quantized.view(torch.uint8), q.view(torch.uint8))
+            if not same or not torch.equal(found.scale, scale) or not torch.equal(found.total, total):
+                wrong.append(f"{whole.case}: {recipe}, call {number}")
+    return wrong
 
 
 @pytest.mark.num_gpus(2)

@@ -147,6 +147,23 @@ def on_a_mesh(rank: int, world_size: int) -> list[bool]:
     return same
 
 
+def compiled(rank: int, world_size: int) -> list[str]:
+    """What differs of layers that torch.compile traces, whole, without a gradient."""
+    wrong = []
+    for name, case in cases(rank, world_size):
+        with torch.no_grad():
+            for layer in (case.layer, case.layer.quantize_weight()):
+                traced = torch.compile(layer, backend="eager", fullgraph=True)
+                if not torch.equal(case.call(traced, case.x), case.call(layer, case.x)):
+                    wrong.append(name)
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_compiled() -> None:
+    assert values(run_ranks(compiled, 2, timeout=150.0)) == [[]] * 2
+
+
 @pytest.mark.num_ranks(3)
 def test_results() -> None:
     assert values(run_ranks(results, 3, timeout=150.0)) == [[]] * 3
@@ -191,7 +208,7 @@ def test_what_is_refused() -> None:
             "nothing says how its weight is quantized",
             'on "meta"',
             "held in 8 bits has no gradient",
-            "torch.compile can't trace layers with float8",
+            "torch.compile traces layers with float8 under torch.no_grad() alone",
         ),
         strict=True,
     ):

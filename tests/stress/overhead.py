@@ -79,7 +79,7 @@ def _forget_compiled() -> None:
 @contextlib.contextmanager
 def without_checks() -> Iterator[None]:
     """What is prepared inside waits for ever."""
-    polls = (message, "_POLL_ONE"), (message, "_POLL_TWO"), (note, "POLL")
+    polls = (message, "_POLL_ONE"), (message, "_POLL_TWO"), (note, "_POLL_ONE"), (note, "_POLL_TWO")
     with contextlib.ExitStack() as planted:
         # The interpreter's poll is another one.
         if not target.interpreted():

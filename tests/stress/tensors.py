@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import Heap, collectives
+from pyrocshmem import Heap, collectives, stream_k
 from pyrocshmem.reference.accuracy import EPS32
 from tests.stream_k.products import ON_CPU, device
 
@@ -155,7 +155,7 @@ def _wrong_norm(
 
 
 class SumNorm(Collective):
-    """`collectives.all_reduce_rms_norm`; its result is the total above the norm."""
+    """`collectives.all_reduce_rms_norm`; its result is the total above the norm, and above what that was in 8 bits."""
 
     def __init__(self, whole: Whole, facts: Facts, heap: Heap) -> None:
         super().__init__(whole, facts, heap)
@@ -167,13 +167,25 @@ class SumNorm(Collective):
 
     def run(self) -> torch.Tensor:
         weight = torch.ones_like(self.x[0])
-        norm, total = collectives.all_reduce_rms_norm(
-            self.x, self.residual, weight, 1e-5, group=self.heap, **self.facts["options"]
-        )
-        return torch.cat((total, norm))
+        options = dict(self.facts["options"])
+        recipe = options.pop("quantize")
+        given = (self.x, self.residual, weight, 1e-5)
+        if recipe is None:
+            norm, total = collectives.all_reduce_rms_norm(*given, group=self.heap, **options)
+            return torch.cat((total, norm))
+        options |= {"quantize": recipe, "keep_norm": True}
+        found = collectives.all_reduce_rms_norm(*given, group=self.heap, **options)
+        return torch.cat((found.total, found.norm, self._back(found.quantized, found.scale)))
+
+    def _back(self, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return stream_k.dequantize(q, scale, self.x.dtype)
 
     def judge(self, data: int, result: torch.Tensor) -> str:
-        total, norm = result.chunk(2)
+        recipe = self.facts["options"]["quantize"]
+        total, norm, *in_8_bits = result.chunk(2 if recipe is None else 3)
+        for found in in_8_bits:
+            if not torch.equal(found, self._back(*stream_k.quantize(norm, recipe))):
+                return "the norm in 8 bits is wrong"
         parts = [self._data(data, rank).double() for rank in (*range(self.heap.world_size), _NOBODY)]
         # Exact sums, rounded once.
         if not torch.equal(total, self.whole.expected(parts, self.heap.rank).to(total.dtype)):
@@ -187,7 +199,10 @@ NORM = Whole(
 SUM_NORM = Whole(
     "all_reduce_rms_norm",
     lambda parts, rank: sum(parts[1:], parts[0]),
-    options=(("algorithm", ("auto", "one_shot", "two_shot")),),
+    options=(
+        ("algorithm", ("auto", "one_shot", "two_shot")),
+        ("quantize", (None, "rowwise", "blockwise")),
+    ),
     # A program a row, which costs the interpreter a tenth of a second.
     most_rows=16 if ON_CPU else 1 << 30,
 )

@@ -1,28 +1,34 @@
-# ruff: noqa: PLR0124 - NaN is what differs from itself
 """`quantize` and `dequantize`: 16-bit or fp32 tensors as 8-bit floating point with scales, and back.
 
 A group of elements has one scale, fp32: its largest magnitude over the largest number of the 8-bit type. Of each recipe
-of `stream_k.local_gemm.scales` the groups are those of its operands.
+of `stream_k.local_gemm.scales` the groups are those of its operands. Graphs have it as the operator
+`torch.ops.collectives.quantize`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from pyrocshmem import target
+from pyrocshmem.calls import planning
 from pyrocshmem.calls.kernel_launch import Launch
-from pyrocshmem.calls.tensors import check_device, check_plain
+from pyrocshmem.calls.operators import define, is_watched, ops
+from pyrocshmem.calls.tensors import check_device, check_plain, kind
+from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
 from pyrocshmem.elements import DTYPES, float8, names
-from pyrocshmem.stream_k.local_gemm.float8 import largest, to_float8
-from pyrocshmem.stream_k.local_gemm.scales import BLOCK
 from pyrocshmem.torch_contexts import on_device
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "blockwise_weight")
 # Columns that a program reads at once; rows, of groups of one row: many where a program costs more than its data.
 _COLUMNS, _ROWS, _INTERPRETED_ROWS = 1024, 8, 64
 _WARPS = 4
+# Kinds of calls whose launches are remembered.
+_KEPT = 1024
+_launches: dict[Any, Launch] = {}
 
 
 @triton.jit(do_not_specialize=("M", "K", "across"))
@@ -47,12 +53,10 @@ def quantize_kernel(
         most = tl.zeros((ROWS,), tl.float32)
         for step in tl.range(0, steps, num_stages=1):
             value = _block(x, i, first + step * COLUMNS, there, K, stride_m, stride_k, COLUMNS)
-            # A NaN, which `tl.max` passes over, is found like an infinity.
-            most = tl.maximum(most, tl.max(tl.where(value == value, tl.abs(value), float("inf")), axis=1))
+            most = tl.maximum(most, tl.max(magnitude(value), axis=1))
         if GROUP > 1:
             most = tl.zeros((ROWS,), tl.float32) + tl.max(most, axis=0)
-        # A group of zeros stays one.
-        scale = tl.where(most == 0, 1.0, tl.math.div_rn(most, tl.zeros((ROWS,), tl.float32) + largest(DTYPE)))
+        scale = scale_for(most, DTYPE)
         of_group = scales + i // GROUP * scale_m + block * scale_k
         tl.store(of_group, scale, mask=there & (i % GROUP == 0))
     for step in tl.range(0, steps, num_stages=1):
@@ -92,39 +96,59 @@ def quantize(
     an infinity makes the scale of its group infinite and itself NaN, and the group's other elements 0.
     Raises TypeError and ValueError.
     """
-    kind = float8()[0] if dtype is None else dtype
-    _check(x, recipe, kind, scale)
-    M, K = x.shape
-    q = torch.empty(M, K, dtype=kind, device=x.device)
-    if recipe == "tensorwise":
-        if scale is None:
-            most = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-            # By a tensor: a GPU would multiply by a number's reciprocal.
-            scale = torch.where(most == 0, 1.0, most / torch.full_like(most, torch.finfo(kind).max))
-        scales = scale
+    to = float8()[0] if dtype is None else dtype
+    _check(x, recipe, to, scale)
+    if is_watched((x, scale)):
+        q, scales = ops.quantize(x, recipe, to, scale)
     else:
-        rows, columns = _groups(recipe, M, K)
-        scales = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
+        q, scales = _quantized(x, recipe, to, scale)
+    return q, scales if scale is None else scale
+
+
+def _results(x: torch.Tensor, recipe: str, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for both."""
+    shape = () if recipe == "tensorwise" else _groups(recipe, *x.shape)
+    return x.new_empty(x.shape, dtype=to), x.new_empty(shape, dtype=torch.float32)
+
+
+def _quantized(
+    x: torch.Tensor, recipe: str, to: torch.dtype, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `quantize` returns, but for a scale that was given. Arguments are not checked."""
+    q, scales = _results(x, recipe, to)
     if x.numel() == 0:
-        return q, scales
-    by_rows = recipe in ("rowwise", "tensorwise")
+        return q, scales.fill_(1.0)
+    given = scale
+    if recipe == "tensorwise" and given is None:
+        most = x.abs().amax().float()
+        # By a tensor: a GPU would multiply by a number's reciprocal.
+        given = scales = torch.where(most == 0, 1.0, most / torch.full_like(most, torch.finfo(to).max))
+    M, K = x.shape
     group = BLOCK if recipe == "blockwise_weight" else 1
     rows_at_once = _INTERPRETED_ROWS if target.interpreted() else _ROWS
-    block = (BLOCK if group > 1 else rows_at_once, _COLUMNS if by_rows else BLOCK)
-    blocks = 1 if recipe == "rowwise" else -(-K // block[1])
-    constants = {
-        "GIVEN": recipe == "tensorwise",
-        "WHOLE_ROWS": recipe == "rowwise",
-        "ROWS": block[0],
-        "COLUMNS": block[1],
-        "GROUP": group,
-    }
-    strides = (0, 0) if recipe == "tensorwise" else scales.stride()
-    args = (x, q, scales, M, K, blocks, *x.stride(), K, *strides)
+    columns = _COLUMNS if recipe in ("rowwise", "tensorwise") else BLOCK
+    rows, blocks = BLOCK if group > 1 else rows_at_once, 1 if recipe == "rowwise" else -(-K // columns)
+    strides = (0, 0) if given is not None else scales.stride()
+    args = (x, q, scales if given is None else given, M, K, blocks, *x.stride(), K, *strides)
+    key = (recipe, *map(kind, args[:3]))
     with on_device(x.device):
-        launch = Launch(quantize_kernel, -(-M // block[0]) * blocks, constants, _WARPS, 1)
-        launch.compile(args)
-        launch(args)
+        launch = _launches.get(key)
+        if launch is None:
+            if len(_launches) == _KEPT:
+                _launches.clear()
+            constants = {
+                "GIVEN": given is not None,
+                "WHOLE_ROWS": recipe == "rowwise",
+                "ROWS": rows,
+                "COLUMNS": columns,
+                "GROUP": group,
+            }
+            launch = Launch(quantize_kernel, -(-M // rows) * blocks, constants, _WARPS, 1)
+            launch.compile(args)
+            if planning.keeps_plans():
+                _launches[key] = launch
+        if planning.here.mode is None:
+            launch(args)
     return q, scales
 
 
@@ -145,7 +169,7 @@ def _groups(recipe: str, M: int, K: int) -> tuple[int, int]:
     return -(-M // BLOCK) if recipe == "blockwise_weight" else M, -(-K // BLOCK)
 
 
-def _check(x: torch.Tensor, recipe: str, kind: torch.dtype, scale: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, recipe: str, to: torch.dtype, scale: torch.Tensor | None) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}, a torch.Tensor is needed")
     if x.dtype not in DTYPES:
@@ -156,14 +180,31 @@ def _check(x: torch.Tensor, recipe: str, kind: torch.dtype, scale: torch.Tensor 
     check_device(x, x.device)
     if recipe not in RECIPES:
         raise ValueError(f"recipe is {recipe!r}, allowed are {', '.join(RECIPES)}")
-    if kind not in float8():
-        raise TypeError(f"dtype is {kind}, allowed are {names(float8())}")
+    if to not in float8():
+        raise TypeError(f"dtype is {to}, allowed are {names(float8())}")
     if scale is None:
         return
     if recipe != "tensorwise":
         raise ValueError(f"scale is given, and recipe is {recipe!r}: allowed with 'tensorwise'")
+    check_scale("scale", scale, x)
+
+
+def check_scale(name: str, scale: Any, x: torch.Tensor) -> None:
+    """TypeError or ValueError for what is not the scale of a whole tensor like `x`."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(scale).__name__}, a torch.Tensor is needed")
+    check_plain(name, scale)
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
         raise ValueError(
-            f"scale has dtype {scale.dtype}, shape {tuple(scale.shape)}, on {scale.device}; one element of "
+            f"{name} has dtype {scale.dtype}, shape {tuple(scale.shape)}, on {scale.device}; one element of "
             f"torch.float32 on {x.device} is needed"
         )
+
+
+define(
+    "collectives::quantize",
+    "(Tensor x, str recipe, ScalarType dtype, Tensor? scale) -> (Tensor, Tensor)",
+    _quantized,
+    lambda x, recipe, dtype, scale: _results(x, recipe, dtype),
+    ordered=False,
+)

@@ -1,11 +1,14 @@
 # ruff: noqa: PLR0124, SIM300 - NaN is what differs from itself; dtypes of kernels are constants
-"""Conversions to 8-bit floating point in kernels: to nearest, ties to even, and beyond the largest number that."""
+"""8-bit floating point in kernels: scales of groups of elements, and conversions to nearest, ties to even, and beyond
+the largest number that."""
 
 import triton
 import triton.language as tl
 
 from pyrocshmem import target
 
+# Elements of a row that have one scale block by block, as in DeepSeek-V3 (arXiv 2412.19437).
+BLOCK = 128
 _INTERPRETED = tl.constexpr(target.interpreted())
 # fp32 has no fractions beyond.
 _WHOLE = tl.constexpr(float(1 << 23))
@@ -16,6 +19,18 @@ def largest(DTYPE: tl.constexpr):
     """The largest number of DTYPE."""
     MOST: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 240.0 if DTYPE == tl.float8e4b8 else 57344.0
     return MOST
+
+
+@triton.jit
+def magnitude(x):
+    """Of fp32 `x`; a NaN, which `tl.max` passes over, is found like an infinity."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_for(most, DTYPE: tl.constexpr):
+    """The scales of groups whose largest magnitudes are `most`; a group of zeros stays one."""
+    return tl.where(most == 0, 1.0, tl.math.div_rn(most, tl.zeros(most.shape, tl.float32) + largest(DTYPE)))
 
 
 @triton.jit

@@ -1,0 +1,116 @@
+"""The norm of a total in 8-bit floating point: what callers ask for, what they get, and how it comes about.
+
+    how = quantization("all_reduce_rms_norm", "rowwise", None, False, x)
+    found = quantized(how, norm, total)      # by a kernel of its own; an exchange (`AfterSum`) makes the same bits
+
+It has the bits of `quantize` of the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from pyrocshmem.calls.operators import needs_gradient
+from pyrocshmem.calls.tensors import kind
+from pyrocshmem.collectives.exchange import groups_fit
+from pyrocshmem.collectives.exchange_kernel import AfterSum
+from pyrocshmem.collectives.float8 import BLOCK
+from pyrocshmem.collectives.quantize import check_scale, quantize
+from pyrocshmem.elements import float8
+
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+
+
+class QuantizedNorm(NamedTuple):
+    """What a sum with a norm returns that is asked to quantize: the norm in 8 bits, its scales, and the total; and the
+    norm as it was before, where it was asked for."""
+
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    total: torch.Tensor
+    norm: torch.Tensor | None = None
+
+    def in_rows_of(self, sizes: tuple[int, ...]) -> QuantizedNorm:
+        """Results of M rows as ones of [*sizes, ..]; a scale of all rows stays as it is."""
+        columns = self.total.shape[-1]
+        scale = self.scale.view(*sizes, -1) if self.scale.shape[:-1] == self.total.shape[:1] else self.scale
+        norm = None if self.norm is None else self.norm.view(*sizes, columns)
+        return QuantizedNorm(
+            self.quantized.view(*sizes, columns), scale, self.total.view(*sizes, columns), norm
+        )
+
+
+class Quantization(NamedTuple):
+    """Of a call. scale: of "tensorwise". keep: whether the norm itself is a result, too."""
+
+    recipe: str
+    scale: torch.Tensor | None
+    keep: bool
+
+    @property
+    def kind(self) -> Any:
+        """All of it that a plan depends on."""
+        return self.recipe, kind(self.scale), self.keep
+
+    def __str__(self) -> str:
+        return self.recipe + (", norm kept" if self.keep else "")
+
+    def is_fused(self, columns: int, dtype: torch.dtype, world_size: int) -> bool:
+        """Whether an exchange can make it of rows of so many elements."""
+        return self.recipe != "blockwise" or groups_fit(columns, dtype, world_size)
+
+    def beside(self, like: torch.Tensor, after: AfterSum) -> AfterSum:
+        """`after` of an exchange that makes a norm like `like`, which it then quantizes, too."""
+        scales = self.scale
+        if scales is None:
+            groups = 1 if self.recipe == "rowwise" else -(-after.columns // BLOCK)
+            scales = like.new_empty(like.numel() // after.columns, groups, dtype=torch.float32)
+        else:
+            scales = scales.view(())
+        to = torch.empty_like(like, dtype=float8()[0], memory_format=torch.contiguous_format)
+        return after._replace(quantized=to, scales=scales)
+
+    def results(self, out: torch.Tensor, after: AfterSum) -> QuantizedNorm:
+        """Those of a call, of what its exchange has written."""
+        assert after.total is not None
+        return self._found(after.quantized, after.scales, after.total, out)
+
+    def _found(
+        self, q: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, norm: torch.Tensor
+    ) -> QuantizedNorm:
+        scale = scales.view(*total.shape[:-1], scales.shape[1]) if self.scale is None else self.scale
+        return QuantizedNorm(q.view(total.shape), scale, total, norm if self.keep else None)
+
+
+def quantization(
+    name: str, recipe: str | None, scale: torch.Tensor | None, keep: bool, x: Any, *more: Any
+) -> Quantization | None:
+    """What the arguments `quantize`, `quantize_scale` and `keep_norm` of a call of op `name` ask for, whose operands
+    are x and more; None: nothing. Raises TypeError and ValueError."""
+    if recipe is None:
+        if scale is not None or keep:
+            raise ValueError("quantize_scale and keep_norm go with quantize")
+        return None
+    if recipe not in RECIPES:
+        raise ValueError(f"quantize is {recipe!r}, allowed are None, {', '.join(map(repr, RECIPES))}")
+    if (recipe == "tensorwise") != (scale is not None):
+        raise ValueError(
+            "quantize='tensorwise' and quantize_scale go together: the scale must be known before"
+        )
+    if scale is not None:
+        check_scale("quantize_scale", scale, x)
+    if needs_gradient((x, *more)):
+        raise ValueError(f"{name} that quantizes has no gradient; call it under torch.no_grad()")
+    return Quantization(recipe, scale, keep)
+
+
+def quantized(how: Quantization | None, norm: torch.Tensor, total: torch.Tensor) -> Any:
+    """The results of a call that has these two by now."""
+    if how is None:
+        return norm, total
+    rows = norm.view(math.prod(norm.shape[:-1]), norm.shape[-1])
+    q, scale = quantize(rows, how.recipe, scale=how.scale)
+    return how._found(q, scale, total, norm)
