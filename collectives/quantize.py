@@ -18,6 +18,7 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, is_watched, ops
 from pyrocshmem.calls.tensors import check_device, check_plain, kind
+from pyrocshmem.collectives import saturation
 from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
 from pyrocshmem.elements import DTYPES, float8, names
 from pyrocshmem.torch_contexts import on_device
@@ -123,6 +124,9 @@ def _quantized(
         most = x.abs().amax().float()
         # By a tensor: a GPU would multiply by a number's reciprocal.
         given = scales = torch.where(most == 0, 1.0, most / torch.full_like(most, torch.finfo(to).max))
+    if scale is not None:
+        for counts in saturation.here.counts:
+            counts.add(x, scale, to)
     M, K = x.shape
     group = BLOCK if recipe == "blockwise_weight" else 1
     rows_at_once = _INTERPRETED_ROWS if target.interpreted() else _ROWS

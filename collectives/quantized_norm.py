@@ -15,6 +15,7 @@ import torch
 
 from pyrocshmem.calls.operators import needs_gradient
 from pyrocshmem.calls.tensors import kind
+from pyrocshmem.collectives import saturation
 from pyrocshmem.collectives.exchange import groups_fit
 from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.float8 import BLOCK
@@ -44,23 +45,25 @@ class QuantizedNorm(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """Of a call. scale: of "tensorwise". keep: whether the norm itself is a result, too."""
+    """Of a call. scale: of "tensorwise". keep: whether the norm itself is a result, too. counted: what it saturates is
+    counted (`collectives.saturation`)."""
 
     recipe: str
     scale: torch.Tensor | None
     keep: bool
+    counted: bool
 
     @property
     def kind(self) -> Any:
         """All of it that a plan depends on."""
-        return self.recipe, kind(self.scale), self.keep
+        return self.recipe, kind(self.scale), self.keep, self.counted
 
     def __str__(self) -> str:
         return self.recipe + (", norm kept" if self.keep else "")
 
     def is_fused(self, columns: int, dtype: torch.dtype, world_size: int) -> bool:
         """Whether an exchange can make it of rows of so many elements."""
-        return self.recipe != "blockwise" or groups_fit(columns, dtype, world_size)
+        return not self.counted and (self.recipe != "blockwise" or groups_fit(columns, dtype, world_size))
 
     def beside(self, like: torch.Tensor, after: AfterSum) -> AfterSum:
         """`after` of an exchange that makes a norm like `like`, which it then quantizes, too."""
@@ -104,7 +107,7 @@ def quantization(
         check_scale("quantize_scale", scale, x)
     if needs_gradient((x, *more)):
         raise ValueError(f"{name} that quantizes has no gradient; call it under torch.no_grad()")
-    return Quantization(recipe, scale, keep)
+    return Quantization(recipe, scale, keep, scale is not None and bool(saturation.here.counts))
 
 
 def quantized(how: Quantization | None, norm: torch.Tensor, total: torch.Tensor) -> Any:

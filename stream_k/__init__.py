@@ -21,6 +21,7 @@ from pyrocshmem import target  # isort: skip  # before anything that imports Tri
 from pyrocshmem.calls import timeline
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.collectives.quantize import dequantize, quantize
+from pyrocshmem.collectives.saturation import count_saturated
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.explain import Explanation, explain
 from pyrocshmem.stream_k.choice.table import choose
@@ -39,6 +40,7 @@ __all__ = [
     "Workspace",
     "all_gather_gemm",
     "choose",
+    "count_saturated",
     "dequantize",
     "explain",
     "gemm",

@@ -116,6 +116,34 @@ def invariant(heap: Heap) -> list[str]:
     return wrong
 
 
+def saturated(heap: Heap) -> list[int]:
+    """Elements that are counted in two contexts, less those of the call that only the outer one sees; and whether that
+    call has the same bits as one that is not counted."""
+    x, weight = made((6, 300), F32, "x", heap.rank), torch.ones(300, device=device())
+    scale = torch.full((), 1.0 / torch.finfo(float8()[0]).max, device=device())  # of numbers up to 1
+
+    def call(**more: Any) -> Any:
+        more = more or {"quantize": "tensorwise", "quantize_scale": scale, "keep_norm": True}
+        return collectives.all_reduce_rms_norm(x, None, weight, EPS, group=heap, **more)
+
+    first = call()
+    assert first.norm is not None
+    with stream_k.count_saturated() as outer:
+        second = call()
+        with stream_k.count_saturated() as inner:
+            call(quantize="rowwise")
+            stream_k.quantize(
+                torch.tensor([[2.0, -3.0, 1.0, torch.nan, torch.inf]], device=device()),
+                "tensorwise",
+                scale=scale,
+            )
+    call()
+    same = torch.equal(first.quantized.view(torch.uint8), second.quantized.view(torch.uint8))
+    beyond = int((first.norm.abs() > 1).sum())
+    assert 0 < beyond < 1800
+    return [outer.elements - beyond, inner.elements, int(same)]
+
+
 def odd_rows(heap: Heap) -> list[str]:
     """Zeros, NaN, infinities, numbers whose squares overflow, weights of zero: as `quantize` has them."""
     x = made((8, 260), F32, "x", heap.rank)
@@ -188,6 +216,7 @@ def body(rank: int, world_size: int, few: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"sums": sums(heap), "products": products(heap)}
         if not few:
             found |= {"invariant": invariant(heap), "odd": odd_rows(heap), "mistakes": mistakes(heap)}
+            found["saturated"] = saturated(heap)
         return found
 
 
@@ -196,6 +225,7 @@ def test_two_ranks() -> None:
     """Everything."""
     for found in values(run_ranks(body, 2, False, timeout=TIMEOUT_S)):
         wrong = found.pop("mistakes")
+        assert found.pop("saturated") == [3, 3, 1]
         assert found == {"sums": [], "products": [], "invariant": [], "odd": []}
         assert wrong.keys() == MISTAKES.keys()
         for name, (error, part) in MISTAKES.items():
