@@ -5,8 +5,8 @@
         q, scale, h, _ = collectives.all_reduce_rms_norm(.., quantize="tensorwise", quantize_scale=scale)
     found.elements                                  # of this rank, in both; waits for them
 
-For finding mistakes: it takes PyTorch's kernels, and norms are quantized by a kernel of their own meanwhile, so that all
-ranks of a group are inside or none is. A scale that is made of the elements themselves saturates none. NaN is no number
+For finding mistakes: it takes PyTorch's kernels, and norms are quantized by a kernel of their own meanwhile, so all
+ranks of a group are inside, or none. A scale that is made of the elements themselves saturates none. NaN is no number
 and is not counted.
 """
 

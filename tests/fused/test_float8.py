@@ -3,23 +3,27 @@
 import dataclasses
 import itertools
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from pyrocshmem import CallMismatch, Heap, batch_invariant, stream_k
+from pyrocshmem import CallMismatch, Heap, PeerTimeout, batch_invariant, signal, stream_k
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.placement import placement_names
 from pyrocshmem.stream_k.ops.gathered_rows import PiecesPlan
 from tests.fused.float8_bodies import DIVIDED, EPS, OPS, RECIPES, Whole
 from tests.ranks import run_ranks, values
+from tests.stopwatch import until
 
 TIER = 3
 TIMEOUT_S = 150.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HEAP_BYTES = 32 << 20
+SHORT_US = 500_000
 
 
 def every_op(
@@ -243,6 +247,52 @@ def test_ranks_that_differ() -> None:
     for said in values(run_ranks(other_calls, 2)):
         for text, expected in zip(said, words, strict=True):
             assert expected in text
+
+
+def left_alone(rank: int, world_size: int) -> list[str]:
+    """What rank 0 hears in calls that rank 1 doesn't make, each between right ones; and what was wrong with these."""
+    said = []
+    with Heap(HEAP_BYTES) as heap:
+        workspace, told = Workspace(heap, wait_seconds=20.0), heap.zeros(1)
+        tell = heap.peer_view(told, 1)
+
+        def made(call: Any) -> torch.Tensor:
+            found: torch.Tensor = call()
+            heap.synchronize()
+            return found
+
+        for op, recipe in zip(OPS, ("rowwise", "blockwise", "rowwise", "blockwise"), strict=True):
+            whole = Whole(op, recipe, 8, 16, 256, world_size, heap.device, 4)
+            a, b, of_a, of_b = whole.of_rank(rank)
+            more: dict[str, Any] = {"scale_a": of_a, "scale_b": of_b, "out_dtype": FP32}
+            call = partial(getattr(stream_k, op), a, b, group=heap, workspace=workspace, **more)
+            for _ in range(2):
+                told.zero_()
+                if whole.ratio(made(call), rank) > 1:
+                    said.append(f"{op}: wrong")
+                workspace.control[int(signal.BUDGET_US.value)] = SHORT_US
+                if rank == 0:
+                    with pytest.raises(PeerTimeout) as caught:
+                        made(call)
+                    said.append(str(caught.value))
+                    tell.fill_(1)
+                else:
+                    until(told.item)
+                heap.recover()
+                workspace.control[int(signal.BUDGET_US.value)] = 20_000_000
+    return said
+
+
+@pytest.mark.num_ranks(2)
+def test_a_rank_that_is_left_alone_hears_of_it() -> None:
+    """Whether data or scales are missing; and recovers."""
+    alone, other = values(run_ranks(left_alone, 2, timeout=100.0))
+    assert other == []
+    for number, text in enumerate(alone):
+        assert OPS[number // 2] in text
+        assert "rank 0 waited" in text
+        assert "rank 1" in text
+    assert len(alone) == 2 * len(OPS)
 
 
 def several(rank: int, world_size: int, recipe: str) -> list[bool]:
