@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize`: 16-bit or fp32 tensors as 8-bit floating point with scales, and back.
+"""`quantize` and `dequantize`: 16-bit or fp32 tensors as 8-bit floating point with scales, and back; `quantize_swiglu`.
 
 A group of elements has one scale, fp32: its largest magnitude over the largest number of the 8-bit type. Of each recipe
 of `stream_k.local_gemm.scales` the groups are those of its operands. Graphs have it as the operator
@@ -12,34 +12,37 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import silu
 
 from pyrocshmem import target
-from pyrocshmem.calls import planning
+from pyrocshmem.calls import remembered
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, is_watched, ops
 from pyrocshmem.calls.tensors import check_device, check_plain, kind
 from pyrocshmem.collectives import saturation
+from pyrocshmem.collectives.epilogue import ACTIVATIONS, activate, rounded
 from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
 from pyrocshmem.elements import DTYPES, float8, names
-from pyrocshmem.torch_contexts import on_device
+from pyrocshmem.target import num_sms
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "blockwise_weight")
 # Columns that a program reads at once; rows, of groups of one row: many where a program costs more than its data.
 _COLUMNS, _ROWS, _INTERPRETED_ROWS = 1024, 8, 64
 _WARPS = 4
-# Kinds of calls whose launches are remembered.
-_KEPT = 1024
-_launches: dict[Any, Launch] = {}
+# Programs on a multiprocessor that whole rows are spread over.
+_SHARE = 4
+_SILU = tl.constexpr(ACTIVATIONS.index("silu"))
 
 
-@triton.jit(do_not_specialize=("M", "K", "across"))
+@triton.jit(do_not_specialize=["M", "across"])
 def quantize_kernel(
     x, q, scales, M, K, across, stride_m, stride_k, q_pitch, scale_m, scale_k,
     GIVEN: tl.constexpr, WHOLE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    SWIGLU: tl.constexpr,
 ):  # fmt: skip
     """A block [ROWS, COLUMNS] of x [M, K], `across` of which lie side by side, or all columns of ROWS rows where
     WHOLE_ROWS, as numbers of q's type. Each GROUP rows of the block have one scale, or, GIVEN, all have the one that is
-    there. q_pitch: elements from one row of q to the next."""
+    there. q_pitch: elements from one row of q to the next. SWIGLU: x is a gate, and behind it lies what it opens to."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     block = tl.program_id(0) % across
     i = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
@@ -53,7 +56,7 @@ def quantize_kernel(
     else:
         most = tl.zeros((ROWS,), tl.float32)
         for step in tl.range(0, steps, num_stages=1):
-            value = _block(x, i, first + step * COLUMNS, there, K, stride_m, stride_k, COLUMNS)
+            value = _block(x, i, first + step * COLUMNS, there, K, stride_m, stride_k, COLUMNS, SWIGLU)
             most = tl.maximum(most, tl.max(magnitude(value), axis=1))
         if GROUP > 1:
             most = tl.zeros((ROWS,), tl.float32) + tl.max(most, axis=0)
@@ -62,7 +65,7 @@ def quantize_kernel(
         tl.store(of_group, scale, mask=there & (i % GROUP == 0))
     for step in tl.range(0, steps, num_stages=1):
         at = first + step * COLUMNS
-        value = _block(x, i, at, there, K, stride_m, stride_k, COLUMNS)
+        value = _block(x, i, at, there, K, stride_m, stride_k, COLUMNS, SWIGLU)
         value = tl.math.div_rn(value, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
         k = at + tl.arange(0, COLUMNS)
         place = q + i.to(tl.int64)[:, None] * q_pitch + k[None, :]
@@ -70,11 +73,16 @@ def quantize_kernel(
 
 
 @triton.jit
-def _block(x, i, at, there, K, stride_m, stride_k, COLUMNS: tl.constexpr):
+def _block(x, i, at, there, K, stride_m, stride_k, COLUMNS: tl.constexpr, SWIGLU: tl.constexpr):
     """fp32 columns [at, at + COLUMNS) of rows `i`, zeros outside."""
     k = at + tl.arange(0, COLUMNS)
     place = x + i.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
-    return tl.load(place, mask=there[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    mask = there[:, None] & (k < K)[None, :]
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(place + tl.cast(K, tl.int64) * stride_k, mask=mask, other=0.0).to(tl.float32)
+        value = rounded(activate(value, _SILU) * up, x.dtype.element_ty).to(tl.float32)
+    return value
 
 
 def quantize(
@@ -106,18 +114,49 @@ def quantize(
     return q, scales if scale is None else scale
 
 
+def quantize_swiglu(
+    product: torch.Tensor,
+    recipe: str,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` of silu(gate) * up (Shazeer 2020), of product [M, 2 K], which has the columns of gate and then those
+    of up: computed in fp32, rounded to the product's dtype, and not stored on the way. The other arguments, results and
+    errors are those of `quantize`, but "tensorwise" needs a scale: ValueError."""
+    to = float8()[0] if dtype is None else dtype
+    _check(product, recipe, to, scale)
+    if product.shape[1] % 2 != 0:
+        raise ValueError(f"product has shape {tuple(product.shape)}: gate and up have as many columns each")
+    if recipe == "tensorwise" and scale is None:
+        raise ValueError("recipe is 'tensorwise', which needs a scale here")
+    if is_watched((product, scale)):
+        gate, up = product.float().chunk(2, 1)
+        return quantize((silu(gate) * up).to(product.dtype), recipe, dtype=to, scale=scale)
+    q, scales = _quantized(product, recipe, to, scale, swiglu=True)
+    return q, scales if scale is None else scale
+
+
 def _results(x: torch.Tensor, recipe: str, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for both."""
     shape = () if recipe == "tensorwise" else _groups(recipe, *x.shape)
     return x.new_empty(x.shape, dtype=to), x.new_empty(shape, dtype=torch.float32)
 
 
+def rows_at_once(M: int, device: torch.device) -> int:
+    """Rows of a program, of M that are read whole: one where they are few, so that all SMs have some."""
+    if target.interpreted():
+        return _INTERPRETED_ROWS
+    return min(_ROWS, triton.next_power_of_2(max(1, -(-M // (_SHARE * num_sms(device))))))
+
+
 def _quantized(
-    x: torch.Tensor, recipe: str, to: torch.dtype, scale: torch.Tensor | None
+    x: torch.Tensor, recipe: str, to: torch.dtype, scale: torch.Tensor | None, swiglu: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantize` returns, but for a scale that was given. Arguments are not checked."""
-    q, scales = _results(x, recipe, to)
-    if x.numel() == 0:
+    """What `quantize` returns, or `quantize_swiglu`, but for a scale that was given. Arguments are not checked."""
+    M, K = x.shape[0], x.shape[1] // 2 if swiglu else x.shape[1]
+    q, scales = _results(x[:, :K], recipe, to)
+    if q.numel() == 0:
         return q, scales.fill_(1.0)
     given = scale
     if recipe == "tensorwise" and given is None:
@@ -126,33 +165,24 @@ def _quantized(
         given = scales = torch.where(most == 0, 1.0, most / torch.full_like(most, torch.finfo(to).max))
     if scale is not None:
         for counts in saturation.here.counts:
-            counts.add(x, scale, to)
-    M, K = x.shape
+            counts.add(silu(x[:, :K].float()) * x[:, K:] if swiglu else x, scale, to)
     group = BLOCK if recipe == "blockwise_weight" else 1
-    rows_at_once = _INTERPRETED_ROWS if target.interpreted() else _ROWS
     columns = _COLUMNS if recipe in ("rowwise", "tensorwise") else BLOCK
-    rows, blocks = BLOCK if group > 1 else rows_at_once, 1 if recipe == "rowwise" else -(-K // columns)
+    blocks = 1 if recipe == "rowwise" else -(-K // columns)
+    rows = BLOCK if group > 1 else rows_at_once(M * blocks, x.device)
     strides = (0, 0) if given is not None else scales.stride()
     args = (x, q, scales if given is None else given, M, K, blocks, *x.stride(), K, *strides)
-    key = (recipe, *map(kind, args[:3]))
-    with on_device(x.device):
-        launch = _launches.get(key)
-        if launch is None:
-            if len(_launches) == _KEPT:
-                _launches.clear()
-            constants = {
-                "GIVEN": given is not None,
-                "WHOLE_ROWS": recipe == "rowwise",
-                "ROWS": rows,
-                "COLUMNS": columns,
-                "GROUP": group,
-            }
-            launch = Launch(quantize_kernel, -(-M // rows) * blocks, constants, _WARPS, 1)
-            launch.compile(args)
-            if planning.keeps_plans():
-                _launches[key] = launch
-        if planning.here.mode is None:
-            launch(args)
+    constants = {
+        "GIVEN": given is not None,
+        "WHOLE_ROWS": recipe == "rowwise",
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "GROUP": group,
+        "SWIGLU": swiglu,
+    }
+    key = ("quantize", recipe, swiglu, *map(kind, args[:3]))
+    grid = -(-M // rows) * blocks
+    remembered.launch(key, x.device, args, lambda: Launch(quantize_kernel, grid, constants, _WARPS, 1))
     return q, scales
 
 

@@ -65,27 +65,31 @@ class Quantization(NamedTuple):
         """Whether an exchange can make it of rows of so many elements."""
         return not self.counted and (self.recipe != "blockwise" or groups_fit(columns, dtype, world_size))
 
+    def new_scales(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        """Memory for those of so many rows, or the one that is given, as kernels take it."""
+        if self.scale is not None:
+            return self.scale.view(())
+        groups = 1 if self.recipe == "rowwise" else -(-columns // BLOCK)
+        return torch.empty(rows, groups, dtype=torch.float32, device=device)
+
     def beside(self, like: torch.Tensor, after: AfterSum) -> AfterSum:
         """`after` of an exchange that makes a norm like `like`, which it then quantizes, too."""
-        scales = self.scale
-        if scales is None:
-            groups = 1 if self.recipe == "rowwise" else -(-after.columns // BLOCK)
-            scales = like.new_empty(like.numel() // after.columns, groups, dtype=torch.float32)
-        else:
-            scales = scales.view(())
+        scales = self.new_scales(like.numel() // after.columns, after.columns, like.device)
         to = torch.empty_like(like, dtype=float8()[0], memory_format=torch.contiguous_format)
         return after._replace(quantized=to, scales=scales)
 
     def results(self, out: torch.Tensor, after: AfterSum) -> QuantizedNorm:
         """Those of a call, of what its exchange has written."""
         assert after.total is not None
-        return self._found(after.quantized, after.scales, after.total, out)
+        return self.found(after.quantized, after.scales, after.total, out)
 
-    def _found(
-        self, q: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, norm: torch.Tensor
+    def found(
+        self, q: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, norm: torch.Tensor | None
     ) -> QuantizedNorm:
+        """The results of a call, of those of its rows: q [M, N], scales [M, groups], norm [M, N]; total as it is."""
         scale = scales.view(*total.shape[:-1], scales.shape[1]) if self.scale is None else self.scale
-        return QuantizedNorm(q.view(total.shape), scale, total, norm if self.keep else None)
+        kept = norm.view(total.shape) if self.keep and norm is not None else None
+        return QuantizedNorm(q.view(total.shape), scale, total, kept)
 
 
 def quantization(
@@ -116,4 +120,4 @@ def quantized(how: Quantization | None, norm: torch.Tensor, total: torch.Tensor)
         return norm, total
     rows = norm.view(math.prod(norm.shape[:-1]), norm.shape[-1])
     q, scale = quantize(rows, how.recipe, scale=how.scale)
-    return how._found(q, scale, total, norm)
+    return how.found(q, scale, total, norm)

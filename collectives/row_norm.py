@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import dependent_launch, target, trace
+from pyrocshmem.calls import remembered
 from pyrocshmem.calls.invariance import BATCH, TP, Invariance
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, ops
@@ -28,16 +29,12 @@ from pyrocshmem.collectives import normalizing
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.exchange import MOST_THREADS, row_programs
 from pyrocshmem.message_slots import QUAD_BYTES
-from pyrocshmem.torch_contexts import on_device
 from pyrocshmem.versions import version_of
 
-# Kinds of calls whose launches are remembered.
-_KEPT = 1024
 # Parts of a row that fit into registers with their weights, 12 of a thread each in 16 bits; and up to how many rows
 # that is faster (one H200, 8192 columns of bf16: 1 row 3.2 us instead of 5.8, 128 rows 3.6 instead of 6.1, 1024 rows
 # 14.1 instead of 13.1, 4096 rows 57.5 instead of 48.5, since fewer programs share an SM).
 _KEPT_PARTS, _KEPT_ROWS = 8, 512
-_launches: dict[Any, Launch] = {}
 # Triton before 3.7 lays a block that is added as the loads lie that it comes from, on AMD always, and on NVIDIA where
 # these are not of whole units: an exchange's and those of the kernels here differ.
 _LAYS_ALIKE = target.interpreted() or version_of(triton.__version__) >= (3, 7)
@@ -184,28 +181,21 @@ def _launched(kernel: Any, tensors: tuple[torch.Tensor, ...], eps: float, ranks:
     """Launch for rows of `tensors`; the first is [M, N], all are contiguous."""
     first = tensors[0]
     M, N = first.shape
-    key = (kernel.__name__, *map(kind, tensors), ranks, trace.recorder() is not None)
     args = (*tensors, N, float(eps))
-    with on_device(first.device):
-        launch = _launches.get(key)
-        if launch is None:
-            if len(_launches) == _KEPT:
-                _launches.clear()
-            step, parts = row_programs(
-                -(-N * first.element_size() // QUAD_BYTES), ranks, target.interpreted()
-            )
-            columns = triton.next_power_of_2(ranks)
-            places = (*(t.data_ptr() for t in tensors), N * min(t.element_size() for t in tensors))
-            aligned = all(place % QUAD_BYTES == 0 for place in places)
-            constants = {"PARTS": parts, "STEP": step, "RANKS": columns, "ALIGNED": aligned}
-            if kernel is row_norm_kernel:
-                constants["KEEPS"] = parts <= _KEPT_PARTS and M <= _KEPT_ROWS
-            lanes = 64 if target.backend() == "hip" else 32
-            warps = max(1, min(MOST_THREADS, step * columns) // lanes)
-            launch = Launch(kernel, M, constants, warps, 1, chained=True)
-            launch.compile(args)
-            _launches[key] = launch
-        launch(args)
+
+    def make() -> Launch:
+        step, parts = row_programs(-(-N * first.element_size() // QUAD_BYTES), ranks, target.interpreted())
+        columns = triton.next_power_of_2(ranks)
+        places = (*(t.data_ptr() for t in tensors), N * min(t.element_size() for t in tensors))
+        aligned = all(place % QUAD_BYTES == 0 for place in places)
+        constants = {"PARTS": parts, "STEP": step, "RANKS": columns, "ALIGNED": aligned}
+        if kernel is row_norm_kernel:
+            constants["KEEPS"] = parts <= _KEPT_PARTS and M <= _KEPT_ROWS
+        lanes = 64 if target.backend() == "hip" else 32
+        warps = max(1, min(MOST_THREADS, step * columns) // lanes)
+        return Launch(kernel, M, constants, warps, 1, chained=True)
+
+    remembered.launch((kernel.__name__, *map(kind, tensors), ranks), first.device, args, make)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int) -> torch.Tensor:

@@ -20,7 +20,8 @@ if __name__ != "pyrocshmem.stream_k":
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
 from pyrocshmem.calls import timeline
 from pyrocshmem.calls.workspace import Workspace, workspace_for
-from pyrocshmem.collectives.quantize import dequantize, quantize
+from pyrocshmem.collectives.quantize import dequantize, quantize, quantize_swiglu
+from pyrocshmem.collectives.rms_norm_quantize import quantize_rms_norm
 from pyrocshmem.collectives.saturation import count_saturated
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.explain import Explanation, explain
@@ -51,6 +52,8 @@ __all__ = [
     "gemm_rms_norm_all_scatter",
     "make_schedule",
     "quantize",
+    "quantize_rms_norm",
+    "quantize_swiglu",
     "target",
     "timeline",
     "workspace_for",

@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pyrocshmem import target as own_target
+from pyrocshmem.calls import remembered
 from pyrocshmem.testing.compiled import resources
 
 
@@ -121,8 +122,7 @@ def pretend(name: str) -> Iterator[Target]:
 def _forget() -> None:
     """What is remembered was chosen, and launches are compiled, for one kind of GPU."""
     from pyrocshmem.stream_k.choice import table
-    from pyrocshmem.stream_k.nn import pointwise
 
-    for remembered in (own_target.num_sms, table.choice):
-        remembered.cache_clear()
-    pointwise._launches.clear()
+    for choice in (own_target.num_sms, table.choice):
+        choice.cache_clear()
+    remembered.forget()

@@ -19,14 +19,13 @@ import triton.language as tl
 from torch.nn.functional import silu
 
 from pyrocshmem import dependent_launch, target, trace
-from pyrocshmem.calls import invariance
+from pyrocshmem.calls import invariance, remembered
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import is_watched, once
 from pyrocshmem.calls.tensors import as_rows, kind, tell_autograd
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.target import num_sms
-from pyrocshmem.torch_contexts import on_device
 
 # Elements of one operand that a program has at a time: 16 bytes of 16-bit ones for each of its threads.
 _BLOCK, _THREADS = 1024, 128
@@ -42,11 +41,6 @@ class _HeadStrides(NamedTuple):
     sequence: Any
     head: Any
     token: Any
-
-
-# Kinds of calls that are remembered: sequences that grow bring a new one each time.
-_KEPT = 1024
-_launches: dict[Any, Launch] = {}
 
 
 @triton.jit
@@ -168,18 +162,14 @@ def _run(kernel: Any, facts: tuple[Any, ...], blocks: int, constants: dict[str, 
     """Launch for `blocks` blocks. facts: all of the arguments that the launch depends on."""
     if blocks == 0:
         return
-    key = (kernel.__name__, facts, trace.recorder() is not None)
-    with on_device(args[0].device):
-        launch = _launches.get(key)
-        if launch is None:
-            if len(_launches) == _KEPT:
-                _launches.clear()
-            programs = min(blocks, _SHARE * num_sms(args[0].device))
-            lanes = 64 if target.backend() == "hip" else 32
-            launch = Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
-            launch.compile(args)
-            _launches[key] = launch
-        launch(args)
+    device = args[0].device
+
+    def make() -> Launch:
+        lanes = 64 if target.backend() == "hip" else 32
+        programs = min(blocks, _SHARE * num_sms(device))
+        return Launch(kernel, programs, constants, _THREADS // lanes, 1, chained=True)
+
+    remembered.launch((kernel.__name__, facts), device, args, make)
 
 
 def _swiglu(product: torch.Tensor, spent: bool = False) -> torch.Tensor:

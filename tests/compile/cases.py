@@ -280,6 +280,16 @@ _FLOAT8 = [
 
 # In 16-byte accesses, heads of any even size.
 POINTWISE = [
+    *(
+        Case(op, shape=(2048, 8192, 1), arguments=((word, recipe),), hot=True)
+        for op, word in (
+            ("quantize", "recipe"),
+            ("quantize_swiglu", "recipe"),
+            ("quantize_rms_norm", "quantize"),
+        )
+        for recipe in ("rowwise", "blockwise")
+    ),
+    Case("quantize", shape=(4096, 8192, 1), arguments=(("recipe", "blockwise_weight"),), hot=True),
     *(Case("swiglu", dtype, shape=(2048, 7168, 1), hot=True) for dtype in ("bfloat16", "float16", "float32")),
     *(
         Case(

@@ -45,7 +45,8 @@ GEMMS = ("stream_k_kernel", "gemm_kernel")
 COPIES = "copy_kernel"
 PARTS = "sum_parts_kernel"
 # These tell nobody.
-SILENT = (COPIES, PARTS, "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
+QUANTIZING = ("quantize_kernel", "quantize_norm_kernel")
+SILENT = (COPIES, PARTS, *QUANTIZING, "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
 
@@ -110,6 +111,8 @@ def _faults(case: Case, kernel: Compiled) -> list[str]:
         wrong += _wrong_messages(case, kernel)
     elif kernel.constants.get("EPILOGUE") == "send_tile":
         wrong += _not_past_caches(kernel, "store")
+    elif kernel.kernel in QUANTIZING:
+        wrong += rules.narrow_accesses(kernel)
     elif kernel.kernel not in (*GEMMS, *GATES, PARTS):
         # The kernels that only move tiles: 16 bytes an access, or the links idle.
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"

@@ -82,6 +82,9 @@ def _call(case: "Case") -> None:
     if case.op in ("swiglu", "rotate"):
         _pointwise(torch.empty(M, N, dtype=dtype), **arguments)
         return
+    if case.op.startswith("quantize"):
+        _quantize(case.op, torch.empty(M, N, dtype=dtype), **arguments)
+        return
     heap = PlanningHeap(case.world_size)
     if case.op == "rms_norm":
         _norm(torch.empty(M, N, dtype=dtype), heap, arguments)
@@ -144,6 +147,16 @@ def _operand(rows: int, cols: int, dtype: Any, layout: str) -> Any:
     if layout == "odd":
         return torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
     raise ValueError(f"layout {layout!r}, allowed are row, column, odd")
+
+
+def _quantize(op: str, x: Any, **arguments: Any) -> None:
+    """Of recipes with scales of their own."""
+    from pyrocshmem import stream_k
+
+    if op == "quantize_rms_norm":
+        stream_k.quantize_rms_norm(x, x.new_empty(x.shape[1]), 1e-6, residual=x, **arguments)
+    else:
+        getattr(stream_k, op)(x, **arguments)
 
 
 def _pointwise(product: Any, kv_heads: int = 0, head_dim: int = 0) -> None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch.nn.functional import silu
 
 from pyrocshmem import target
+from pyrocshmem.calls import remembered
 from pyrocshmem.stream_k import nn as parallel
 from pyrocshmem.stream_k.nn import pointwise
 from pyrocshmem.stream_k.nn.pointwise import rotated_heads, swiglu
@@ -142,7 +143,7 @@ def test_blocks_follow_one_another(kernels: list[str], monkeypatch: pytest.Monke
     """More blocks than programs, which then do several."""
     monkeypatch.setattr(pointwise, "_SHARE", 1)
     monkeypatch.setattr(pointwise, "num_sms", lambda device: 3)
-    pointwise._launches.clear()
+    remembered.forget()
     grids = []
     launch = pointwise.Launch
     monkeypatch.setattr(
@@ -154,7 +155,7 @@ def test_blocks_follow_one_another(kernels: list[str], monkeypatch: pytest.Monke
     grads = tuple(random(2, n, 31, 128) for n in (3, 2, 2))
     assert rotation_errors(random(2, 31, 7, 128), 2, turn_of(31, 128), grads) == [0, 0, 0]
     assert grids == [3] * 4
-    pointwise._launches.clear()
+    remembered.forget()
 
 
 @pytest.mark.cpu

@@ -1,12 +1,16 @@
-"""`quantize`: the bits of PyTorch's own conversion of x / scale, by recipe, and what becomes of odd values."""
+"""`quantize`: the bits of PyTorch's own conversion of x / scale, by recipe, and what becomes of odd values; the same
+behind SwiGLU and RMSNorm."""
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from pyrocshmem import stream_k, target
+from pyrocshmem import batch_invariant, stream_k, target
 from pyrocshmem.elements import float8
+from pyrocshmem.stream_k.nn.pointwise import swiglu
 
 TIER = 1
 DEVICE = target.device()
@@ -97,6 +101,71 @@ def test_products_of_what_is_quantized() -> None:
     assert errors[1] < 0.06 < errors[0]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_behind_swiglu(recipe: str) -> None:
+    """The bits of `quantize` of what the kernel of that gives."""
+    for dtype, (M, K) in itertools.product((torch.float16, torch.bfloat16, torch.float32), SHAPES):
+        product = torch.randn(M, 2 * K, device=DEVICE).to(dtype) * 3
+        with batch_invariant():  # by the kernel on CPUs, too
+            inner = swiglu(product)
+        scale = torch.full((), 0.01, device=DEVICE) if recipe == "tensorwise" else None
+        expected, of_expected = stream_k.quantize(inner, recipe, scale=scale)
+        for given in (product, product.t().contiguous().t()):
+            q, found = stream_k.quantize_swiglu(given, recipe, scale=scale)
+            assert torch.equal(found, of_expected)
+            assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_behind_a_norm(recipe: Any) -> None:
+    """The bits of `quantize` of the norm that comes with it, which is right; with and without a residual."""
+    for dtype, shape in itertools.product(
+        (torch.float16, torch.bfloat16, torch.float32), (*SHAPES, (2, 3, 140))
+    ):
+        x, residual = (torch.randn(shape, device=DEVICE).to(dtype) for _ in "ab")
+        weight = torch.randn(shape[-1], device=DEVICE)
+        scale = torch.full((), 0.01, device=DEVICE) if recipe == "tensorwise" else None
+        for added, given in ((None, x), (residual, x.mT.contiguous().mT)):
+            call = partial(
+                stream_k.quantize_rms_norm, given, weight, 1e-5, quantize=recipe, quantize_scale=scale
+            )
+            found, same = call(residual=added, keep_norm=True), call(residual=added)
+            total = x if added is None else (x.float() + residual.float()).to(dtype)
+            assert torch.equal(found.total, total)
+            assert found.norm is not None
+            rows = found.norm.view(-1, shape[-1])
+            exact = torch.nn.functional.rms_norm(total.double(), shape[-1:], weight.double(), 1e-5)
+            unit = torch.finfo(dtype).eps / 2 + 1e-6
+            assert ((found.norm.double() - exact).abs() <= unit * exact.abs() + 1e-7).all()
+            q, scales = stream_k.quantize(rows, recipe, scale=scale)
+            for each in (found, same):
+                assert torch.equal(each.quantized.view(torch.uint8), q.view(torch.uint8).view(shape))
+                assert torch.equal(each.scale.flatten(), scales.flatten())
+            assert same.norm is None
+
+
+def test_a_norm_of_odd_rows() -> None:
+    """As `quantize` has them: NaN, infinities, zeros, none."""
+    x, weight = torch.randn(6, 300, device=DEVICE), torch.randn(300, device=DEVICE)
+    x[1], x[2, 7], x[3, 200], weight[40] = 0.0, float("nan"), float("inf"), 0.0
+    for recipe, eps in itertools.product(("rowwise", "blockwise"), (0.0, 1e-5)):
+        found = stream_k.quantize_rms_norm(x, weight, eps, quantize=recipe, keep_norm=True)  # type: ignore[arg-type]
+        assert found.norm is not None
+        q, scales = stream_k.quantize(found.norm, recipe)
+        assert torch.equal(found.scale, scales)
+        assert torch.equal(found.quantized.float().nan_to_num(1e9), q.float().nan_to_num(1e9))
+    assert stream_k.quantize_rms_norm(x[:0], weight, 0.0, quantize="rowwise").scale.shape == (0, 1)
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    x, weight = torch.randn(5000, 2100, device=DEVICE), torch.randn(2100, device=DEVICE)
+    with batch_invariant():
+        rows = [stream_k.quantize_rms_norm(x[:n], weight, 1e-5, quantize="rowwise") for n in (1, 100, 5000)]
+    for found in rows[1:]:
+        assert torch.equal(found.quantized[:1].view(torch.uint8), rows[0].quantized.view(torch.uint8))
+        assert torch.equal(found.scale[:1], rows[0].scale)
+
+
 def test_refusals() -> None:
     x = torch.ones(4, 128, device=DEVICE)
     one = torch.ones((), device=DEVICE)
@@ -111,3 +180,12 @@ def test_refusals() -> None:
         with pytest.raises(error) as caught:
             stream_k.quantize(*args, **more)
         assert word in str(caught.value), (word, str(caught.value))
+    with pytest.raises(ValueError, match="needs a scale"):
+        stream_k.quantize_swiglu(x, "tensorwise")
+    with pytest.raises(ValueError, match="as many columns"):
+        stream_k.quantize_swiglu(x[:, :3], "rowwise")
+    weight = torch.ones(128, device=DEVICE)
+    with pytest.raises(ValueError, match="a recipe is needed"):
+        stream_k.quantize_rms_norm(x, weight, 0.0, quantize=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no gradient"):
+        stream_k.quantize_rms_norm(x, weight.requires_grad_(), 0.0, quantize="rowwise")
