@@ -16,6 +16,7 @@ from pyrocshmem import target  # isort: skip  # before anything that imports Tri
 from pyrocshmem.collectives import library  # noqa: F401  registers the operators
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pyrocshmem.collectives.rms_norm import rms_norm
+from pyrocshmem.collectives.rms_norm_pair import rms_norm_pair
 from pyrocshmem.collectives.whole_tensors import (
     all_gather,
     all_reduce,
@@ -40,5 +41,6 @@ __all__ = [
     "broadcast_",
     "reduce_scatter",
     "rms_norm",
+    "rms_norm_pair",
     "target",
 ]

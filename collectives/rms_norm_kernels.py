@@ -32,7 +32,7 @@ _OP = tl.constexpr(int(status.Op.RMS_NORM))
 
 
 @triton.jit
-def _squares(
+def squares_of(
     x, residual, updated, block, M, N, x_stride, residual_stride,
     ADDS: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """Normalize x [M, N], this rank's columns of H, from number `column` on. out: its columns, or (REPLICATED) all.
     updated: ADDS: gets x + residual. scales: fp32 [M]. TILES: 0, or how many rows at a time to add of `squares`
-    [tiles_n, M], the sums of squares that a GEMM's tiles left. PIECES: see `_squares`.
+    [tiles_n, M], the sums of squares that a GEMM's tiles left. PIECES: see `squares_of`.
 
     Example, R = 2, H = 4, eps = 0: rank 0 has (1, 3), rank 1 (5, 1) of a row. Sums 10 and 26, mean of squares 9:
     (1/3, 1) and (5/3, 1/3) times the weights.
@@ -91,10 +91,10 @@ def rms_norm_kernel(
             if TILES:
                 sums = row_sums.of_tiles(squares, ahead, M, tiles_n, ROWS, TILES)
             else:
-                sums = _squares(
+                sums = squares_of(
                     x, residual, updated, ahead, M, N, x_stride, residual_stride, ADDS, PIECES, ROWS, COLUMNS
                 )
-            row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
+            row_sums.send((sums,), ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
@@ -106,7 +106,7 @@ def rms_norm_kernel(
             if (tl.max(missing, axis=0) == 0) & (told == 0):
                 trace.mark(events, trace.STORE, block)
                 row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
-                scale = tl.math.rsqrt(sums / H + eps)
+                scale = tl.math.rsqrt(sums[0] / H + eps)
                 tl.store(scales + row, scale, mask=row < M)
                 for first in range(0, N, COLUMNS):
                     i, j = row[:, None], first + tl.arange(0, COLUMNS)[None, :]
@@ -181,7 +181,7 @@ def rms_norm_backward_kernel(
         if ahead < blocks:
             trace.mark(events, trace.PUSH, ahead)
             sums = _products(g, h, weight, ahead, M, N, g_stride, h_stride, PIECES, ROWS, COLUMNS)
-            row_sums.send(sums, ahead, notes, number, M, context, ROWS, WORLD, RANKS)
+            row_sums.send((sums,), ahead, notes, number, M, context, ROWS, WORLD, RANKS)
         block = ahead - programs
         if block >= 0:
             trace.mark(events, trace.WAIT, block)
@@ -191,7 +191,7 @@ def rms_norm_backward_kernel(
                 trace.mark(events, trace.STORE, block)
                 row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
                 scale = tl.load(scales + row, mask=row < M, other=0.0)
-                t = (sums * scale / H)[:, None]
+                t = (sums[0] * scale / H)[:, None]
                 # The threads that load what the last block left need not be those that stored it.
                 signal.settle()
                 for first in range(0, N, COLUMNS):

@@ -119,7 +119,7 @@ class NormPlan:
         if gemm is not None or self.buffer is not None:
             self.graphs = Graphs(workspace, gemm is None or gemm.replayable)
         mode = invariance.current(workspace)
-        pieces = _pieces(mode, hidden, world)
+        pieces = pieces_of(mode, hidden, world)
         blocks = Blocks.of(M, N // pieces, heap.device, alike=mode > 0)
         place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)
@@ -192,7 +192,7 @@ class NormPlan:
         return _Tensors(rows, added, updated, weight, squares, target, scales)
 
 
-def _pieces(mode: int, hidden: int, world_size: int) -> int:
+def pieces_of(mode: int, hidden: int, world_size: int) -> int:
     """Into how many pieces a rank's columns are cut whose sums are a tree."""
     return blocks_of_share("hidden", hidden, world_size) if mode == TP else 1
 
@@ -283,7 +283,7 @@ def backward(
     first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
     gradient = as_rows(g)[:, first : first + N]
     mode = invariance.current(workspace)
-    pieces = _pieces(mode, hidden, world)
+    pieces = pieces_of(mode, hidden, world)
     blocks = Blocks.of(M, N // pieces, device, alike=mode > 0)
     grad = torch.empty(h.shape, dtype=dtype, device=device)
     partials = torch.empty(blocks.programs, N, dtype=torch.float32, device=device)

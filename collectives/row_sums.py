@@ -1,11 +1,11 @@
-"""What kernels on rows that are cut into columns share: one float a row, exchanged between all ranks.
+"""What kernels on rows that are cut into columns share: a float a row, or two, exchanged between all ranks.
 
 R ranks hold N columns each of M rows. A program does blocks of ROWS rows. For each block it sends its sums (one block
 ahead of the one that it finishes, so that they travel meanwhile), polls for those of all ranks, and adds them in an
 order that depends on R alone, so that all ranks get the same bits. A sum travels as a note (`pyrocshmem.note`): 8 bytes
 for each row and rank.
 
-    notes of a rank: [R sources][M rows]
+    notes of a rank: [R sources][M rows][sums of a row]
 
 A program waits only for programs with its own number, which send before they wait: nothing deadlocks, however few of
 a grid's programs are resident at a time.
@@ -67,28 +67,35 @@ def of_tiles(parts, block, M, tiles_n, ROWS: tl.constexpr, TILES: tl.constexpr):
 def send(
     sums, block, notes, number, M, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr
 ):
-    """Send this rank's fp32 sums [ROWS] of a block of rows to every rank, itself too. RANKS: WORLD, or the next
-    power of two."""
+    """Send this rank's fp32 sums of a block of rows, a tuple of one or two blocks [ROWS], to every rank, itself too.
+    RANKS: WORLD, or the next power of two."""
+    COUNT: tl.constexpr = len(sums)
     ranks = tl.arange(0, RANKS)
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD)[:, None] & (row < M)
-    word = tl.broadcast_to(sums.to(tl.int32, bitcast=True)[None, :], [RANKS, ROWS])
     places = remote(notes, tl.minimum(ranks, WORLD - 1), context.heap_bases)[:, None]
-    places += (tl.cast(tl.load(context.control + signal.RANK), tl.int64) * M + row) * 2
-    note.push(places, word, number, there)
+    places += (tl.cast(tl.load(context.control + signal.RANK), tl.int64) * M + row) * (2 * COUNT)
+    for k in tl.static_range(COUNT):
+        word = tl.broadcast_to(sums[k].to(tl.int32, bitcast=True)[None, :], [RANKS, ROWS])
+        note.push(places + 2 * k, word, number, there)
 
 
 @triton.jit
 def receive(
-    block, notes, number, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr
+    block, notes, number, M, deadline, context, ROWS: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr,
+    COUNT: tl.constexpr = 1,
 ):  # fmt: skip
-    """(the sums [ROWS] over all ranks of a block of rows, [RANKS] with 1 for each rank whose sums did not come)."""
+    """(the COUNT sums [ROWS] over all ranks of a block of rows, [RANKS] with 1 for each rank whose sums did not
+    come)."""
     ranks = tl.arange(0, RANKS)[:, None]
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     there = (ranks < WORLD) & (row < M)
-    place = tl.cast(ranks, tl.int64) * M + row
-    words, late = note.poll(notes, place, number, there, deadline, context)
-    sums = pair_sums.along(tl.where(there, words[0].to(tl.float32, bitcast=True), 0.0), 0)
+    place = (tl.cast(ranks, tl.int64) * M + row) * COUNT
+    words, late = note.poll(notes, place, number, there, deadline, context, COUNT)
+    sums = ()
+    for k in tl.static_range(COUNT):
+        each = pair_sums.along(tl.where(there, words[k].to(tl.float32, bitcast=True), 0.0), 0)
+        sums = sums + (each,)  # type: ignore[assignment]
     return sums, tl.max(late, axis=1)
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 # Every tensor is an allocation of its own, so that a read past its end is one of nobody's memory.
@@ -127,6 +127,7 @@ def alone() -> int:
             *_exchanges(heap),
             *_norm_products(heap),
             *_norms(heap),
+            *_more_norms(heap),
             *_float8(heap),
             *_signals(heap),
         ):
@@ -226,6 +227,43 @@ def _norms(heap: Heap) -> Iterator[tuple[str, bool]]:
             f"rms_norm {M} {N} {'replicated' if replicated else 'sharded'}",
             all(close(*pair) for pair in pairs),
         )
+
+
+def _more_norms(heap: Heap) -> Iterator[tuple[str, bool]]:
+    """Norms of queries and keys, and norms in 8 bits of a rank's own rows and behind SwiGLU."""
+    world, rank, device = heap.world_size, heap.rank, heap.device
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half().to(device)
+
+    M, N, n, norm = 97, 160, 48, torch.nn.functional.rms_norm
+    whole, weights = random(world, M, N + n + 3), (random(N), random(n))
+    columns = (slice(0, N), slice(N, N + n))
+    both = [whole[rank][:, part] for part in columns]
+    found = collectives.rms_norm_pair(*both, *weights, EPS, group=heap)
+    exact = [
+        norm(torch.cat([*whole[..., part]], 1).double(), (world * size,), weight.repeat(world).double(), EPS)
+        for part, size, weight in zip(columns, (N, n), weights, strict=True)
+    ]
+    pairs = [
+        (y, truth[:, rank * size :][:, :size]) for y, truth, size in zip(found, exact, (N, n), strict=True)
+    ]
+    yield "rms_norm_pair", all(close(*pair) for pair in pairs)
+    of_head = random(16)
+    found = collectives.rms_norm_pair(*both, of_head, of_head, EPS, head_dim=16)
+    truth = [norm(x.double().unflatten(1, (-1, 16)), (16,), of_head.double(), EPS).flatten(1) for x in both]
+    yield "rms_norm_pair of heads", all(close(*pair) for pair in zip(found, truth, strict=True))
+    recipes: tuple[Any, ...] = ("rowwise", "blockwise")
+    for recipe in recipes:
+        x, residual, weight = random(M, 300), random(M, 300), random(300)
+        normed = stream_k.quantize_rms_norm(
+            x, weight, EPS, quantize=recipe, residual=residual, keep_norm=True
+        )
+        back = stream_k.dequantize(normed.quantized, normed.scale)
+        yield f"quantize_rms_norm {recipe}", torch.equal(back, in_8_bits(normed.norm, recipe))
+        q, scale = stream_k.quantize_swiglu(random(M, 600), recipe)
+        yield f"quantize_swiglu {recipe}", bool(stream_k.dequantize(q, scale).isfinite().all())
 
 
 def _invariant(heap: Heap) -> Iterator[tuple[str, bool]]:
@@ -398,7 +436,12 @@ def _calls() -> Iterator[tuple[str, Facts]]:
                 yield name, {**_FACTS, **_NORM, "wire": wire, "residual": True, "config": config}
         elif name == "gemm_rms_norm_all_scatter":
             yield name, {**_FACTS, **_NORM, "residual": False, "config": {"split": "stream_k"}}
-        elif name in ("all_reduce", "all_reduce_rms_norm"):
+        elif name == "all_reduce_rms_norm":
+            for algorithm, recipe in itertools.product(
+                ("one_shot", "two_shot"), (None, "rowwise", "blockwise")
+            ):
+                yield name, {**_FACTS, "options": {"algorithm": algorithm, "quantize": recipe}}
+        elif name == "all_reduce":
             for algorithm in ("one_shot", "two_shot"):
                 yield name, {**_FACTS, "options": {"algorithm": algorithm}}
         elif name == "rms_norm":
@@ -444,7 +487,8 @@ def together(rank: int, world_size: int, meeting: str) -> int:
                     f"rank {rank}: {name} {facts.get('config', facts.get('options'))}: {error or 'right'}",
                     flush=True,
                 )
-        for name, ok in (*_integers(heap), *_norms(heap), *_invariant(heap), *_float8(heap), *_signals(heap)):
+        more = (_integers, _norms, _more_norms, _invariant, _float8, _signals)
+        for name, ok in (found for each in more for found in each(heap)):
             wrong += not ok
             print(f"rank {rank}: {name}: {'right' if ok else 'WRONG'}", flush=True)
         heap.barrier()

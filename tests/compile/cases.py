@@ -259,6 +259,9 @@ _ONCE = [
     # Not held to "no spills": the derivative of many rows keeps 16 bytes on the stack with Triton 3.6.
     Case("rms_norm", shape=(8192, 2048, 1)),
     Case("rms_norm", shape=(1, 2048, 1), arguments=(("replicated", True),), hot=True),
+    # Two norms at once, of queries and keys: over all columns, and of heads.
+    Case("rms_norm_pair", shape=(64, 2048, 1), hot=True),
+    Case("rms_norm_pair", shape=(64, 2048, 1), arguments=(("head_dim", 128),), hot=True),
     # Of odd columns units are loaded an element at a time.
     Case("all_reduce", shape=(97, 193, 1), arguments=(("algorithm", "two_shot"),)),
 ]

@@ -46,9 +46,17 @@ COPIES = "copy_kernel"
 PARTS = "sum_parts_kernel"
 # These tell nobody.
 QUANTIZING = ("quantize_kernel", "quantize_norm_kernel")
-SILENT = (COPIES, PARTS, *QUANTIZING, "swiglu_kernel", "swiglu_backward_kernel", "rotate_kernel")
+SILENT = (
+    COPIES,
+    PARTS,
+    *QUANTIZING,
+    "swiglu_kernel",
+    "swiglu_backward_kernel",
+    "rotate_kernel",
+    "norm_heads_kernel",
+)
 # And those whose data carry their own flag.
-MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel")
+MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel", "norm_pair_kernel")
 
 
 def _gpu_scope_releases(kernel: Compiled) -> set[str]:

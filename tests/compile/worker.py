@@ -93,6 +93,11 @@ def _call(case: "Case") -> None:
         x, weight = torch.empty(M, N, dtype=dtype), torch.empty(N, dtype=dtype)
         collectives.all_reduce_rms_norm(x, torch.empty_like(x), weight, 1e-6, group=heap, **arguments)
         return
+    if case.op == "rms_norm_pair":
+        q, k = torch.empty(M, N + N // 4, dtype=dtype).split((N, N // 4), 1)
+        weights = (torch.empty(arguments.get("head_dim", x.shape[1]), dtype=dtype) for x in (q, k))
+        collectives.rms_norm_pair(q, k, *weights, 1e-6, group=heap, **arguments)
+        return
     if hasattr(collectives, case.op):
         getattr(collectives, case.op)(torch.empty(M, N, dtype=dtype), group=heap, **arguments)
         return
