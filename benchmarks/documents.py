@@ -47,7 +47,8 @@ a placement (after, beside, inside, ...) or an algorithm (one_shot, two_shot): w
 the samples. `gemm` may take the vendor's BLAS; `ours_no_blas` is our own kernel where it did, `ours_whole_tiles` our
 own kernel with no tile split. A variant that would do what another does is not timed: its cell repeats the other's
 time, without a ratio, and that counts in its means. `ours_batch_invariant`, `ours_tp_invariant`: in the modes of
-`pyrocshmem.batch_invariant` ([Reproducibility](reproducibility.md)). `ours_gemm`, `blas`: the product alone, by our own
+`pyrocshmem.batch_invariant` ([Reproducibility](reproducibility.md)). `ours_rowwise`, `ours_blockwise`: with the norm in
+8 bits, and `ours_then_`: by a kernel behind it. `ours_gemm`, `blas`: the product alone, by our own
 kernel and by the BLAS. `unfused`: the BLAS, then NCCL (RCCL, gloo), then PyTorch's sum with the residual and RMSNorm
 where the op has them; of a standalone collective the library's. `blas_` and a name: the same with another all-reduce:
 ours, PyTorch's on symmetric memory, FlashInfer's (with residual and norm in it, and so is `flashinfer`).

@@ -37,6 +37,7 @@ from pyrocshmem.calls.invariance import BATCH, TP, Invariance, batch_invariant
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.environment import changed_environment
 from pyrocshmem.reference import ops as reference_ops
+from pyrocshmem.reference.operands import first
 from pyrocshmem.reference.problems import ALL, EPS
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import placement_names
@@ -130,6 +131,32 @@ def _ours_invariant(mode: Invariance) -> Callable[[Operands], Run]:
         return dataclasses.replace(run, function=inside)
 
     return prepare_invariant
+
+
+def _ours_in_8_bits(recipe: Any, fused: bool) -> Callable[[Operands], Run]:
+    """Ours with the norm in 8 bits: as part of the call, or by `quantize` behind it."""
+
+    def prepare_in_8_bits(x: Operands) -> Run:
+        function = getattr(stream_k if x.problem.gemm else collectives, x.problem.op)
+        operands = (x.a, x.b) if x.problem.gemm else (x.x,)
+
+        def call(**more: Any) -> Any:
+            return function(*operands, *x.arguments(), group=x.heap, workspace=x.workspace, **more)
+
+        def quantized() -> torch.Tensor:
+            if fused:
+                return first(call(quantize=recipe))
+            return first(stream_k.quantize(first(call()), recipe))
+
+        def norm_of(found: torch.Tensor) -> torch.Tensor:
+            """The norm, where it has these bits in 8 bits."""
+            norm = first(call())
+            same = torch.equal(found.view(torch.uint8), stream_k.quantize(norm, recipe)[0].view(torch.uint8))
+            return norm if same else torch.full_like(norm, torch.nan)
+
+        return Run(quantized, None, returns=True, as_result=norm_of, roundings=_roundings(x, None))
+
+    return prepare_in_8_bits
 
 
 def _own_gemm(x: Operands) -> Config:
@@ -312,6 +339,11 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "blas_torch_one_shot": (_DECODED, peer_providers.blas_torch_one_shot),
     "transformer_engine": (_ROWS_DIVIDED, peer_providers.without_adapter("transformer_engine")),
     "flux": (_ROWS_DIVIDED, peer_providers.without_adapter("flux")),
+    **{
+        f"ours_{way}{recipe}": (("all_reduce_rms_norm", *_NORMED), _ours_in_8_bits(recipe, fused=not way))
+        for recipe in ("rowwise", "blockwise")
+        for way in ("", "then_")
+    },
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
 # Ours, otherwise configured than by default: for orientation, so timed less often.
