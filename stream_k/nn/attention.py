@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyrocshmem.checks import as_integer
+from pyrocshmem.stream_k.nn.float8 import Float8
 from pyrocshmem.stream_k.nn.functional import autocast
 from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear, joint_product
 from pyrocshmem.stream_k.nn.packed import WithPack
@@ -59,6 +60,7 @@ class ParallelAttention(WithPack):
         sequence_parallel: bool = False,
         partial_dtype: torch.dtype | None = None,
         save_gathered: bool = True,
+        float8: Float8 | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str = "ParallelAttention",
@@ -82,7 +84,7 @@ class ParallelAttention(WithPack):
         self.head_dim, self.rope_theta, self.causal = head_dim, rope_theta, causal
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
-            "device": device, "dtype": dtype,
+            "float8": float8, "device": device, "dtype": dtype,
         }  # fmt: skip
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         for each, size in zip(self.PACKED, (queries, keys, keys), strict=True):
@@ -108,6 +110,7 @@ class ParallelAttention(WithPack):
         sequence_parallel: bool = False,
         partial_dtype: torch.dtype | None = None,
         save_gathered: bool = True,
+        float8: Float8 | None = None,
         name: str = "ParallelAttention",
     ) -> Self:
         """Of ordinary layers, which all ranks hold alike."""
@@ -122,6 +125,7 @@ class ParallelAttention(WithPack):
             sequence_parallel=sequence_parallel,
             partial_dtype=partial_dtype,
             save_gathered=save_gathered,
+            float8=float8,
             device="meta",
             name=name,
         )

@@ -10,11 +10,13 @@ layer). `float8_products` multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from pyrocshmem import stream_k
+from pyrocshmem.collectives.float8 import BLOCK
 
 Float8 = Literal["rowwise", "blockwise"]
 _OF_WEIGHTS = {"rowwise": "rowwise", "blockwise": "blockwise_weight"}
@@ -33,6 +35,11 @@ def check_recipe(name: str, recipe: str | None) -> None:
     if recipe is not None and recipe not in _OF_WEIGHTS:
         allowed = ", ".join(map(repr, get_args(Float8)))
         raise ValueError(f"{name}: float8 is {recipe!r}, allowed are None, {allowed}")
+
+
+def shares_fit(shares: Sequence[torch.Tensor], recipe: Float8 | None) -> bool:
+    """Whether shares of weights, one below the other, have the scales that each has by itself."""
+    return recipe != "blockwise" or all(share.shape[0] % BLOCK == 0 for share in shares[:-1])
 
 
 def quantized(weight: torch.Tensor, recipe: Float8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,15 +19,22 @@ _NO_SCALES = (None, None, None, False)
 
 
 def product(
-    op: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, group: Any, /, **options: Any
+    op: str,
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    group: Any,
+    swiglu: bool = False,
+    /,
+    **options: Any,
 ) -> Any:
-    """x @ weight.T + bias by the op of that name, x [rows, features] being quantized. options: of the op; a norm's only
-    where nothing needs a gradient.
+    """x @ weight.T + bias by the op of that name, x [rows, features] being quantized. swiglu: the SwiGLU of x [rows, 2
+    features] in the place of x, where nothing needs a gradient. options: of the op; a norm's only where nothing does.
 
     Raises as the op does; RuntimeError where torch.compile traces a call that needs a gradient.
     """
     x, share, bias = _operands(x, weight, bias)
-    call = partial(_in_eight_bits, op, x, share, weight, bias, group, options)
+    call = partial(_in_eight_bits, op, x, share, weight, bias, group, options, swiglu)
     if not needs_gradient((x, share, bias)):
         return call()
     _check_gradient(weight)
@@ -74,11 +81,11 @@ def _check_gradient(weight: Weight) -> None:
 
 def _in_eight_bits(
     op: str, x: torch.Tensor, share: torch.Tensor, weight: Weight, bias: torch.Tensor | None, group: Any,
-    options: dict[str, Any],
+    options: dict[str, Any], swiglu: bool = False,
 ) -> Any:  # fmt: skip
     with torch.no_grad():
         b, of_b = (share, weight.scale) if weight.scale is not None else quantized(share, weight.recipe)
-        a, of_a = stream_k.quantize(x, weight.recipe)
+        a, of_a = (stream_k.quantize_swiglu if swiglu else stream_k.quantize)(x, weight.recipe)
         more = options if op == "gemm" else {**options, "group": group}
         call = getattr(stream_k, op)
         return call(a, b.t(), bias=bias, scale_a=of_a, scale_b=of_b.t(), out_dtype=x.dtype, **more)

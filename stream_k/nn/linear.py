@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyrocshmem import stream_k
 from pyrocshmem.calls import invariance
+from pyrocshmem.calls.operators import dispatched
 from pyrocshmem.collectives.row_norm import row_norm
 from pyrocshmem.elements import DTYPES
 from pyrocshmem.shards import shard_range
-from pyrocshmem.stream_k.nn.float8 import Float8
+from pyrocshmem.stream_k.nn.float8 import Float8, shares_fit
 from pyrocshmem.stream_k.nn.float8_products import column_product as float8_columns
 from pyrocshmem.stream_k.nn.float8_products import product as float8_product
 from pyrocshmem.stream_k.nn.functional import (
@@ -96,11 +97,12 @@ class ColumnParallelLinear(ParallelLinear):
         num_rows: int | None,
         dim: int | None,
         sums: bool = True,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` with these shares. dim: of the tokens, divided over the ranks. sums: where there is none, whether
-        the gradient of `x` is the sum over ranks, or a part of it."""
+        the gradient of `x` is the sum over ranks, or a part of it. scale: of a weight in 8 bits; None: this layer's."""
         self._check_input(x, weight, self.in_features, dim)
-        eight = self._in_eight_bits(weight)
+        eight = self._in_eight_bits(weight, scale)
         if dim is None:
             rows, sizes = to_rows(x, 0)
             if eight is not None and sums:
@@ -132,22 +134,25 @@ class ColumnParallelLinear(ParallelLinear):
 def joint_product(layers: Sequence[nn.Module], x: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
     """The outputs of `layers`, side by side, as one product; they differ in weight, bias and output features alone.
 
-    Where one was replaced or wrapped, has hooks, or differs from the others, each is called by itself.
+    Where one was replaced or wrapped, has hooks, or differs from the others, each is called by itself; and of 8 bits,
+    where blocks of weights would belong to two of them.
     """
     first = layers[0]
-    alike = {(layer.weight.dtype, layer.bias is None) for layer in layers if is_plain(layer, _PLAIN)}
+    alike = {
+        (layer.weight.dtype, layer.bias is None, layer.float8) for layer in layers if is_plain(layer, _PLAIN)
+    }
     # What is traced copies weights into one, which few tokens are not worth; divided ones would be gathered again.
     divided = getattr(first, "sequence_parallel", False)
     traced = torch.compiler.is_compiling() and not torch.is_grad_enabled() and not divided
-    # Each weight of 8 bits has scales of its own.
-    traced |= any(getattr(layer, "float8", None) is not None for layer in layers)
-    if traced or len(alike) > 1 or not all(is_plain(layer, _PLAIN) for layer in layers):
+    apart = traced or len(alike) > 1 or not all(is_plain(layer, _PLAIN) for layer in layers)
+    if apart or not shares_fit([local(layer.weight) for layer in layers], first.float8):
         return torch.cat([layer(x, num_rows) for layer in layers], -1)
     assert isinstance(first, ColumnParallelLinear)
     weight = joined([layer.weight for layer in layers])
     bias = None if first.bias is None else joined([layer.bias for layer in layers])
     dim = first.sequence_dim if first.sequence_parallel else None
-    return first.product(x, weight, bias, num_rows, dim)
+    scale = None if first.weight_scale is None else torch.cat([layer.weight_scale for layer in layers])
+    return first.product(x, weight, bias, num_rows, dim, scale=scale)
 
 
 _PLAIN = (ColumnParallelLinear,)
@@ -212,10 +217,12 @@ class RowParallelLinear(ParallelLinear):
         dim: int | None,
         residual: torch.Tensor | None = None,
         norm: nn.Module | None = None,
+        swiglu: bool = False,
     ) -> Any:
-        """`forward`, the result divided by `dim` of the tokens; None: whole."""
+        """`forward`, the result divided by `dim` of the tokens; None: whole. swiglu: x is [.., 2 in/R], gate and up, of
+        a layer in 8 bits where nothing needs a gradient."""
         weight, bias = local(self.weight), local(self.bias)
-        self._check_input(x, weight, weight.shape[1], dim)
+        self._check_input(x, weight, weight.shape[1] * (2 if swiglu else 1), dim)
         if not torch.compiler.is_compiling():
             self._check_added(x, dim, residual, norm)
         scatter, dim = dim is not None, dim or 0
@@ -232,12 +239,19 @@ class RowParallelLinear(ParallelLinear):
         eight = self._in_eight_bits(weight)
         if eight is not None:
             options["multiply"] = lambda op, rows, bias, **more: float8_product(
-                op, rows, eight, bias, self.group, partial_dtype=self.partial_dtype, **more
+                op, rows, eight, bias, self.group, swiglu, partial_dtype=self.partial_dtype, **more
             )
         found = self._named(row_product, rows, weight, bias, **options)
         if norm is None:
             return from_rows(found, sizes, dim, first)
         return tuple(from_rows(each, sizes, dim, first) for each in found)
+
+    def takes_swiglu(self, product: torch.Tensor, *more: torch.Tensor | None) -> bool:
+        """Whether `product(.., swiglu=True)` does what `forward` would do with the SwiGLU of `product`: in 8 bits, no
+        gradient for it or more, and nobody to see the difference."""
+        operands = (product, self.weight, self.bias, *more)
+        plain = self.float8 is not None and is_plain(self, (RowParallelLinear,))
+        return plain and product.dtype in DTYPES and not dispatched(*map(local, operands))
 
     def _check_added(
         self, x: torch.Tensor, dim: int | None, residual: torch.Tensor | None, norm: nn.Module | None

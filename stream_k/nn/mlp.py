@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from pyrocshmem.stream_k.nn.float8 import Float8
 from pyrocshmem.stream_k.nn.linear import ColumnParallelLinear, RowParallelLinear, joint_product
 from pyrocshmem.stream_k.nn.packed import WithPack
 from pyrocshmem.stream_k.nn.pointwise import swiglu
@@ -31,6 +32,7 @@ class ParallelMLP(WithPack):
         sequence_parallel: bool = False,
         partial_dtype: torch.dtype | None = None,
         save_gathered: bool = True,
+        float8: Float8 | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str = "ParallelMLP",
@@ -38,7 +40,7 @@ class ParallelMLP(WithPack):
         super().__init__()
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
-            "device": device, "dtype": dtype,
+            "float8": float8, "device": device, "dtype": dtype,
         }  # fmt: skip
         for each in self.PACKED:
             layer = ColumnParallelLinear(
@@ -59,12 +61,13 @@ class ParallelMLP(WithPack):
         sequence_parallel: bool = False,
         partial_dtype: torch.dtype | None = None,
         save_gathered: bool = True,
+        float8: Float8 | None = None,
         name: str = "ParallelMLP",
     ) -> Self:
         """The layer made of ordinary ones, which all ranks hold alike; it has their dtype, device and bias."""
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "partial_dtype": partial_dtype,
-            "save_gathered": save_gathered,
+            "save_gathered": save_gathered, "float8": float8,
         }  # fmt: skip
         made = cls(down_proj.out_features, down_proj.in_features, device="meta", name=name, **options)
         made.adopt_all(gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
@@ -82,5 +85,8 @@ class ParallelMLP(WithPack):
 
         x, residual: where sequence_parallel, this rank's block of dimension 0. num_rows: as of `ColumnParallelLinear`.
         """
-        inner = swiglu(joint_product((self.gate_proj, self.up_proj), x, num_rows), spent=True)
-        return self.down_proj(inner, residual=residual, norm=norm)
+        product, down = joint_product((self.gate_proj, self.up_proj), x, num_rows), self.down_proj
+        if isinstance(down, RowParallelLinear) and down.takes_swiglu(product, residual):
+            dim = down.sequence_dim if down.sequence_parallel else None
+            return down.product(product, dim, residual, norm, swiglu=True)
+        return down(swiglu(product, spent=True), residual=residual, norm=norm)

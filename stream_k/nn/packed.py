@@ -35,6 +35,14 @@ class WithPack(nn.Module):
             for kind in ("weight", "bias"):
                 _pack([getattr(layer, kind, None) for layer in layers])
 
+    def quantize_weights(self) -> Self:
+        """Hold the weights of all parallel layers in 8 bits alone: `ParallelLinear.quantize_weight` of each."""
+        for layer in self.children():
+            if isinstance(layer, ParallelLinear):
+                layer.quantize_weight()
+        self.pack()
+        return self
+
     def adopt_all(self, **linears: nn.Linear) -> None:
         """Take the shares of ordinary layers, by the names of this module's. Raises as `from_linear`."""
         for name, linear in linears.items():

@@ -236,9 +236,11 @@ class ParallelLinear(OnGroup, nn.Module):
                 )
         super()._load_from_state_dict(state_dict, prefix, *others, **options)
 
-    def _in_eight_bits(self, weight: torch.Tensor) -> Weight | None:
-        """This rank's share of the weight for a product in 8 bits; None: the layer's is none."""
-        return None if self.float8 is None else Weight(weight, self.float8, self.weight_scale)
+    def _in_eight_bits(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Weight | None:
+        """This rank's share of the weight for a product in 8 bits; None: the layer's is none. scale: its own where it
+        is no share of this layer's alone."""
+        scale = self.weight_scale if scale is None else scale
+        return None if self.float8 is None else Weight(weight, self.float8, scale)
 
     def _check_input(self, x: torch.Tensor, weight: torch.Tensor, features: int, dim: int | None) -> None:
         """x: the input; weight: this rank's; dim: of the tokens that the ranks divide, if they do."""

@@ -1,17 +1,20 @@
 """Layers of 8-bit products: forward against float64 of what is quantized, gradients against those of the layers
 without, weights that are held in 8 bits."""
 
+import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pyrocshmem import stream_k, target
+from pyrocshmem import batch_invariant, stream_k, target
 from pyrocshmem.shards import shard_range
-from pyrocshmem.stream_k.nn import ColumnParallelLinear, RowParallelLinear
+from pyrocshmem.stream_k.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear
+from pyrocshmem.stream_k.nn.pointwise import swiglu
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -177,6 +180,77 @@ def test_gradients() -> None:
 @pytest.mark.num_ranks(2)
 def test_on_a_mesh() -> None:
     assert values(run_ranks(on_a_mesh, 2, timeout=100.0)) == [[True] * 6] * 2
+
+
+def blocks_of_layers(rank: int, world_size: int) -> list[str]:
+    """What is wrong of whole MLPs and attentions: beside the same of single layers in 8 bits, which quantize what lies
+    between them, and beside float64 without 8 bits; of weights in 8 bits; of gradients."""
+    wrong = []
+    device = target.device(rank)
+    # Shares that blocks of 128 divide, so that weights are joined, and shares that they don't.
+    for recipe, inner, divided in itertools.product(RECIPES, (128 * world_size, 48), (False, True)):
+        torch.manual_seed(4)
+        gate, up = (nn.Linear(IN, inner, bias=False, device=device) for _ in "ab")
+        down = nn.Linear(inner, IN, bias=False, device=device)
+        whole = torch.randn(ROWS, IN, device=device)
+        rows = slice(*shard_range(ROWS, rank, world_size)) if divided else slice(None)
+        options: dict[str, Any] = {"sequence_parallel": divided, "float8": recipe}
+        more = {"num_rows": ROWS} if divided else {}
+        mlp = ParallelMLP.from_linears(gate, up, down, **options)
+        singles = [ColumnParallelLinear.from_linear(each, **options) for each in (gate, up)]
+        last = RowParallelLinear.from_linear(down, **options)
+        name = f"{recipe}, {inner} features, divided {divided}"
+        with torch.no_grad():
+            x = whole[rows]
+            with mock.patch.object(stream_k, "quantize", wraps=stream_k.quantize) as quantized:
+                found = mlp(x, **more)
+            # x, the joined weight and the last one; what lies between is quantized where it is made.
+            if quantized.call_count != (5 if recipe == "blockwise" and inner == 48 else 3):
+                wrong.append(f"MLP, {name}: {quantized.call_count} calls of quantize")
+            product = torch.cat([each(x, **more) for each in singles], -1)
+            with batch_invariant():  # by the kernel on CPUs, too
+                middle = swiglu(product)
+            if not torch.allclose(found, last(middle), rtol=TOLERANCE, atol=TOLERANCE):
+                wrong.append(f"MLP, {name}: not as single layers")
+            exact = nn.functional.silu(gate(whole)) * up(whole)
+            exact = (exact.double() @ down.weight.double().t())[rows]
+            error = float((found.double() - exact).norm() / exact.norm())
+            if not 0.001 < error < 0.1:
+                wrong.append(f"MLP, {name}: {error:.4f} of float64")
+            held = copy.deepcopy(mlp).quantize_weights()
+            if {each.weight.element_size() for each in (held.gate_proj, held.down_proj)} != {1}:
+                wrong.append(f"MLP, {name}: not held in 8 bits")
+            if not torch.equal(held(x, **more), found):
+                wrong.append(f"MLP, {name}: held in 8 bits")
+        y = x.clone().requires_grad_()
+        mlp(y, **more).sum().backward()
+        same = x.clone().requires_grad_()
+        plain = ParallelMLP.from_linears(gate, up, down, sequence_parallel=divided)
+        plain(same, **more).sum().backward()
+        for a, b in ((y.grad, same.grad), (mlp.gate_proj.weight.grad, plain.gate_proj.weight.grad)):
+            assert a is not None
+            assert b is not None
+            if not 0 < float((a - b).norm() / b.norm()) < 0.1:  # what goes into SwiGLU is of 8 bits
+                wrong.append(f"MLP, {name}: gradients")
+        if not divided and inner > 48:
+            heads = {"head_dim": 16, "rope_theta": 100.0}
+            of_heads = [nn.Linear(IN, 16 * n, bias=False, device=device) for n in (8, 4, 4)]
+            output = nn.Linear(128, IN, bias=False, device=device)
+            made = [
+                ParallelAttention.from_linears(*of_heads, output, float8=f, **heads) for f in (recipe, None)
+            ]  # type: ignore[arg-type]
+            with torch.no_grad():
+                found, exact = (each(whole) for each in made)
+                if not 0.001 < float((found - exact).norm() / exact.norm()) < 0.1:
+                    wrong.append(f"attention, {recipe}")
+                if not torch.equal(made[0].quantize_weights()(whole), found):
+                    wrong.append(f"attention, {recipe}: held in 8 bits")
+    return wrong
+
+
+@pytest.mark.num_ranks(2)
+def test_blocks_of_layers() -> None:
+    assert values(run_ranks(blocks_of_layers, 2, timeout=150.0)) == [[]] * 2
 
 
 def refused(rank: int, world_size: int) -> list[str]:
