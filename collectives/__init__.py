@@ -15,6 +15,7 @@ if __name__ != "pyrocshmem.collectives":
 from pyrocshmem import target  # isort: skip  # before anything that imports Triton
 from pyrocshmem.collectives import library  # noqa: F401  registers the operators
 from pyrocshmem.collectives.all_reduce_rms_norm import all_reduce_rms_norm
+from pyrocshmem.collectives.quantized_norm import QuantizedNorm
 from pyrocshmem.collectives.rms_norm import rms_norm
 from pyrocshmem.collectives.rms_norm_pair import rms_norm_pair
 from pyrocshmem.collectives.whole_tensors import (
@@ -30,6 +31,7 @@ from pyrocshmem.collectives.whole_tensors import (
 from pyrocshmem.collectives.work import Work
 
 __all__ = [
+    "QuantizedNorm",
     "Work",
     "all_gather",
     "all_reduce",

@@ -11,7 +11,7 @@ its GEMM is the same, and its parts are these: `check_norm`, `results`, `normali
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch.nn import functional
@@ -28,13 +28,11 @@ from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
 from pyrocshmem.collectives.exchange_kernel import AfterSum
 from pyrocshmem.collectives.over_hosts import exchange_over_hosts
-from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, quantization, quantized
+from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, Recipe, quantization, quantized
 from pyrocshmem.collectives.row_norm import is_apart, row_norm, row_norm_gradients
 from pyrocshmem.collectives.whole_tensors import all_reduce, check_algorithm, check_kind, check_place
 from pyrocshmem.elements import DTYPES, names
 from pyrocshmem.hosts import Hosts
-
-Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 
 
 @overload

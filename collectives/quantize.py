@@ -228,10 +228,11 @@ def check_scale(name: str, scale: Any, x: torch.Tensor) -> None:
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{name} is a {type(scale).__name__}, a torch.Tensor is needed")
     check_plain(name, scale)
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
+    device = getattr(x, "device", scale.device)  # what is no tensor is refused elsewhere
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
         raise ValueError(
             f"{name} has dtype {scale.dtype}, shape {tuple(scale.shape)}, on {scale.device}; one element of "
-            f"torch.float32 on {x.device} is needed"
+            f"torch.float32 on {device} is needed"
         )
 
 

@@ -9,7 +9,7 @@ It has the bits of `quantize` of the norm.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -22,7 +22,7 @@ from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.collectives.quantize import check_scale, quantize
 from pyrocshmem.elements import float8
 
-RECIPES = ("tensorwise", "rowwise", "blockwise")
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 
 
 class QuantizedNorm(NamedTuple):
@@ -101,8 +101,9 @@ def quantization(
         if scale is not None or keep:
             raise ValueError("quantize_scale and keep_norm go with quantize")
         return None
-    if recipe not in RECIPES:
-        raise ValueError(f"quantize is {recipe!r}, allowed are None, {', '.join(map(repr, RECIPES))}")
+    if recipe not in get_args(Recipe):
+        allowed = ", ".join(map(repr, get_args(Recipe)))
+        raise ValueError(f"quantize is {recipe!r}, allowed are None, {allowed}")
     if (recipe == "tensorwise") != (scale is not None):
         raise ValueError(
             "quantize='tensorwise' and quantize_scale go together: the scale must be known before"

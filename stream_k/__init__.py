@@ -21,7 +21,7 @@ from pyrocshmem import target  # isort: skip  # before anything that imports Tri
 from pyrocshmem.calls import timeline
 from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.collectives.quantize import dequantize, quantize, quantize_swiglu
-from pyrocshmem.collectives.rms_norm_quantize import quantize_rms_norm
+from pyrocshmem.collectives.quantize_rms_norm import quantize_rms_norm
 from pyrocshmem.collectives.saturation import count_saturated
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.explain import Explanation, explain

@@ -25,9 +25,9 @@ from pyrocshmem.calls.operators import dispatched, find, name_of, once, ops, ran
 from pyrocshmem.calls.planned import agree
 from pyrocshmem.calls.tensors import kind, left_kind, new_like, shape_of
 from pyrocshmem.calls.workspace import Workspace, find_workspace
-from pyrocshmem.collectives.all_reduce_rms_norm import Recipe, check_norm, normalized, results
+from pyrocshmem.collectives.all_reduce_rms_norm import check_norm, normalized, results
 from pyrocshmem.collectives.all_reduce_rms_norm import gradients as norm_gradients
-from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, quantization, quantized
+from pyrocshmem.collectives.quantized_norm import Quantization, QuantizedNorm, Recipe, quantization, quantized
 from pyrocshmem.collectives.rms_norm import all_columns
 from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns

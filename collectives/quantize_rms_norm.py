@@ -22,11 +22,11 @@ from pyrocshmem.calls import invariance, remembered
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import is_watched
 from pyrocshmem.calls.tensors import kind, new_like
-from pyrocshmem.collectives.all_reduce_rms_norm import Recipe, check_norm
+from pyrocshmem.collectives.all_reduce_rms_norm import check_norm
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
 from pyrocshmem.collectives.quantize import rows_at_once
-from pyrocshmem.collectives.quantized_norm import QuantizedNorm, quantization, quantized
+from pyrocshmem.collectives.quantized_norm import QuantizedNorm, Recipe, quantization, quantized
 from pyrocshmem.collectives.whole_tensors import check_kind
 from pyrocshmem.elements import DTYPES, float8
 
