@@ -70,7 +70,7 @@ class SquaresProducer(Protocol):
     @property
     def replayable(self) -> bool: ...
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
+    def run(self, a: Any, b: Any, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
 
 
 class _Tensors(NamedTuple):
@@ -162,8 +162,10 @@ class NormPlan:
             if self.graphs is None:
                 self.launch((*tensors, *self.rest))
             else:
+                # An 8-bit operand is two tensors.
+                read = [t for each in operands for t in (each if isinstance(each, tuple) else (each,))]
                 self.graphs.run(
-                    (*operands, *tensors, results[0]), lambda: self._enqueue(x, operands, tensors, results[0])
+                    (*read, *tensors, results[0]), lambda: self._enqueue(x, operands, tensors, results[0])
                 )
         return results
 

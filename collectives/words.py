@@ -9,10 +9,21 @@ quad (16 bytes), or in two where x is float32 and the result is not. Two forms o
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
-from pyrocshmem import message
+from pyrocshmem import message, target
 from pyrocshmem.collectives import pair_sums
 from pyrocshmem.collectives.epilogue import rounded
+
+_INTERPRETED = tl.constexpr(target.interpreted())
+# A store where the mask is set, of so many bits.
+_STORE = """{
+.reg .pred p;
+setp.ne.u32 p, $3, 0;
+@p st.global.b%d [$1], $2;
+mov.u32 $0, 0;
+}"""
+_STORE_4, _STORE_8 = tl.constexpr(_STORE % 32), tl.constexpr(_STORE % 64)
 
 
 @triton.jit
@@ -54,12 +65,25 @@ def store_unit(out, place, first, end, words, mask, UNIT: tl.constexpr, ALIGNED:
 def store_bytes(out, place, first, end, found, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
     """As `store_unit`, of elements of one byte: `found` has those of a unit in one integer."""
     if ALIGNED:
-        where = (out + place).to(tl.pointer_type(found.dtype), bitcast=True)
-        tl.store(where, found, mask=mask & (first < end))
+        _keep((out + place).to(tl.pointer_type(found.dtype), bitcast=True), found, mask & (first < end))
     else:
         where = (out + place).to(tl.pointer_type(tl.uint8), bitcast=True)
         for e in tl.static_range(UNIT):
             tl.store(where + e, (found >> (8 * e)).to(tl.uint8), mask=mask & (first + e < end))
+
+
+@triton.jit
+def _keep(pointer, found, mask):
+    """An ordinary store of 4 or 8 bytes at once. For one of `tl.store` Triton would choose how `found` lies, and have
+    it computed so: from messages that are polled for once more (3.6)."""
+    if not _INTERPRETED and not target_info.is_hip():
+        operands = [pointer.to(tl.int64), found, mask.to(tl.int32)]
+        if found.dtype.primitive_bitwidth == 64:
+            tl.inline_asm_elementwise(_STORE_8, "=r,l,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+        else:
+            tl.inline_asm_elementwise(_STORE_4, "=r,l,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(pointer, found, mask=mask)
 
 
 @triton.jit

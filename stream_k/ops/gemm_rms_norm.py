@@ -40,6 +40,7 @@ from pyrocshmem.stream_k.local_gemm.operands import check_product
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.scales import (
     Operand,
+    Scaling,
     Scheme,
     data_of,
     kind_of,
@@ -269,6 +270,10 @@ def gemm_rms_norm_all_scatter(
     allow_tf32: bool = False,
     config: Config | None = None,
     workspace: Workspace | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """RMSNorm over all columns of [a @ b + bias of rank 0, of rank 1, ..], [M, hidden], on every rank.
 
@@ -276,41 +281,46 @@ def gemm_rms_norm_all_scatter(
     columns, any strides; float16, bfloat16 or float32.
     bias, weight: [N], of these columns. eps: added to the mean of squares, 0 or more. hidden: the columns of all ranks,
     R x N unless given; rank r holds those of `torch.tensor_split(..., R)`. config: of the GEMM. group, workspace: as in
-    `gemm_all_reduce`. Ranks exchange one float a row, the sum of squares of their columns; then each normalizes its
-    columns and pushes them to all (`collectives.rms_norm`). Over several hosts these two are an `all_reduce` and an
-    `all_scatter`.
+    `gemm_all_reduce`. scale_a, scale_b, out_dtype, use_fast_accum: of 8-bit operands, as in `gemm`: what is normalized,
+    and the result, has out_dtype, and there is no gradient. Ranks exchange one float a row, the sum of squares of their
+    columns; then each normalizes its columns and pushes them to all (`collectives.rms_norm`). Over several hosts these
+    two are an `all_reduce` and an `all_scatter`.
 
     Has a gradient, a's being summed over ranks; that of the result must be the same on all ranks. Then, and where
     torch.compile traces it, it takes no config: ValueError. Raises as `gemm_all_reduce_rms_norm` does.
     """
     if is_batched(a):
         more: Any = {"hidden": hidden, "group": group, "bias": bias, "allow_tf32": allow_tf32}
-        more |= {"config": config, "workspace": workspace}
+        more |= {"config": config, "workspace": workspace, "scale_a": scales_of_rows(scale_a, a)}
+        more |= {"scale_b": scale_b, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return by_rows(lambda a, _: gemm_rms_norm_all_scatter(a, b, weight, eps, **more), a, None)
+    scaling = scaling_of(scale_a, scale_b, out_dtype, use_fast_accum)
+    check_no_gradient("gemm_rms_norm_all_scatter", scaling, a, b, bias, weight)
     by_hand = not dispatched(a, b, bias, weight, whole=config is None)
     if by_hand:
         heap, space = find_workspace(group, workspace)
-        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, space)
+        key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, space, scaling)
         plan: _ScatteredPlan | None = space.plans.get(key)
         if plan is not None:
-            return plan.run(a, b, weight, bias)[0]
-    M, N, _ = check_product(a, b, bias, "none")
+            return plan.run(*operands_of(a, b, scaling), weight, bias)[0]
+    M, N, _ = check_product(a, b, bias, "none", scaling)
     check_config(config)
     if config is not None and config.placement != "after":
         raise ValueError(
             f"Config.placement is {config.placement!r}, gemm_rms_norm_all_scatter has after: its GEMM leaves squares; "
             "start from stream_k.choose('gemm', .., placement='after')"
         )
-    check_norm(a, (M, N), None, weight, eps)
-    if by_hand and config is not None:
+    check_norm(a if scaling is None else a.new_empty(0, dtype=scaling.result), (M, N), None, weight, eps)
+    if by_hand and config is not None and scaling is None:
         sizes = (M, N, a.shape[1], a.dtype, 1, heap.device)
         check_invariant("gemm", config, *sizes, invariance.current(space))
     if not by_hand:
         refuse("gemm_rms_norm_all_scatter", config=config)
         op, name = ops.gemm_rms_norm_all_scatter, name_of(group, workspace)
         hidden = all_columns(N, hidden, *ranks(name))
-        return op(a, b, weight, eps, hidden, name, bias, allow_tf32)[0]
-    return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space)[0]
+        scales = () if scaling is None else scaling
+        return op(a, b, weight, eps, hidden, name, bias, allow_tf32, *scales)[0]
+    return scattered(a, b, weight, eps, hidden, bias, allow_tf32, config, space, scaling)[0]
 
 
 def _scattered_key(
@@ -323,8 +333,9 @@ def _scattered_key(
     allow_tf32: bool,
     config: Config | None,
     workspace: Workspace,
+    scaling: Scaling | None,
 ) -> Any:
-    given = (left_kind(a), kind(b), kind(weight), kind(bias))
+    given = (left_kind(a), kind(b), kind(weight), kind(bias), kind_of(scaling))
     recorded, mode = trace.current.get() is not None, invariance.current(workspace)
     return "gemm_rms_norm_all_scatter", *given, eps, hidden, allow_tf32, config, recorded, mode
 
@@ -339,43 +350,47 @@ def scattered(
     allow_tf32: bool,
     config: Config | None,
     workspace: Workspace,
+    scaling: Scaling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the result, and what its gradient needs: this rank's columns of the product, the scales of all rows [M]), of
     arguments that are checked, but for `hidden`."""
     if workspace.hosts is not None:
-        return _scattered_over_hosts(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
-    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
+        return _scattered_over_hosts(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace, scaling)
+    key = _scattered_key(a, b, weight, eps, hidden, bias, allow_tf32, config, workspace, scaling)
     plan: _ScatteredPlan | None = workspace.plans.get(key)
     if plan is None:
         heap = workspace.heap
         assert heap is not None
         if a.device != heap.device:
             raise ValueError(f"a is on {a.device}, the heap of this rank on {heap.device}")
-        norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, a.dtype)
+        dtype = result_dtype(a, scaling)
+        norm = Norm(eps, all_columns(b.shape[1], hidden, heap.rank, heap.world_size), True, dtype)
         M = a.shape[0]
         call = CallName.of(
-            f"gemm_rms_norm_all_scatter(# x {norm.hidden} {a.dtype}, weight={weight.dtype}, eps={eps}, "
+            f"gemm_rms_norm_all_scatter(# x {norm.hidden} {dtype}, weight={weight.dtype}, eps={eps}, "
             f"recorded={trace.current.get() is not None}{invariance.of_call(workspace)})",
             M,
         )
         if M == 0 or norm.hidden == 0:
             agree(workspace, call)
-            block = a.new_empty(M, b.shape[1])
+            block = a.new_empty(M, b.shape[1], dtype=dtype)
             result, _, scales = new_results(norm.templates(block, None), block, None, None)
             return result, block, scales
 
         def again(rows: int) -> object:
-            x = a.new_empty(rows, a.shape[1])
-            return scattered(x, b, weight, eps, hidden, bias, allow_tf32, config, workspace)
+            x, larger = a.new_empty(rows, a.shape[1]), scaling
+            if scaling is not None and scaling.a.numel() > 1:
+                larger = scaling._replace(a=scaling.a.new_empty(rows, scaling.a.shape[1]))
+            return scattered(x, b, weight, eps, hidden, bias, allow_tf32, config, workspace, larger)
 
         workspace.make_room(call, again)
         plan = workspace.planned_together(
-            call, lambda _: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace)
+            call, lambda _: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace, scaling)
         )
         plan.norm.called = call
         if planning.keeps_plans():
             workspace.plans[key] = plan
-    return plan.run(a, b, weight, bias)
+    return plan.run(*operands_of(a, b, scaling), weight, bias)
 
 
 def _scattered_over_hosts(
@@ -388,10 +403,12 @@ def _scattered_over_hosts(
     allow_tf32: bool,
     config: Config | None,
     workspace: Workspace,
+    scaling: Scaling | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `scattered`, of a group over several hosts: the GEMM, then its norm."""
-    norm = Norm(eps, all_columns(b.shape[1], hidden, workspace.rank, workspace.world_size), True, a.dtype)
-    block = run_gemm(a, b, bias, "none", None, allow_tf32, config, None)
+    hidden = all_columns(b.shape[1], hidden, workspace.rank, workspace.world_size)
+    norm = Norm(eps, hidden, True, result_dtype(a, scaling))
+    block = run_gemm(a, b, bias, "none", None, allow_tf32, config, None, None, scaling)
     result, _, scales = norm_of_columns(workspace, block, weight, None, norm)
     return result, block, scales
 
@@ -409,26 +426,27 @@ class _ScatteredPlan:
         allow_tf32: bool,
         config: Config | None,
         workspace: Workspace,
+        scaling: Scaling | None,
     ) -> None:
-        block = a.new_empty(a.shape[0], b.shape[1])
+        block = a.new_empty(a.shape[0], b.shape[1], dtype=result_dtype(a, scaling))
+        scheme = scheme_of(scaling, a, b)
         gemm: GemmPlan | None = None
         if block.numel() > 0:
-            M, N = block.shape
-            mode = invariance.current(workspace)
-            sizes = ("gemm", M, N, a.shape[1], a.dtype, 1, a.device)
-            config = config or choose(*sizes, placement="after", allow_tf32=allow_tf32, invariance=mode)
+            config = _scattered_config(config, a, b, allow_tf32, workspace, scaling, scheme)
             squares = None
-            if not mode:  # the width of its tiles may depend on M
+            if not invariance.current(workspace):  # the width of its tiles may depend on M
+                M, N = block.shape
                 tiles_n = -(-N // config.block_n)
                 sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
                 squares = sums[: tiles_n * M].view(tiles_n, M)
-            a, b, bias = _computed(a, b, bias)
-            gemm = GemmPlan(a, b, config, allow_tf32, bias, "none", block, workspace, squares=squares)
+            x, y, bias = _computed(*operands_of(a, b, scaling), bias)
+            given = (config, allow_tf32, bias, "none", block, workspace)
+            gemm = GemmPlan(x, y, *given, squares=squares, scheme=scheme)
         self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
         self.like = shape_of(block, block.shape)
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, a: Operand, b: Operand, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Enqueue the call; returns what `scattered` does."""
         block = new_like(self.like)
@@ -436,14 +454,40 @@ class _ScatteredPlan:
         return result, block, scales
 
 
+def _scattered_config(
+    config: Config | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    allow_tf32: bool,
+    workspace: Workspace,
+    scaling: Scaling | None,
+    scheme: Scheme | None,
+) -> Config:
+    """That of the GEMM; config: the caller's own."""
+    (M, K), N, mode = a.shape, b.shape[1], invariance.current(workspace)
+    if scaling is None or scheme is None:
+        if config is not None:
+            return config
+        sizes = ("gemm", M, N, K, a.dtype, 1, a.device)
+        return choose(*sizes, placement="after", allow_tf32=allow_tf32, invariance=mode)
+    if mode == invariance.TP:
+        raise ValueError(f"gemm_rms_norm_all_scatter of 8-bit operands is not {mode}")
+    rules = choose_scaled("gemm", M, N, K, 1, a.device, scheme, mode, scaling.result)
+    if config is not None:
+        check_scaled("gemm", config, rules, scheme, mode)
+    return config or rules
+
+
 def _computed(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    a: Operand, b: Operand, bias: torch.Tensor | None
+) -> tuple[Operand, Operand, torch.Tensor | None]:
     """The operands as a GEMM gets them: bf16 as fp32 in Triton's interpreter, which multiplies it wrongly, as in
     `gemm`."""
-    if ELEMENTS[a.dtype].widened:
-        a, b, bias = a.float(), b.float(), None if bias is None else bias.float()
-    return *with_inner_size(a, b), bias
+    x, y = data_of(a), data_of(b)
+    if ELEMENTS[x.dtype].widened:
+        x, y, bias = x.float(), y.float(), None if bias is None else bias.float()
+    x, y = with_inner_size(x, y)
+    return with_data(a, x), with_data(b, y), bias
 
 
 class _Plan:
@@ -469,7 +513,6 @@ class _Plan:
         how: Quantization | None = None,
     ) -> None:
         self.called, self.workspace, rows = called, workspace, data_of(a)
-        self.widens = ELEMENTS[rows.dtype].widened
         like = rows if dtype is None else rows.new_empty(0, dtype=dtype)
         # Of a result, but for its memory.
         self.like = shape_of(like, (rows.shape[0], data_of(b).shape[1]))
@@ -479,7 +522,7 @@ class _Plan:
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
             config.algorithm,
-            *self._operands(a, b),
+            *_computed(a, b, None)[:2],
             config,
             allow_tf32,
             config.wire_dtype(like.dtype),
@@ -500,7 +543,7 @@ class _Plan:
         how: Quantization | None = None,
     ) -> Any:
         """Enqueue the call; returns what `gemm_all_reduce_rms_norm` does."""
-        a, b = self._operands(a, b)
+        a, b, _ = _computed(a, b, None)
         out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None)
         if planning.here.mode is None:
             with self.workspace.begin(self.called):
@@ -509,12 +552,6 @@ class _Plan:
         if how is not None and self.fuses:
             return how.results(out, after)
         return quantized(how, out, after.total)
-
-    def _operands(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
-        """As the GEMM gets them: see `_computed`."""
-        x, y = data_of(a), data_of(b)
-        x, y = with_inner_size(x.float(), y.float()) if self.widens else with_inner_size(x, y)
-        return with_data(a, x), with_data(b, y)
 
 
 def _run_sum(
@@ -571,25 +608,27 @@ def _backward_of_sum(ctx: Any, g: torch.Tensor | None, more: torch.Tensor | None
 
 def _run_scattered(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
-    allow_tf32: bool,
+    allow_tf32: bool, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(result, what its backward needs: this rank's columns of the product, the scales of all rows)."""
     workspace = find_workspace(*find(group))[1]
     with torch.no_grad():
-        return scattered(a, b, weight, eps, hidden, bias, allow_tf32, None, workspace)
+        return scattered(a, b, weight, eps, hidden, bias, allow_tf32, None, workspace, scaling_of(*scales))
 
 
 def _scattered_shapes(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int, group: str, bias: Any,
-    allow_tf32: bool,
+    allow_tf32: bool, *scales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    M, N, _ = check_product(a, b, bias, "none")
-    return a.new_empty(M, hidden), a.new_empty(M, N), a.new_empty(M, dtype=torch.float32)
+    scaling = scaling_of(*scales)
+    M, N, _ = check_product(a, b, bias, "none", scaling)
+    result, block = (a.new_empty(M, columns, dtype=result_dtype(a, scaling)) for columns in (hidden, N))
+    return result, block, a.new_empty(M, dtype=torch.float32)
 
 
 def _keep_scattered(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """`setup_context` of `gemm_rms_norm_all_scatter`."""
-    a, b, weight, _, _, ctx.group, bias, ctx.allow_tf32 = inputs
+    a, b, weight, _, _, ctx.group, bias, ctx.allow_tf32 = inputs[:8]
     ctx.needs = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[6])
     ctx.partial_dtype = None
     ctx.mark_non_differentiable(*output[1:])
@@ -604,7 +643,7 @@ def _backward_of_scattered(ctx: Any, grad: torch.Tensor, *_: Any) -> Gradients:
         grad, None, block, weight, scales, grad.shape[1], block.dtype, ctx.group
     )
     grad_a, grad_b = of_columns(ctx, a, b, columns)
-    return grad_a, grad_b, of_weight, None, None, None, bias_gradient(ctx, columns), None
+    return grad_a, grad_b, of_weight, None, None, None, bias_gradient(ctx, columns), None, *NO_SCALES
 
 
 def _sized_sum(sizes: Sizes) -> Callable[[int], object]:
@@ -660,7 +699,8 @@ register(
         steps="matmul, square, all_reduce of the sums, scale, all_gather of the columns",
         reference="gemm_rms_norm_all_gather",
         schema="(Tensor a, Tensor b, Tensor weight, float eps, SymInt hidden, str group, Tensor? bias, "
-        "bool allow_tf32) -> (Tensor, Tensor, Tensor)",
+        "bool allow_tf32, Tensor? scale_a=None, Tensor? scale_b=None, ScalarType? out_dtype=None, "
+        "bool use_fast_accum=False) -> (Tensor, Tensor, Tensor)",
         run=_run_scattered,
         shapes=_scattered_shapes,
         keep=_keep_scattered,

@@ -278,6 +278,7 @@ _FLOAT8 = [
         ("gemm_all_reduce", LARGE),
         ("gemm_all_scatter", LARGE),
         ("gemm_all_reduce_rms_norm", SMALL),
+        ("gemm_rms_norm_all_scatter", LARGE),
     )
 ]
 

@@ -126,7 +126,7 @@ def _call(case: "Case") -> None:
             a, b, residual, weight, 1e-6, group=heap, config=config, **arguments
         )
     elif case.op == "gemm_rms_norm_all_scatter":
-        weight = torch.empty(N, dtype=dtype)
+        weight = torch.empty(N, dtype=getattr(torch, case.dtype))
         stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, group=heap, config=config, **arguments)
     else:
         getattr(stream_k, case.op)(a, b, group=heap, config=config, **arguments)

@@ -105,7 +105,34 @@ def normed(rank: int, world_size: int, recipe: str) -> list[str]:
                 wrong.append(f"total of {M, N, K}, {placement}, {dtype}")
             if total.dtype != dtype or not ((y.double() - norm).abs() <= 2 * eps * norm.abs() + 1e-6).all():
                 wrong.append(f"norm of {M, N, K}, {placement}, {dtype}")
+            wrong += scattered(heap, recipe, (M, N, K), dtype)
     return wrong
+
+
+def scattered(heap: Heap, recipe: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[str]:
+    """What is wrong of a norm over the columns of all ranks."""
+    (M, N, K), world, rank = sizes, heap.world_size, heap.rank
+    whole = Whole("gemm_all_scatter", recipe, M, N, K, world, heap.device, M + 1)
+    a, b, of_a, of_b = whole.of_rank(rank)
+    weight = torch.rand(world * N, generator=torch.Generator().manual_seed(9)).to(heap.device)
+    more: dict[str, Any] = {"group": heap, "scale_a": of_a, "scale_b": of_b, "out_dtype": dtype}
+    own = weight[rank * N :][:N].clone()
+
+    def call(a: torch.Tensor) -> torch.Tensor:
+        return stream_k.gemm_rms_norm_all_scatter(a, b, own, 1e-6, **more)
+
+    y = call(a)
+    # Traced, it is one operator with the scales.
+    traced = torch.compile(call, fullgraph=True, backend="eager")(a)
+    heap.synchronize()
+    if not torch.equal(traced, y):
+        return [f"scattered norm of {sizes}, {dtype}, traced"]
+    exact, magnitude, _ = whole.exact()
+    eps, rms = torch.finfo(dtype).eps, exact.square().mean(1, keepdim=True).sqrt()
+    norm = torch.nn.functional.rms_norm(exact, (world * N,), weight.double(), 1e-6)
+    off = K**0.5 * EPS * magnitude / rms * weight.double()
+    right = ((y.double() - norm).abs() <= 3 * eps * norm.abs() + 2 * off + 1e-6).all()
+    return [] if right and y.dtype == dtype else [f"scattered norm of {sizes}, {dtype}"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -48,6 +48,7 @@ def calls():
         collectives.barrier: collectives.barrier,
         collectives.rms_norm: lambda: collectives.rms_norm(rows, weight, 1e-6),
         collectives.all_reduce_rms_norm: lambda: collectives.all_reduce_rms_norm(rows, **norm),
+        collectives.rms_norm_pair: lambda: collectives.rms_norm_pair(rows, rows, weight, weight, 1e-6),
         nn.ColumnParallelLinear: lambda: nn.ColumnParallelLinear(8, 4),
         nn.RowParallelLinear: lambda: nn.RowParallelLinear(8, 4),
         nn.ParallelMLP: lambda: nn.ParallelMLP(8, 16),
