@@ -162,7 +162,7 @@ def gemm_all_reduce_rms_norm(
         }
         more |= {"scale_a": scales_of_rows(scale_a, a), "scale_b": scale_b}
         flat = rows_of("residual", residual, a.shape[:-1])
-        if quantize is not None:
+        if quantize is not None or quantize_scale is not None or keep_norm:
             more |= {"quantize": quantize, "quantize_scale": quantize_scale, "keep_norm": keep_norm}
             found = gemm_all_reduce_rms_norm(a.flatten(0, -2), b, flat, weight, eps, **more)
             found = found.in_rows_of(a.shape[:-1])
@@ -376,16 +376,20 @@ def scattered(
             block = a.new_empty(M, b.shape[1], dtype=dtype)
             result, _, scales = new_results(norm.templates(block, None), block, None, None)
             return result, block, scales
+        # What is wrong with them is said before the ranks plan together.
+        scheme = scheme_of(scaling, a, b)
+        chosen = _scattered_config(config, a, b, allow_tf32, workspace, scaling, scheme)
 
         def again(rows: int) -> object:
-            x, larger = a.new_empty(rows, a.shape[1]), scaling
+            more, larger = a.new_empty(rows, a.shape[1]), scaling
             if scaling is not None and scaling.a.numel() > 1:
                 larger = scaling._replace(a=scaling.a.new_empty(rows, scaling.a.shape[1]))
-            return scattered(x, b, weight, eps, hidden, bias, allow_tf32, config, workspace, larger)
+            return scattered(more, b, weight, eps, hidden, bias, allow_tf32, config, workspace, larger)
 
         workspace.make_room(call, again)
+        x, y = operands_of(a, b, scaling)
         plan = workspace.planned_together(
-            call, lambda _: _ScatteredPlan(a, b, weight, norm, bias, allow_tf32, config, workspace, scaling)
+            call, lambda _: _ScatteredPlan(x, y, weight, norm, bias, allow_tf32, chosen, workspace, scheme)
         )
         plan.norm.called = call
         if planning.keeps_plans():
@@ -418,30 +422,28 @@ class _ScatteredPlan:
 
     def __init__(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         weight: torch.Tensor,
         norm: Norm,
         bias: torch.Tensor | None,
         allow_tf32: bool,
-        config: Config | None,
+        config: Config,
         workspace: Workspace,
-        scaling: Scaling | None,
+        scheme: Scheme | None,
     ) -> None:
-        block = a.new_empty(a.shape[0], b.shape[1], dtype=result_dtype(a, scaling))
-        scheme = scheme_of(scaling, a, b)
+        M, N = data_of(a).shape[0], data_of(b).shape[1]
+        block = data_of(a).new_empty(M, N, dtype=norm.out_dtype)
         gemm: GemmPlan | None = None
         if block.numel() > 0:
-            config = _scattered_config(config, a, b, allow_tf32, workspace, scaling, scheme)
             squares = None
             if not invariance.current(workspace):  # the width of its tiles may depend on M
-                M, N = block.shape
                 tiles_n = -(-N // config.block_n)
                 sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
                 squares = sums[: tiles_n * M].view(tiles_n, M)
-            x, y, bias = _computed(*operands_of(a, b, scaling), bias)
+            a, b, bias = _computed(a, b, bias)
             given = (config, allow_tf32, bias, "none", block, workspace)
-            gemm = GemmPlan(x, y, *given, squares=squares, scheme=scheme)
+            gemm = GemmPlan(a, b, *given, squares=squares, scheme=scheme)
         self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
         self.like = shape_of(block, block.shape)
 
@@ -464,7 +466,7 @@ def _scattered_config(
     scheme: Scheme | None,
 ) -> Config:
     """That of the GEMM; config: the caller's own."""
-    (M, K), N, mode = a.shape, b.shape[1], invariance.current(workspace)
+    (M, K), N, mode = a.shape, max(b.shape[1], 1), invariance.current(workspace)
     if scaling is None or scheme is None:
         if config is not None:
             return config

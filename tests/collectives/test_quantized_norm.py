@@ -204,6 +204,8 @@ def mistakes(heap: Heap) -> dict[str, str]:
         "kept on one": {"quantize": "rowwise", "keep_norm": first},
     }
     found = {name: outcome(heap, x, None, weight, **more) for name, more in calls.items()}
+    with pytest.raises(ValueError, match="go with quantize"):
+        stream_k.gemm_all_reduce_rms_norm(x[None], x.t(), None, weight[:3], EPS, group=heap, keep_norm=True)  # type: ignore[call-overload]
     found["gradient"] = outcome(heap, x.clone().requires_grad_(), None, weight, quantize="rowwise")
     assert isinstance(
         collectives.all_reduce_rms_norm(x, None, weight, EPS, group=heap, quantize="rowwise"), QuantizedNorm

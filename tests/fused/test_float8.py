@@ -265,6 +265,18 @@ def other_calls(rank: int, world_size: int) -> list[str]:
                 )
             said.append(str(caught.value))
             heap.recover()
+        # Refused before ranks plan together: nothing is broken.
+        whole = Whole("gemm_all_scatter", "rowwise", 8, 16, 256, world_size, heap.device, 3)
+        a, b, of_a, of_b = whole.of_rank(rank)
+        weight = torch.ones(16, device=heap.device)
+        given: dict[str, Any] = {"group": heap, "scale_a": of_a, "scale_b": of_b}
+        with batch_invariant(tp_invariant=True), pytest.raises(ValueError, match="is not tp-invariant"):
+            stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, **given)
+        with pytest.raises(ValueError, match="scale_b"):
+            stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, **{**given, "scale_b": of_b[:, :3]})
+        assert not heap.broken
+        stream_k.gemm_rms_norm_all_scatter(a, b, weight, 1e-6, **given)
+        heap.synchronize()
     return said
 
 
