@@ -200,7 +200,9 @@ def _forward(
     workspace: Workspace, both: Pair, weights: Pair, eps: float, hidden: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:
     """(both norms, the scales [M] of both), of arguments that are checked."""
-    if workspace.hosts is not None or min(hidden) == 0 or both[0].numel() == 0:
+    rows = math.prod(both[0].shape[:-1])
+    # By what all ranks know alike: one of them may have no column.
+    if workspace.hosts is not None or min(hidden) == 0 or rows == 0:
         found = [
             norm_of_columns(workspace, x, weight, None, Norm(eps, columns, False, x.dtype))
             for x, weight, columns in zip(both, weights, hidden, strict=True)
@@ -210,7 +212,6 @@ def _forward(
     key = ("rms_norm_pair", *map(kind, (*both, *weights)), eps, hidden, recorded, mode)
     plan: _Plan | None = workspace.plans.get(key)
     if plan is None:
-        rows = math.prod(both[0].shape[:-1])
         call = CallName.of(
             f"rms_norm_pair(# x {hidden[0]} and {hidden[1]}, {both[0].dtype}, eps {float(eps)!r}, {recorded=}"
             f"{invariance.of_call(workspace)})",
@@ -300,20 +301,19 @@ def _of_heads(
     for x, weight in both:
         rows = as_rows(x)
         sides.append(Side(rows, weight, new_like(x), None, x.shape[-1], x.shape[-1] // D, rows.stride(0)))
-    M, lanes = len(sides[0].x), triton.next_power_of_2(D)
-    rows = max(1, _HELD // lanes)
-    blocks = sum(-(-M * side.hidden // rows) for side in sides)
-    if blocks:
+    M = len(sides[0].x)
+
+    def make() -> Launch:
+        lanes = triton.next_power_of_2(D)
+        rows = max(1, _HELD // lanes)
+        blocks = sum(-(-M * side.hidden // rows) for side in sides)
         programs = min(blocks, _SHARE * num_sms(q.device))
         constants = {"D": D, "ROWS": rows, "LANES": lanes}
+        return Launch(norm_heads_kernel, programs, constants, NUM_WARPS, 1, chained=True)
+
+    if q.numel() + k.numel() > 0:
         key = ("rms_norm_pair", D, *(kind(t) for side in sides for t in (side.x, side.weight, side.out)))
-        args = (*sides, M, eps)
-        remembered.launch(
-            key,
-            q.device,
-            args,
-            lambda: Launch(norm_heads_kernel, programs, constants, NUM_WARPS, 1, chained=True),
-        )
+        remembered.launch(key, q.device, (*sides, M, eps), make)
     return sides[0].out, sides[1].out
 
 

@@ -19,8 +19,17 @@ TIMEOUT_S = 100.0
 HEAP_BYTES = 16 << 20
 EPS = 1e-5
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-# Tokens, columns of all ranks' queries and keys: of several steps of columns, that ranks don't divide, one, none.
-SHAPES = (((5,), 96, 24), ((2, 3), 6000, 130), ((19,), 37, 5), ((3,), 3, 3), ((0,), 24, 12), ((4,), 24, 0))
+# Tokens, columns of all ranks' queries and keys: of several steps of columns, that ranks don't divide, one, none, of
+# which a rank alone has none.
+SHAPES = (
+    ((5,), 96, 24),
+    ((2, 3), 6000, 130),
+    ((19,), 37, 5),
+    ((3,), 3, 3),
+    ((0,), 24, 12),
+    ((4,), 24, 0),
+    ((2,), 1, 4),
+)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
