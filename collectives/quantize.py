@@ -169,20 +169,22 @@ def _quantized(
     group = BLOCK if recipe == "blockwise_weight" else 1
     columns = _COLUMNS if recipe in ("rowwise", "tensorwise") else BLOCK
     blocks = 1 if recipe == "rowwise" else -(-K // columns)
-    rows = BLOCK if group > 1 else rows_at_once(M * blocks, x.device)
     strides = (0, 0) if given is not None else scales.stride()
     args = (x, q, scales if given is None else given, M, K, blocks, *x.stride(), K, *strides)
-    constants = {
-        "GIVEN": given is not None,
-        "WHOLE_ROWS": recipe == "rowwise",
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "GROUP": group,
-        "SWIGLU": swiglu,
-    }
-    key = ("quantize", recipe, swiglu, *map(kind, args[:3]))
-    grid = -(-M // rows) * blocks
-    remembered.launch(key, x.device, args, lambda: Launch(quantize_kernel, grid, constants, _WARPS, 1))
+
+    def make() -> Launch:
+        rows = BLOCK if group > 1 else rows_at_once(M * blocks, x.device)
+        constants = {
+            "GIVEN": given is not None,
+            "WHOLE_ROWS": recipe == "rowwise",
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "GROUP": group,
+            "SWIGLU": swiglu,
+        }
+        return Launch(quantize_kernel, -(-M // rows) * blocks, constants, _WARPS, 1)
+
+    remembered.launch(("quantize", recipe, swiglu, *map(kind, args[:3])), x.device, args, make)
     return q, scales
 
 

@@ -10,7 +10,6 @@ follows (`collectives.normalizing`), and once to be normalized and converted.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -132,16 +131,19 @@ def quantize_rms_norm(
         args = (rows, added, weight, read, norm, q, scales, M, N, float(eps))
         # Where a row must have the same bits in every batch, its squares are added by as many threads in all of them.
         alike = invariance.current() > 0 and not target.interpreted()
-        at_once = 1 if alike else rows_at_once(M, x.device)
-        constants = {
-            "GIVEN": quantize == "tensorwise",
-            "GROUPS": quantize == "blockwise",
-            "ROWS": at_once,
-            "COLUMNS": _COLUMNS,
-        }
-        key, grid = ("quantize_rms_norm", quantize, alike, *map(kind, args[:7])), -(-M // at_once)
-        launch = partial(Launch, quantize_norm_kernel, grid, constants, _WARPS, 1)
-        remembered.launch(key, x.device, args, launch)
+
+        def make() -> Launch:
+            at_once = 1 if alike else rows_at_once(M, x.device)
+            constants = {
+                "GIVEN": quantize == "tensorwise",
+                "GROUPS": quantize == "blockwise",
+                "ROWS": at_once,
+                "COLUMNS": _COLUMNS,
+            }
+            return Launch(quantize_norm_kernel, -(-M // at_once), constants, _WARPS, 1)
+
+        key = ("quantize_rms_norm", quantize, alike, *map(kind, args[:7]))
+        remembered.launch(key, x.device, args, make)
     elif quantize_scale is None:
         scales.fill_(1.0)
     return how.found(q, scales, total, norm)
