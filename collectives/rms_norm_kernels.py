@@ -57,6 +57,26 @@ def squares_of(
     return pair_sums.of_terms(sums)
 
 
+@triton.jit
+def normalize(
+    h, h_stride, weight, places, out_stride, scales, sums, block, M, N, H, eps, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of h [M, N], whose squares over all H columns have these sums, to all places; their scales to
+    `scales` [M]. places: where results of this rank's columns begin."""
+    row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
+    scale = tl.math.rsqrt(sums / H + eps)
+    tl.store(scales + row, scale, mask=row < M)
+    for first in range(0, N, COLUMNS):
+        i, j = row[:, None], first + tl.arange(0, COLUMNS)[None, :]
+        mask = (i < M) & (j < N)
+        value = tl.load(h + i * h_stride + j, mask=mask, other=0.0)
+        w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
+        value = rounded(value.to(tl.float32) * scale[:, None] * w, places[0].dtype.element_ty)
+        for k in tl.static_range(len(places)):
+            tl.store(places[k] + i * out_stride + j, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
     x, residual, updated, weight, squares, out, scales, messages, slot_quads, flags, context,
@@ -105,20 +125,14 @@ def rms_norm_kernel(
             absent = tl.maximum(absent, missing)
             if (tl.max(missing, axis=0) == 0) & (told == 0):
                 trace.mark(events, trace.STORE, block)
-                row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
-                scale = tl.math.rsqrt(sums[0] / H + eps)
-                tl.store(scales + row, scale, mask=row < M)
-                for first in range(0, N, COLUMNS):
-                    i, j = row[:, None], first + tl.arange(0, COLUMNS)[None, :]
-                    mask = (i < M) & (j < N)
-                    if ADDS:
-                        value = tl.load(updated + i * N + j, mask=mask, other=0.0)
-                    else:
-                        value = tl.load(x + i * x_stride + j, mask=mask, other=0.0)
-                    w = tl.load(weight + j, mask=j < N, other=0.0).to(tl.float32)
-                    value = rounded(value.to(tl.float32) * scale[:, None] * w, out.dtype.element_ty)
-                    for k in tl.static_range(WORLD if REPLICATED else 1):
-                        tl.store(places[k] + i * out_stride + j, value, mask=mask)
+                if ADDS:
+                    normalize(
+                        updated, N, weight, places, out_stride, scales, sums[0], block, M, N, H, eps, ROWS, COLUMNS
+                    )  # fmt: skip
+                else:
+                    normalize(
+                        x, x_stride, weight, places, out_stride, scales, sums[0], block, M, N, H, eps, ROWS, COLUMNS
+                    )  # fmt: skip
                 if REPLICATED:
                     signal.publish(
                         signal.word(flags, block, rank), epoch, lanes, context.heap_bases, lanes < WORLD

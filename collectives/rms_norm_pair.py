@@ -30,7 +30,7 @@ from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives import row_sums
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.collectives.rms_norm import all_columns
-from pyrocshmem.collectives.rms_norm_kernels import squares_of
+from pyrocshmem.collectives.rms_norm_kernels import normalize, squares_of
 from pyrocshmem.collectives.rms_norm_plan import Norm, pieces_of
 from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
 from pyrocshmem.collectives.row_sums import Blocks
@@ -61,16 +61,10 @@ class Side(NamedTuple):
 @triton.jit
 def _normalize(side, sums, block, M, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A block of rows, whose squares have these sums."""
-    row = tl.cast(block * ROWS, tl.int64) + tl.arange(0, ROWS)
-    scale = tl.math.rsqrt(sums / side.hidden + eps)
-    tl.store(side.scales + row, scale, mask=row < M)
-    for first in range(0, side.columns, COLUMNS):
-        i, j = row[:, None], first + tl.arange(0, COLUMNS)[None, :]
-        mask = (i < M) & (j < side.columns)
-        value = tl.load(side.x + i * side.stride + j, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(side.weight + j, mask=j < side.columns, other=0.0).to(tl.float32)
-        value = rounded(value * scale[:, None] * w, side.out.dtype.element_ty)
-        tl.store(side.out + i * side.columns + j, value, mask=mask)
+    normalize(
+        side.x, side.stride, side.weight, (side.out,), side.columns, side.scales, sums, block, M, side.columns,
+        side.hidden, eps, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
