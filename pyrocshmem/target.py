@@ -115,6 +115,11 @@ def num_devices() -> int:
     return 0 if _on_cpu else _num_gpus()
 
 
+def device_type() -> str:
+    """Of the devices of this target, as `torch.device` names it."""
+    return "cpu" if _on_cpu else "cuda"
+
+
 def device(local_rank: int = 0) -> torch.device:
     """The device of a rank of this machine. `ValueError` when there are fewer GPUs than that."""
     if _on_cpu:

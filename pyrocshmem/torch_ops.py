@@ -143,7 +143,7 @@ def _register() -> None:
     missing = {
         name: (schema, shapes) for name, (schema, shapes, _) in OPERATORS.items() if not _has(name, schema)
     }
-    key = "CPU" if target.device().type == "cpu" else "CUDA"
+    key = "CPU" if target.device_type() == "cpu" else "CUDA"
     if missing:
         defined = torch.library.Library(NAMESPACE, "FRAGMENT")
         _libraries.append(defined)

@@ -67,7 +67,7 @@ def tell_autograd(out: torch.Tensor) -> None:
 
 def check_device(a: torch.Tensor, device: torch.device) -> None:
     """ValueError unless `a` lives on `device`, and kernels of this process can run there."""
-    if a.device.type != target.device().type:
+    if a.device.type != target.device_type():
         raise ValueError(f"a is on {a.device}, but kernels run elsewhere: {target.describe()}")
     if a.device != device:
         raise ValueError(f"a is on {a.device}, the kernels of this rank run on {device}")

@@ -63,18 +63,20 @@ from pyrocshmem.collectives.order import (
     tile_coords,
     unpacked,
 )
-from pyrocshmem.stream_k.local_gemm.mainloop import multiply, split_columns
+from pyrocshmem.stream_k.local_gemm.mainloop import Strides, multiply, split_columns
 
 _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
 
 
 class Arrived(NamedTuple):
-    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows, packed. strides:
-    theirs, where they have scales."""
+    """What tells that gathered rows are there: `flags`, a word for each piece, of `height` tile rows, packed. The
+    others: as in `Strides`, of rows that have scales."""
 
     flags: Any
     height: Any
-    strides: Any = None
+    scale_a: Any = None
+    scale_am: Any = None
+    scale_ak: Any = None
 
 
 @triton.jit
@@ -295,8 +297,11 @@ def run_program(
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
             )  # fmt: skip
             theirs = strides
-            if arrived.strides is not None:
-                theirs = arrived.strides
+            if arrived.scale_a is not None:
+                theirs = Strides(
+                    strides.am, strides.ak, strides.bk, strides.bn, arrived.scale_a, strides.scale_b, arrived.scale_am,
+                    arrived.scale_ak, strides.scale_bk, strides.scale_bn,
+                )  # fmt: skip
             one = tl.arange(0, 1)
             height = counts.unpacked(arrived.height)  # no constant: it changes with M
             pieces = tl.cdiv(tiles_m, height)

@@ -44,13 +44,23 @@ class Along(NamedTuple):
 
 class Strides(NamedTuple):
     """Elements from one row, and one column, of A and of B to the next, where they are read by pointers; descriptors
-    have their own. scales: a `stream_k.local_gemm.scales.Placed`, or None."""
+    have their own.
+
+    Of 8-bit operands, the scale of element (i, k) of A is scale_a[i scale_am + k' scale_ak], that of (k, j) of B
+    scale_b[k' scale_bk + j' scale_bn]. k', j': of BLOCKS of `stream_k.local_gemm.scales`, k and j in blocks of BLOCK;
+    of TILES, which are multiplied when all of K is summed, scale_ak and scale_bk are 0, and j' is j. They are in no
+    tuple of their own: Triton 3.6 loses the constants of a tuple in a tuple."""
 
     am: Any
     ak: Any
     bk: Any
     bn: Any
-    scales: Any = None
+    scale_a: Any = None
+    scale_b: Any = None
+    scale_am: Any = None
+    scale_ak: Any = None
+    scale_bk: Any = None
+    scale_bn: Any = None
 
 
 @triton.jit
@@ -124,7 +134,7 @@ def multiply(
             a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
     if ALONG.scaled == _TILES:
-        of_rows, of_columns = _tile_scales(strides.scales, row, rows, tile_n, problem.N, BLOCK_M, BLOCK_N)
+        of_rows, of_columns = _tile_scales(strides, row, rows, tile_n, problem.N, BLOCK_M, BLOCK_N)
         acc = acc * of_rows[:, None] * of_columns[None, :]
     return acc
 
@@ -184,15 +194,15 @@ def _promoted_chain(
     Of two steps, the first one's product is added while the matrix unit makes the second one's, which is added in the
     next turn: Triton lets a product run on that nobody reads in the turn that made it (wgmma)."""
     acc = _zeros(BLOCK_M, BLOCK_N)
-    late, late_factor = acc, _factor(strides.scales, row, 0, tile_n, 0, last, ALONG, BLOCK_M, BLOCK_N)
+    late, late_factor = acc, _factor(strides, row, 0, tile_n, 0, last, ALONG, BLOCK_M, BLOCK_N)
     for k in range(k_begin, k_end, 2):
         at = k * BLOCK_K
         # Behind the last step there are zeros.
         there = k + 1 < k_end
         at_late = tl.where(there, at + BLOCK_K, tl.cdiv(last, BLOCK_K) * BLOCK_K)
         rows_late = tl.where(there, rows, 0)
-        factor = _factor(strides.scales, row, rows, tile_n, at, last, ALONG, BLOCK_M, BLOCK_N)
-        next_factor = _factor(strides.scales, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
+        factor = _factor(strides, row, rows, tile_n, at, last, ALONG, BLOCK_M, BLOCK_N)
+        next_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
         product = _add_step(
             _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, at, last, problem, strides, A_HOW, B_HOW, ALONG,
             BLOCK_M, BLOCK_N, BLOCK_K,
@@ -301,17 +311,17 @@ def _add_step(
 
 
 @triton.jit
-def _tile_scales(scales, row, rows, tile_n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tile_scales(strides, row, rows, tile_n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(of each row of A, of each column of B) of a tile."""
     i = row + tl.arange(0, BLOCK_M)
     j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    of_rows = tl.load(scales.a + i.to(tl.int64) * scales.am, mask=i < rows, other=0.0)
-    return of_rows, tl.load(scales.b + j.to(tl.int64) * scales.bn, mask=j < N, other=0.0)
+    of_rows = tl.load(strides.scale_a + i.to(tl.int64) * strides.scale_am, mask=i < rows, other=0.0)
+    return of_rows, tl.load(strides.scale_b + j.to(tl.int64) * strides.scale_bn, mask=j < N, other=0.0)
 
 
 @triton.jit
 def _factor(
-    scales, row, rows, tile_n, at, last, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    strides, row, rows, tile_n, at, last, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Of each row of a tile, for the product from column `at` of A on; zeros for rows, and columns, outside."""
     if ALONG.scaled == _BLOCKS:
@@ -319,9 +329,11 @@ def _factor(
         tl.static_assert(BLOCK_N <= _SCALED)
         i = row + tl.arange(0, BLOCK_M)
         block = at // _SCALED
-        of_rows = tl.load(scales.a + i.to(tl.int64) * scales.am + block * scales.ak, mask=i < rows, other=0.0)
-        of_columns = scales.b + block * scales.bk + (tile_n * BLOCK_N // _SCALED) * scales.bn
-        factor = of_rows * tl.load(of_columns, mask=at < last, other=0.0)
+        of_rows = strides.scale_a + i.to(tl.int64) * strides.scale_am + block * strides.scale_ak
+        of_columns = (
+            strides.scale_b + block * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
+        )
+        factor = tl.load(of_rows, mask=i < rows, other=0.0) * tl.load(of_columns, mask=at < last, other=0.0)
     else:
         factor = 1.0
     return factor

@@ -239,7 +239,7 @@ class Product:
         """How operands of these kinds are read, and where the scales of these are."""
         if self.scheme is None:
             return self.strides
-        return self.strides._replace(scales=placed(a, b, self.scheme.recipe))
+        return self.strides._replace(**placed(a, b, self.scheme.recipe))
 
     def arguments(
         self,

@@ -30,19 +30,6 @@ Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 TILES, BLOCKS = 1, 2
 
 
-class Placed(NamedTuple):
-    """For kernels: the scale of element (i, k) of A is a[i am + k' ak], that of (k, j) of B b[k' bk + j' bn]. k', j':
-    of BLOCKS, k and j in blocks of BLOCK; of TILES, which are multiplied when all of K is summed, ak and bk are 0 and
-    j' is j."""
-
-    a: Any
-    b: Any
-    am: Any
-    ak: Any
-    bk: Any
-    bn: Any
-
-
 class Scaling(NamedTuple):
     """Of a call: the scales of its operands, as the caller gave them, and what comes of them.
 
@@ -169,13 +156,16 @@ def scales_a_row(scale_a: torch.Tensor) -> int:
     return 1 if scale_a.numel() == 1 else scale_a.shape[1]
 
 
-def placed(a: Operand, b: Operand, recipe: Recipe) -> Placed:
-    """The scales of operands as kernels take them."""
+def placed(a: Operand, b: Operand, recipe: Recipe) -> dict[str, Any]:
+    """The scales of operands as kernels take them: those fields of `stream_k.local_gemm.mainloop.Strides`."""
     assert isinstance(a, Scaled)
     assert isinstance(b, Scaled)
     of_a, of_b = a.scale, b.scale
     if recipe == "blockwise":
-        return Placed(of_a, of_b, *of_a.stride(), *of_b.stride())
-    # One of all, or one a row, as gathered rows have them of every recipe.
-    am, bn = (0 if x.numel() == 1 else x.stride(dim) for dim, x in enumerate((of_a, of_b)))
-    return Placed(of_a, of_b, am, 0, 0, bn)
+        (am, ak), (bk, bn) = of_a.stride(), of_b.stride()
+    else:
+        # One of all, or one a row, as gathered rows have them of every recipe.
+        ak = bk = 0
+        am, bn = (0 if x.numel() == 1 else x.stride(dim) for dim, x in enumerate((of_a, of_b)))
+    steps = {"scale_am": am, "scale_ak": ak, "scale_bk": bk, "scale_bn": bn}
+    return {"scale_a": of_a, "scale_b": of_b, **steps}

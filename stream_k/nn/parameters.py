@@ -257,7 +257,7 @@ class ParallelLinear(OnGroup, nn.Module):
             self._check_device("its bias", self.bias.device)
         if isinstance(self.group, Heap):
             self._check_device("its group's heap", self.group.device)
-        elif not torch.compiler.is_compiling() and weight.device.type != target.device().type:
+        elif not torch.compiler.is_compiling() and weight.device.type != target.device_type():
             raise ValueError(
                 f"{self.name}: its weight is on {weight.device}, but kernels run elsewhere: {target.describe()}"
             )
@@ -308,7 +308,7 @@ def check_styled(name: str, linear: nn.Linear, mesh: DeviceMesh) -> None:
     """ValueError for a layer, or a mesh, that no parallel style on the ops can take."""
     if linear.weight.dtype not in DTYPES:
         raise ValueError(f"{name}: the weight is of {linear.weight.dtype}, allowed are {names()}")
-    if mesh.device_type != target.device().type:
+    if mesh.device_type != target.device_type():
         raise ValueError(
             f"{name}: the mesh is of {mesh.device_type}, but kernels run elsewhere: {target.describe()}"
         )

@@ -143,8 +143,10 @@ class PiecesPlan(FusedPlan):
         product = self.product
         a = a if self.stand_in is None else self.stand_in
         c = filled(self.c_template, out)
-        strides = None if self.own_scales is None else product.strides_of(self.gathered, b)
-        arrived = Arrived(self.flags, packed(product.config.chunk), strides)
+        arrived = Arrived(self.flags, packed(product.config.chunk))
+        if self.own_scales is not None:
+            theirs = product.strides_of(self.gathered, b)
+            arrived = Arrived(*arrived[:2], theirs.scale_a, theirs.scale_am, theirs.scale_ak)
         extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
         context = self.workspace.context
         return product.arguments(a, b, c, self.fix_up, extra, context, self.argument, arrived)

@@ -178,8 +178,9 @@ def gradients(heap: Heap) -> list[str]:
 def outcome(heap: Heap, x: Any, residual: Any, weight: Any, eps: float = EPS, algorithm: str = "auto") -> str:
     try:
         collectives.all_reduce_rms_norm(x, residual, weight, eps, group=heap, algorithm=algorithm)
+        heap.synchronize()
     except (ValueError, TypeError, CallMismatch) as error:
-        if heap.broken:  # all know both calls: they differ where they are made
+        if heap.broken:  # all know both calls, which differ when they run
             heap.recover()
         return f"{type(error).__name__}: {error}"
     return ""

@@ -13,11 +13,11 @@ from tests.compile.cases import (
     CASES,
     COMPILED,
     EVEN,
+    EVERY_TRITON,
     FOUR_STAGES_BYTES,
     FULL_PIPELINE_BYTES,
     GATHERED_PIPELINE_BYTES,
     LARGE,
-    ONE_OF_EACH,
     STRICT,
     UNEVEN,
     Case,
@@ -80,7 +80,7 @@ def _gpu_scope_releases(kernel: Compiled) -> set[str]:
     ("case", "target"),
     [
         pytest.param(
-            case, target, marks=pytest.mark.every_triton if target == "sm_90" and case in ONE_OF_EACH else ()
+            case, target, marks=pytest.mark.every_triton if target == "sm_90" and case in EVERY_TRITON else ()
         )
         for case, target in COMPILED
     ],

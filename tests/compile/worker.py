@@ -203,16 +203,21 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     import torch
 
     from pyrocshmem import stream_k
+    from pyrocshmem.calls.invariance import NONE
     from pyrocshmem.stream_k.choice.config import BY_ROWS
+    from pyrocshmem.stream_k.choice.scaled import choose_scaled
+    from pyrocshmem.stream_k.local_gemm.scales import Scheme
 
-    if case.recipe:
-        return None
     changes = dict(case.changes)
     partial = changes.pop("partial_dtype", None)
     partial_dtype = None if partial is None else getattr(torch, str(partial))
     # The latter chooses as a product alone does.
     alone = case.op in ("gemm", "gemm_rms_norm_all_scatter")
     op, world = ("gemm", 1) if alone else (case.op.removesuffix("_rms_norm"), case.world_size)
+    if case.recipe:
+        scheme = Scheme(case.recipe, fast=False)  # type: ignore[arg-type]
+        config = choose_scaled(op, *case.shape, world, device, scheme, NONE)
+        return dataclasses.replace(config, **({"placement": "after"} if alone else changes))
     facts = (op, *case.shape, dtype, world, device, partial_dtype)
     # Of GEMMs alone our own.
     config = stream_k.choose(*facts, placement="after" if alone else None)

@@ -35,10 +35,10 @@ class Whole:
         generator = torch.Generator().manual_seed(seed)
 
         def rand(*shape: int) -> torch.Tensor:
-            return (torch.rand(*shape, generator=generator) + 0.1).to(device)
+            return (torch.rand(*shape, generator=generator, device="cpu") + 0.1).to(device)
 
         def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(E4M3).to(device)
+            return torch.randn(*shape, generator=generator, device="cpu").to(E4M3).to(device)
 
         self.shares = []
         for _ in range(world):
