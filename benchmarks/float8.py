@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -27,7 +28,10 @@ from pyrocshmem.benchmarks import records
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable, first_line, group_name, need_gpus
 from pyrocshmem.benchmarks.shapes import Case, cases_of
+from pyrocshmem.calls import invariance
 from pyrocshmem.reference.timing import Meter, Run
+from pyrocshmem.stream_k.choice.scaled import choose_scaled
+from pyrocshmem.stream_k.local_gemm.scales import Recipe, Scheme
 
 OPS = ("gemm", "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter")
 RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -49,7 +53,7 @@ class Took(NamedTuple):
 class Quantized(Operands):
     """Operands of which a and b are what 8-bit ones stand for, and those: a8, b8 (transposed) and their scales."""
 
-    def __init__(self, case: Case, heap: Any, device: torch.device, recipe: str) -> None:
+    def __init__(self, case: Case, heap: Any, device: torch.device, recipe: Recipe) -> None:
         self.recipe, self.of_b = recipe, "blockwise_weight" if recipe == "blockwise" else recipe
         super().__init__(case, heap, device)
         self.a8, self.scale_a = stream_k.quantize(self.a, recipe)
@@ -68,6 +72,8 @@ def providers(x: Quantized) -> dict[str, Call]:
     found: dict[str, Call] = {"ours": _ours(x, fast=False)}
     if x.recipe != "blockwise":
         found["ours, fast"] = _ours(x, fast=True)
+    if x.case.op == "gemm":
+        found["ours, no BLAS"] = _ours_without_blas(x)
     for name, prepare in (
         ("scaled_mm", lambda: _vendor(x, fast=False)),
         ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
@@ -93,6 +99,13 @@ def _ours(x: Quantized, fast: bool) -> Call:
     op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
     more |= {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype, "use_fast_accum": fast}
     return lambda: op(x.a8, x.b8, **more)
+
+
+def _ours_without_blas(x: Quantized) -> Call:
+    M, N, K = x.shape
+    config = choose_scaled("gemm", M, N, K, 1, x.device, Scheme(x.recipe, fast=False), invariance.NONE)
+    scales = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype}
+    return lambda: stream_k.gemm(x.a8, x.b8, config=replace(config, placement="after"), **scales)
 
 
 def _in_16_bits(x: Quantized) -> Call:
@@ -182,7 +195,7 @@ def error_over_bound(x: Quantized, found: torch.Tensor, eps: float) -> float:
     return float(((sample.of(found).double() - truth.value).abs() / bound).max())
 
 
-def measure(rank: int, world_size: int, cases: list[Case], recipe: str, iters: int) -> list[Took]:
+def measure(rank: int, world_size: int, cases: list[Case], recipe: Recipe, iters: int) -> list[Took]:
     """In a rank."""
     device, took = target.device(rank), []
     with Heap(_HEAP_BYTES["gpu" if device.type == "cuda" else "cpu"]) as heap:

@@ -94,7 +94,7 @@ def quantize(
 
         "tensorwise"         all: scale []
         "rowwise"            those of a row: [M, 1]
-        "blockwise"          128 of a row: [M, K / 128], rounded up
+        "blockwise"          128 of a row: [M, K / 128], rounded up; those of a column lie one behind another
         "blockwise_weight"   128 x 128: [M / 128, K / 128], rounded up
 
     dtype: float8_e4m3fn (None) or float8_e5m2; on gfx942 their fnuz kinds. scale: of "tensorwise", float32 of one
@@ -138,9 +138,10 @@ def quantize_swiglu(
 
 
 def _results(x: torch.Tensor, recipe: str, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for both."""
+    """Memory for both. Scales of a row's groups lie as `torch._scaled_mm` takes them, a column behind another."""
     shape = () if recipe == "tensorwise" else _groups(recipe, *x.shape)
-    return x.new_empty(x.shape, dtype=to), x.new_empty(shape, dtype=torch.float32)
+    scales = x.new_empty(shape[::-1] if recipe == "blockwise" else shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=to), scales.t() if recipe == "blockwise" else scales
 
 
 def rows_at_once(M: int, device: torch.device) -> int:

@@ -1,5 +1,5 @@
 """The configuration of a GEMM of 8-bit operands: that of 16-bit ones with half of K, whose steps take as many bytes
-and, by matrix units of twice the rate, as long."""
+and, by matrix units of twice the rate, as long. A GEMM alone is the BLAS's where that is faster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
+from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.local_gemm.scales import Scheme, promoted
 
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
@@ -18,6 +19,9 @@ _MOST_COLUMNS = 128
 _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
 # Elements of a part of a tile.
 _MOST_OF_A_PART = 8192
+# Tiles of 128 x 128 for each SM from which the BLAS is the faster one, with scales of rows and promoted sums. With one
+# scale it is in all sizes, with scales of blocks from 65 rows on (3 x 64 GEMMs on one H100, docs/log.md).
+_BLAS_TILES = 0.55
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -39,8 +43,9 @@ def choose_scaled(
     unless partial_dtype says otherwise."""
     wire = partial_dtype if partial_dtype is not None or result == torch.bfloat16 else result
     half = (op, M, N, -(-K // 2), torch.bfloat16, world_size, device, wire)
-    config = cost_model(*half, invariance=invariance)
-    if config.placement in _OWN:
+    by_blas = op == "gemm" and not invariance and _faster_by_blas(M, N, device, scheme)
+    config = cost_model(*half, placement="blas" if by_blas else None, invariance=invariance)
+    if config.placement in _OWN and not by_blas:
         config = cost_model(*half, placement=_OWN[config.placement], invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
     if promoted(scheme):
@@ -48,6 +53,18 @@ def choose_scaled(
     # Parts of a tile leave in fp32 where they are parts of a sum, or the result is.
     parts = config.block_m * min(config.block_n, _MOST_COLUMNS) // _MOST_OF_A_PART
     return changed(config, subtiles=max(config.subtiles, parts))
+
+
+def _faster_by_blas(M: int, N: int, device: torch.device, scheme: Scheme) -> bool:
+    """Whether `torch._scaled_mm` multiplies faster than our GEMM."""
+    if target.backend() != "cuda":
+        return False
+    if scheme.recipe == "tensorwise":
+        return True
+    if M <= FEW_ROWS or not promoted(scheme):
+        return False
+    tiles = -(-M // 128) * -(-N // 128)
+    return scheme.recipe == "blockwise" or tiles >= _BLAS_TILES * target.num_sms(device)
 
 
 def _for_promotion(config: Config) -> Config:
@@ -78,7 +95,7 @@ def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invaria
         raise ValueError(
             f"Config.block_n is {config.block_n}: each {BLOCK} columns have scales of their own, and a tile one of them"
         )
-    if config.placement in BY_BLAS:
+    if config.placement in BY_BLAS and op != "gemm":
         raise ValueError(
             f"Config.placement is {config.placement!r}, whose GEMM is the BLAS's: not of 8-bit operands"
         )

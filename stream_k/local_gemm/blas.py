@@ -6,6 +6,9 @@ than 64 rows of 16 bits our GEMM has 0.914 of its speed on average (one H200, do
 What it computes must be what `gemm` promises, an IEEE product summed over K in fp32 and rounded once. Part of that is
 known when a call is planned (`why_not`); part of it switches of the process decide, which are read at each call, never
 written: then our own GEMM multiplies, which is planned beside it, since loading a kernel waits for those that spin.
+
+Of 8-bit operands it is `torch._scaled_mm`. Which of them that takes differs by version and GPU, so it is tried when a
+call is planned (`takes`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import torch
 from pyrocshmem import target, trace
 from pyrocshmem.calls import planning
 from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
+from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
+from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled, data_of
 
 # Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
@@ -26,16 +31,20 @@ from pyrocshmem.elements import ELEMENTS
 ROUNDS_PARTS = False
 
 
+# Scales of blocks along M and along K must come in multiples of these, 16 bytes.
+_BLOCKS = 4
+
+
 class OwnGemm(Protocol):
     """Our GEMM for the same operands: `stream_k.local_gemm.plan.GemmPlan`."""
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue it."""
 
 
 def why_not(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Operand,
+    b: Operand,
     bias: torch.Tensor | None,
     activation: str,
     out: torch.Tensor,
@@ -45,6 +54,8 @@ def why_not(
     residual [M, N]; the BLAS adds a bias of the operands' dtype to the sum in fp32."""
     if activation != "none":
         return f"activation {activation!r} would follow the rounding"
+    if isinstance(a, Scaled) or isinstance(b, Scaled):
+        return _why_not_scaled(a, b, bias, out)
     if bias is not None and (bias.ndim != 1 or bias.dtype != a.dtype or out.dtype != a.dtype):
         what = "bias" if bias.ndim == 1 else "residual"
         return f"a {what} of {bias.dtype} would be added after the rounding to {out.dtype}"
@@ -57,6 +68,35 @@ def why_not(
     if out.dtype != a.dtype and not target.interpreted() and target.backend() != "cuda":
         return f"results of {out.dtype} are asked of NVIDIA's BLAS alone"
     return ""
+
+
+def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> str:
+    assert isinstance(a, Scaled)
+    assert isinstance(b, Scaled)
+    if bias is not None:
+        return "a bias or a residual would be added after the rounding"
+    if not out.is_contiguous():
+        return f"out has strides {out.stride()}, rows one behind another are needed"
+    if a.data.stride(1) != 1 or b.data.stride(0) != 1:
+        return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
+    if (a.scale.numel() == 1) != (b.scale.numel() == 1):
+        return "one of a and b has a scale of the whole, the other one of each row"
+    blocks = b.scale.shape[0] if b.scale.ndim == 2 else 1
+    if blocks > 1 and (blocks % _BLOCKS != 0 or len(a.data) % _BLOCKS != 0):
+        # cuBLAS reads others where it looks for the fourth; PyTorch 2.11 lets it (docs/log.md).
+        return f"scales of {len(a.data)} rows and of {blocks} blocks of K are no multiples of {_BLOCKS}"
+    return ""
+
+
+def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
+    """Whether `torch._scaled_mm` takes these operands, for which there is no `why_not`."""
+    if out.device.type == "cpu" or planning.here.mode == "sizes":
+        return True
+    try:
+        _multiply_scaled(a, b, fast, torch.empty_like(out))
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 def is_slow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
@@ -103,36 +143,65 @@ def keeps_own(dtype: torch.dtype) -> bool:
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
-    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before."""
+    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: as `Scaling` has it."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
     replayable = False
 
     def __init__(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         bias: torch.Tensor | None,
         out: torch.Tensor,
         own: Callable[[], OwnGemm],
         waits: bool,
+        fast: bool = False,
     ) -> None:
-        self._exact = _check_of(a.dtype)
+        self._exact = _check_of(data_of(a).dtype)
         self._own = None if self._exact is None else own()
+        self._fast = fast
         if waits and out.device.type != "cpu" and planning.here.mode != "sizes":
-            _multiply(a, b, bias, torch.empty_like(out))
+            self._multiply(a, b, bias, torch.empty_like(out))
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""
         return self._exact is None or self._exact()
 
-    def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""
         if self.multiplies():
-            trace.product(lambda: _multiply(a, b, bias, out))
+            trace.product(lambda: self._multiply(a, b, bias, out))
         else:
             assert self._own is not None
             self._own.run(a, b, bias, out)
+
+    def _multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if isinstance(a, Scaled) and isinstance(b, Scaled):
+            _multiply_scaled(a, b, self._fast, out)
+        else:
+            _multiply(data_of(a), data_of(b), bias, out)
+
+
+def _multiply_scaled(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> None:
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            _multiply_scaled(a, b, fast, out)
+    elif out.device.type == "cpu":
+        # PyTorch on a CPU has not all recipes.
+        out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
+    else:
+        scales = (_by_columns(x.scale) for x in (a, b))
+        torch.ops.aten._scaled_mm.out(
+            a.data, b.data, *scales, out_dtype=out.dtype, use_fast_accum=fast, out=out
+        )
+
+
+def _by_columns(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks as the BLAS takes them: those of a column one behind another."""
+    if scale.numel() == 1 or 1 in scale.shape or scale.stride(0) == 1:
+        return scale
+    return scale.t().contiguous().t()
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
 from pyrocshmem.stream_k.choice.placement import find_placement
 from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose
-from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, why_not
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, takes, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.scales import (
@@ -203,20 +203,25 @@ class GemmPlan:
 
 
 def is_by_blas(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Operand,
+    b: Operand,
     config: Config,
     allow_tf32: bool,
     bias: torch.Tensor | None,
     activation: str,
     out: torch.Tensor,
     by_hand: bool = False,
+    scheme: Scheme | None = None,
 ) -> bool:
     """Whether the BLAS multiplies: where the placement asks for that, it can, and it isn't slow or the caller's own
     choice (by_hand)."""
-    if config.placement not in BY_BLAS or (not by_hand and is_slow(a, b, out)):
+    if config.placement not in BY_BLAS or why_not(a, b, bias, activation, out, allow_tf32):
         return False
-    return not why_not(a, b, bias, activation, out, allow_tf32)
+    if scheme is not None:
+        assert isinstance(a, Scaled)
+        assert isinstance(b, Scaled)
+        return takes(a, b, scheme.fast, out)
+    return by_hand or not is_slow(data_of(a), data_of(b), out)
 
 
 def plan_gemm(
@@ -234,16 +239,15 @@ def plan_gemm(
 ) -> GemmPlan | BlasPlan:
     """As for `GemmPlan`, but by the BLAS where `is_by_blas`."""
     given = (config, allow_tf32, bias, activation, out)
-    if isinstance(a, Scaled) or isinstance(b, Scaled):
-        return GemmPlan(a, b, *given, workspace, sent, scheme=scheme)
-    own = partial(GemmPlan, a, b, *given, workspace, sent)
-    if not is_by_blas(a, b, *given, by_hand):
+    own = partial(GemmPlan, a, b, *given, workspace, sent, scheme=scheme)
+    if not is_by_blas(a, b, *given, by_hand, scheme):
         return own()
-    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None)
+    fast = scheme is not None and scheme.fast
+    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None, fast=fast)
 
 
 def _check_by_hand(
-    config: Config, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor,
+    config: Config, a: Operand, b: Operand, bias: torch.Tensor | None, activation: str, out: torch.Tensor,
     allow_tf32: bool,
 ) -> None:  # fmt: skip
     """ValueError for a caller's configuration that a GEMM alone can't run with."""
@@ -273,7 +277,7 @@ def _planned(
 def _planned_scaled(
     a: torch.Tensor, b: torch.Tensor, config: Config | None, scaling: Scaling, added: torch.Tensor | None,
     activation: str, out: torch.Tensor, workspace: Workspace, mode: invariance.Invariance,
-) -> GemmPlan:  # fmt: skip
+) -> GemmPlan | BlasPlan:  # fmt: skip
     """`_planned` of 8-bit operands."""
     (M, K), N = a.shape, b.shape[1]
     scheme = scheme_of(scaling, a, b)
@@ -282,7 +286,7 @@ def _planned_scaled(
     if config is not None:
         check_scaled("gemm", config, rules, scheme, mode)
     x, y = operands_of(*with_inner_size(a, b), scaling)
-    return GemmPlan(x, y, config or rules, False, added, activation, out, workspace, scheme=scheme)
+    return plan_gemm(x, y, config or rules, False, added, activation, out, workspace, scheme=scheme)
 
 
 def run_gemm(
@@ -345,7 +349,7 @@ def run_gemm(
             return out.copy_(run_gemm(*wide, wide_residual, wide_scaling))
         added = in_one(bias, residual)
         if config is not None:
-            _check_by_hand(config, a, b, added, activation, out, allow_tf32)
+            _check_by_hand(config, *operands_of(a, b, scaling), added, activation, out, allow_tf32)
         with on_device(workspace.device):
             if scaling is None:
                 plan = _planned(a, b, config, allow_tf32, added, activation, out, workspace, mode)
@@ -364,7 +368,7 @@ def run_gemm(
     added = bias if residual is None else in_one(bias, residual)
     if not in_turn and isinstance(plan, BlasPlan) and plan.multiplies():
         # It takes nothing of the device's workspace, so it waits for no other call there.
-        plan.run(a, b, added, out)
+        plan.run(*operands_of(a, b, scaling), added, out)
         return out
     with workspace.begin(None):  # type: ignore[union-attr]
         plan.run(*operands_of(a, b, scaling), added, out)

@@ -119,7 +119,9 @@ def test_tiles_that_are_split() -> None:
     for recipe in RECIPES:
         scales = scales_of(recipe, M, N, K)
         rules = choose_scaled("gemm", M, N, K, 1, a.device, Scheme(recipe, False), 0)
-        small = replace(rules, block_m=64, block_n=64, block_k=64, subtiles=1, num_programs=0)
+        small = replace(
+            rules, placement="after", block_m=64, block_n=64, block_k=64, subtiles=1, num_programs=0
+        )
         for split in ("none", "stream_k", "separate"):
             config = replace(small, split=split)
             out = stream_k.gemm(

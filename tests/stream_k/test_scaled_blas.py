@@ -1,0 +1,179 @@
+"""Placement "blas" of `gemm` with 8-bit operands: `torch._scaled_mm` where it takes them and is the faster one, our own
+GEMM elsewhere."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem import stream_k, target
+from pyrocshmem.calls import invariance
+from pyrocshmem.calls.workspace import local_workspace
+from pyrocshmem.stream_k.choice.scaled import choose_scaled
+from pyrocshmem.stream_k.local_gemm import blas, plan
+from pyrocshmem.stream_k.local_gemm.scales import Scheme
+from tests.stream_k.test_float8 import DEVICE, E5M2, RECIPES, operands, scales_of, worst_ratio
+
+TIER = 2
+M, N, K = 72, 96, 512
+# Of a sum in the matrix unit, of 128 products and of all.
+EPS, FAST_EPS = (2.0**-23, 2.0**-23) if target.interpreted() else (2.0**-15, 2.0**-12)
+# Results of bfloat16 the CPU target rounds from float32.
+RESULT = torch.float16 if target.interpreted() else torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who multiplied, call by call: "blas" or "own"; of calls that are planned anew."""
+    found: list[str] = []
+    real = blas.BlasPlan.run, plan.GemmPlan.run
+
+    def by_blas(self: Any, *given: Any) -> None:
+        found.append("blas")
+        real[0](self, *given)
+
+    def own(self: Any, *given: Any) -> None:
+        found.append("own")
+        real[1](self, *given)
+
+    monkeypatch.setattr(blas.BlasPlan, "run", by_blas)
+    monkeypatch.setattr(plan.GemmPlan, "run", own)
+    local_workspace(DEVICE).plans.clear()
+    return found
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the rules chose the BLAS, wherever this runs."""
+    rules = plan.choose_scaled
+    monkeypatch.setattr(plan, "choose_scaled", lambda *given: replace(rules(*given), placement="blas"))
+
+
+def product(recipe: str, M: int, N: int, K: int, **more: Any) -> tuple[torch.Tensor, Any]:
+    """(a result, what `worst_ratio` takes) of random operands."""
+    a, b = operands(M, N, K)
+    scales = scales_of(recipe, M, N, K)
+    given = {"scale_a": scales[0], "scale_b": scales[1], "out_dtype": RESULT, **more}
+    return stream_k.gemm(a, b, **given), (a, b, scales, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("chosen")
+def test_every_element(recipe: str, multiplied: list[str]) -> None:
+    for fast in (False, True):
+        out, given = product(recipe, M, N, K, use_fast_accum=fast)
+        assert worst_ratio(out, *given, FAST_EPS if fast else EPS) <= 1
+    assert multiplied == ["blas"] * 2
+
+
+@pytest.mark.usefixtures("chosen")
+def test_by_hand_and_into_what_is_there(multiplied: list[str]) -> None:
+    out = torch.full((M, N), float("nan"), dtype=RESULT, device=DEVICE)
+    config = choose_scaled("gemm", M, N, K, 1, DEVICE, Scheme("rowwise", fast=False), invariance.NONE)
+    found, given = product("rowwise", M, N, K, out=out, config=replace(config, placement="blas"))
+    assert found is out
+    assert worst_ratio(out, *given, EPS) <= 1
+    # Tensors of inference mode, which PyTorch doesn't write to outside of it.
+    with torch.inference_mode():
+        kept = torch.empty_like(out)
+    found, given = product("rowwise", M, N, K, out=kept)
+    assert worst_ratio(kept, *given, EPS) <= 1
+    assert multiplied == ["blas"] * 2
+
+
+@pytest.mark.usefixtures("chosen")
+def test_scales_that_lie_by_rows_or_by_columns(multiplied: list[str]) -> None:
+    a, b = operands(M, N, K)
+    of_a, of_b = scales_of("blockwise", M, N, K)
+    turned = (x.t().contiguous().t() for x in (of_a, of_b))
+    first, second = (
+        stream_k.gemm(a, b, scale_a=x, scale_b=y, out_dtype=RESULT) for x, y in ((of_a, of_b), turned)
+    )
+    assert torch.equal(first, second)
+    assert multiplied == ["blas"] * 2
+
+
+# What the BLAS can't do, or does wrongly: 42 blocks of K, whose scales cuBLAS 13 looks for 44 apart.
+REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
+    ("blockwise", (M, N, 5376), {}, "scales of 72 rows and of 42 blocks of K are no multiples of 4"),
+    ("blockwise", (70, N, K), {}, "scales of 70 rows and of 4 blocks"),
+    ("rowwise", (M, N, K), {"bias": "bias"}, "a bias or a residual would be added"),
+    ("rowwise", (M, N, K), {"activation": "relu"}, "activation 'relu' would follow"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "more", "text"), REFUSED, ids=str)
+@pytest.mark.usefixtures("chosen")
+def test_what_it_can_not_do(
+    recipe: str, size: tuple[int, int, int], more: dict[str, Any], text: str, multiplied: list[str]
+) -> None:
+    """Left to the rules our own GEMM does it; by hand it is a ValueError that says why."""
+    if "bias" in more:
+        more = {"bias": torch.zeros(N, dtype=RESULT, device=DEVICE)}
+    out, given = product(recipe, *size, **more)
+    if "activation" not in more:
+        assert worst_ratio(out, *given, EPS) <= 1
+    assert multiplied == ["own"]
+    config = replace(
+        choose_scaled("gemm", *size, 1, DEVICE, Scheme(recipe, False), invariance.NONE),  # type: ignore[arg-type]
+        placement="blas",
+    )
+    with pytest.raises(ValueError, match=rf"^Config\.placement is 'blas', but {text}"):
+        product(recipe, *size, config=config, **more)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_operands_that_lie_otherwise(multiplied: list[str]) -> None:
+    """Rows of B, columns of A; one scale beside those of rows."""
+    a, b = operands(M, N, K)
+    of_a, of_b = scales_of("rowwise", M, N, K)
+    one = torch.full((1,), 0.5, device=DEVICE)
+    for x, y, scale in ((a, b.contiguous(), of_a), (a.t().contiguous().t(), b, of_a), (a, b, one)):
+        out = stream_k.gemm(x, y, scale_a=scale, scale_b=of_b, out_dtype=RESULT)
+        assert worst_ratio(out, a, b, (scale, of_b), "rowwise", EPS) <= 1
+    assert multiplied == ["own"] * 3
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_a_version_does_not_take_is_ours(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "takes", lambda *_: False)
+    out, given = product("rowwise", M, N, K)
+    assert worst_ratio(out, *given, EPS) <= 1
+    assert multiplied == ["own"]
+
+
+@pytest.mark.gpu
+def test_it_is_tried_on_a_gpu() -> None:
+    """Two operands of e5m2 PyTorch multiplies with no scale that we know: not an error, our own GEMM."""
+    scale = torch.ones((), device=DEVICE)
+    a, b = operands(M, N, K, E5M2, E5M2)
+    out = stream_k.gemm(a, b, scale_a=scale, scale_b=scale)
+    assert worst_ratio(out, a, b, (scale, scale), "tensorwise", EPS) <= 1
+
+
+CHOICES = [
+    ("tensorwise", False, (1, 4096, 4096), "blas"),
+    ("tensorwise", True, (4096, 4096, 4096), "blas"),
+    ("rowwise", True, (4096, 4096, 4096), "after"),
+    ("rowwise", False, (64, 16384, 4096), "after"),
+    ("rowwise", False, (128, 4096, 4096), "after"),
+    ("rowwise", False, (4096, 4096, 4096), "blas"),
+    ("blockwise", False, (64, 4096, 4096), "after"),
+    ("blockwise", False, (128, 4096, 4096), "blas"),
+]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("recipe", "fast", "size", "expected"), CHOICES, ids=str)
+def test_choices_of_an_h200(
+    recipe: Any, fast: bool, size: tuple[int, int, int], expected: str, h200: torch.device
+) -> None:
+    scheme = Scheme(recipe, fast)
+    assert choose_scaled("gemm", *size, 1, h200, scheme, invariance.NONE).placement == expected
+    for mode in (invariance.BATCH, invariance.TP):
+        assert choose_scaled("gemm", *size, 1, h200, scheme, mode).placement == "after"
+    assert choose_scaled("all_gather_gemm", *size, 2, h200, scheme, invariance.NONE).placement not in (
+        "blas",
+        "unfused",
+    )
