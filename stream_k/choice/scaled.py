@@ -8,10 +8,10 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK
-from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, changed
+from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
-from pyrocshmem.stream_k.local_gemm.scales import Scheme, promoted
+from pyrocshmem.stream_k.local_gemm.scales import UNIT, Scheme, promoted
 
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
 _MOST_COLUMNS = 128
@@ -19,9 +19,8 @@ _MOST_COLUMNS = 128
 _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
 # Elements of a part of a tile.
 _MOST_OF_A_PART = 8192
-# Tiles of 128 x 128 for each SM from which the BLAS is the faster one, with scales of rows and promoted sums. With one
-# scale it is in all sizes, with scales of blocks from 65 rows on (3 x 64 GEMMs on one H100, docs/log.md).
-_BLAS_TILES = 0.55
+# Tiles of 128 x 128 for each SM from which the BLAS is the faster one: with scales of rows, and of gathered blocks.
+_BLAS_TILES, _GATHERED_TILES = 0.55, 0.45
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -43,10 +42,14 @@ def choose_scaled(
     unless partial_dtype says otherwise."""
     wire = partial_dtype if partial_dtype is not None or result == torch.bfloat16 else result
     half = (op, M, N, -(-K // 2), torch.bfloat16, world_size, device, wire)
-    by_blas = op == "gemm" and not invariance and _faster_by_blas(M, N, device, scheme)
-    config = cost_model(*half, placement="blas" if by_blas else None, invariance=invariance)
-    if config.placement in _OWN and not by_blas:
-        config = cost_model(*half, placement=_OWN[config.placement], invariance=invariance)
+    config = cost_model(*half, invariance=invariance)
+    placement = _OWN.get(config.placement, config.placement)
+    # The BLAS stores bfloat16, unless there is one scale.
+    stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
+    if stored and not invariance and target.backend() == "cuda":
+        placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
+    if placement != config.placement:
+        config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
     if promoted(scheme):
         config = _for_promotion(config)
@@ -55,16 +58,28 @@ def choose_scaled(
     return changed(config, subtiles=max(config.subtiles, parts))
 
 
-def _faster_by_blas(M: int, N: int, device: torch.device, scheme: Scheme) -> bool:
-    """Whether `torch._scaled_mm` multiplies faster than our GEMM."""
-    if target.backend() != "cuda":
-        return False
-    if scheme.recipe == "tensorwise":
-        return True
+def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
+    """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. As measured
+    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused (docs/log.md)."""
+    one = scheme.recipe == "tensorwise"
+    if op == "gemm" and one:
+        return "blas"
     if M <= FEW_ROWS or not promoted(scheme):
-        return False
-    tiles = -(-M // 128) * -(-N // 128)
-    return scheme.recipe == "blockwise" or tiles >= _BLAS_TILES * target.num_sms(device)
+        return own
+    of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
+    blocks_of_rows = world_size if op == "all_gather_gemm" else 1
+    if of_blocks and (M % (UNIT * blocks_of_rows) != 0 or -(-K // BLOCK) % UNIT != 0):
+        return own  # no multiples of what the BLAS takes
+    many = tiles >= _BLAS_TILES * num_sms
+    if op == "gemm":
+        return "blas" if of_blocks or many else own
+    if op in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        return "unfused" if of_blocks or one or (many and own == "messages") else own
+    if op == "all_gather_gemm" and not one:
+        if own == "copy_engine":
+            return "blas_blocks"
+        return "unfused" if of_blocks and tiles >= _GATHERED_TILES * num_sms else own
+    return own
 
 
 def _for_promotion(config: Config) -> Config:
@@ -94,10 +109,6 @@ def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invaria
     if scheme.recipe == "blockwise" and config.block_n > BLOCK:
         raise ValueError(
             f"Config.block_n is {config.block_n}: each {BLOCK} columns have scales of their own, and a tile one of them"
-        )
-    if config.placement in BY_BLAS and op != "gemm":
-        raise ValueError(
-            f"Config.placement is {config.placement!r}, whose GEMM is the BLAS's: not of 8-bit operands"
         )
     if invariance and config != rules:
         raise ValueError(f"{op} is {invariance} here, where 8-bit operands take no config; leave it out")

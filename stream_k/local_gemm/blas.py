@@ -23,16 +23,12 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
 from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled, data_of
+from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of
 
 # Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
 # of split K that were looked at (docs/log.md). True: while PyTorch lets it, our own GEMM multiplies.
 ROUNDS_PARTS = False
-
-
-# Scales of blocks along M and along K must come in multiples of these, 16 bytes.
-_BLOCKS = 4
 
 
 class OwnGemm(Protocol):
@@ -82,9 +78,9 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torc
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
         return "one of a and b has a scale of the whole, the other one of each row"
     blocks = b.scale.shape[0] if b.scale.ndim == 2 else 1
-    if blocks > 1 and (blocks % _BLOCKS != 0 or len(a.data) % _BLOCKS != 0):
+    if blocks > 1 and (blocks % UNIT != 0 or len(a.data) % UNIT != 0):
         # cuBLAS reads others where it looks for the fourth; PyTorch 2.11 lets it (docs/log.md).
-        return f"scales of {len(a.data)} rows and of {blocks} blocks of K are no multiples of {_BLOCKS}"
+        return f"scales of {len(a.data)} rows and of {blocks} blocks of K are no multiples of {UNIT}"
     return ""
 
 

@@ -214,11 +214,12 @@ class BlocksPlan(PiecesPlan):
     they are copied while blocks are multiplied.
     """
 
-    blocks: tuple[tuple[int, slice, torch.Tensor | None, GemmPlan | BlasPlan], ...] = ()
+    blocks: tuple[tuple[int, slice, Operand | None, GemmPlan | BlasPlan], ...] = ()
     kept: torch.Tensor | None = None
 
     def __init__(self, call: Call) -> None:
-        self.keeps = call.request.save_gathered
+        # Of 8-bit operands `second` copies when all is over.
+        self.keeps = call.request.save_gathered and call.scheme is None
         super().__init__(call)
 
     def _piece_rows(self, config: Config, most: int) -> int:
@@ -226,6 +227,7 @@ class BlocksPlan(PiecesPlan):
 
     def _plan_gemm(self, call: Call) -> None:
         request, world = call.request, self.world
+        a, b = operands_of(call.a, call.b, request.scaling)
         self.wait = step_launch(int(status.Op.ALL_GATHER_GEMM), world)
         for turn in range(world):
             owner = (self.rank + turn) % world
@@ -233,14 +235,19 @@ class BlocksPlan(PiecesPlan):
             if rows.start == rows.stop:
                 self.senders |= 1 << owner  # nothing to multiply, but its flag comes
                 continue
-            theirs = self.rows[rows] if turn else None
+            theirs = self._block(rows) if turn else None
             more = (call.config, request.allow_tf32, request.bias, request.activation)
-            gemm = plan_gemm(
-                call.a if theirs is None else theirs, call.b, *more, call.out[rows], self.workspace
-            )
+            block = a if theirs is None else theirs
+            gemm = plan_gemm(block, b, *more, call.out[rows], self.workspace, scheme=call.scheme)
             self.blas |= isinstance(gemm, BlasPlan)
             self.blocks = (*self.blocks, (owner, rows, theirs, gemm))
         self.senders &= ~(1 << self.rank)
+
+    def _block(self, rows: slice) -> Operand:
+        """Rows that are gathered."""
+        if isinstance(self.gathered, Scaled):
+            return Scaled(self.rows[rows], self.gathered.scale[rows])
+        return self.rows[rows]
 
     @property
     def replayable(self) -> bool:
@@ -255,12 +262,12 @@ class BlocksPlan(PiecesPlan):
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.
         self.enter(self._step_arguments())
+        sent = self._sent(a)
         self.workspace.fork(_COPIES)
         with self.workspace.beside(_COPIES):
-            self._push(parts_of(a))
-        assert isinstance(a, torch.Tensor)  # no BLAS has scales
+            self._push(sent)
         if self.keeps and self.blocks:
-            self.kept = a.new_empty(self.rows.shape)
+            self.kept = data_of(a).new_empty(self.rows.shape)
         for owner, rows, theirs, gemm in self.blocks:
             if theirs is not None:
                 self.wait(self._step_arguments(1 << owner))
@@ -271,7 +278,7 @@ class BlocksPlan(PiecesPlan):
             if self.kept is not None:
                 # Enqueued behind the product: a copy inside one device needs its SMs, and would be first on them.
                 with self.workspace.beside(_KEPT):
-                    trace.copy(self.kept[rows].copy_, block)
+                    trace.copy(self.kept[rows].copy_, data_of(block))
         self.workspace.join(_COPIES)
         if self.kept is not None:
             self.workspace.join(_KEPT)

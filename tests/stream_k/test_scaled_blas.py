@@ -10,6 +10,7 @@ import torch
 from pyrocshmem import stream_k, target
 from pyrocshmem.calls import invariance
 from pyrocshmem.calls.workspace import local_workspace
+from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.scaled import choose_scaled
 from pyrocshmem.stream_k.local_gemm import blas, plan
 from pyrocshmem.stream_k.local_gemm.scales import Scheme
@@ -171,9 +172,35 @@ def test_choices_of_an_h200(
 ) -> None:
     scheme = Scheme(recipe, fast)
     assert choose_scaled("gemm", *size, 1, h200, scheme, invariance.NONE).placement == expected
+    if recipe != "tensorwise":
+        more = (1, h200, scheme, invariance.NONE, torch.float32)
+        assert choose_scaled("gemm", *size, *more).placement == "after"
     for mode in (invariance.BATCH, invariance.TP):
         assert choose_scaled("gemm", *size, 1, h200, scheme, mode).placement == "after"
-    assert choose_scaled("all_gather_gemm", *size, 2, h200, scheme, invariance.NONE).placement not in (
-        "blas",
-        "unfused",
-    )
+
+
+FUSED = [
+    ("all_gather_gemm", "rowwise", (8192, 4096, 4096), "blas_blocks"),
+    ("all_gather_gemm", "blockwise", (8192, 4096, 4096), "blas_blocks"),
+    ("all_gather_gemm", "blockwise", (8196, 4096, 4096), "copy_engine"),
+    ("all_gather_gemm", "blockwise", (256, 16384, 4096), "unfused"),
+    ("all_gather_gemm", "tensorwise", (8192, 4096, 4096), "copy_engine"),
+    ("gemm_reduce_scatter", "rowwise", (256, 8192, 4096), "unfused"),
+    ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "messages"),
+    ("gemm_all_reduce", "blockwise", (8196, 4096, 4096), "unfused"),
+    ("gemm_all_reduce", "blockwise", (8192, 4096, 5376), "copy_engine"),
+    ("gemm_all_reduce", "tensorwise", (8192, 4096, 4096), "unfused"),
+    ("gemm_all_reduce", "tensorwise", (64, 4096, 4096), "messages"),
+]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("op", "recipe", "size", "expected"), FUSED, ids=str)
+def test_choices_of_fused_ops(
+    op: str, recipe: Any, size: tuple[int, int, int], expected: str, h200: torch.device
+) -> None:
+    call = (op, *size, 2, h200)
+    assert choose_scaled(*call, Scheme(recipe, False), invariance.NONE).placement == expected
+    assert choose_scaled(*call, Scheme(recipe, False), invariance.BATCH).placement not in BY_BLAS
+    if recipe != "blockwise":
+        assert choose_scaled(*call, Scheme(recipe, True), invariance.NONE).placement not in BY_BLAS
