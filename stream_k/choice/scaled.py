@@ -21,6 +21,8 @@ _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
 _MOST_OF_A_PART = 8192
 # Tiles of 128 x 128 for each SM from which the BLAS is the faster one: with scales of rows, and of gathered blocks.
 _BLAS_TILES, _GATHERED_TILES = 0.55, 0.45
+# Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
+_TAIL_ROWS = 1024
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -67,19 +69,20 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
     if M <= FEW_ROWS or not promoted(scheme):
         return own
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
-    blocks_of_rows = world_size if op == "all_gather_gemm" else 1
-    if of_blocks and (M % (UNIT * blocks_of_rows) != 0 or -(-K // BLOCK) % UNIT != 0):
-        return own  # no multiples of what the BLAS takes
-    many = tiles >= _BLAS_TILES * num_sms
+    rows = M // world_size if op == "all_gather_gemm" and own == "copy_engine" else M
+    if of_blocks and (-(-K // BLOCK) % UNIT != 0 or (rows % UNIT != 0 and rows < _TAIL_ROWS)):
+        return own
     if op == "gemm":
-        return "blas" if of_blocks or many else own
-    if op in ("gemm_reduce_scatter", "gemm_all_reduce"):
-        return "unfused" if of_blocks or one or (many and own == "messages") else own
-    if op == "all_gather_gemm" and not one:
+        return "blas" if of_blocks or tiles >= _BLAS_TILES * num_sms else own
+    if op == "all_gather_gemm":
+        if one:
+            return own  # each gathered row has its rank's scale, which the BLAS takes no single one of B with
         if own == "copy_engine":
             return "blas_blocks"
         return "unfused" if of_blocks and tiles >= _GATHERED_TILES * num_sms else own
-    return own
+    if op == "gemm_all_scatter":
+        return "unfused" if of_blocks or own == "messages" else own
+    return "unfused" if of_blocks or one else own
 
 
 def _for_promotion(config: Config) -> Config:

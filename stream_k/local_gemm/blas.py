@@ -23,7 +23,7 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
 from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of
+from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of, rows_of
 
 # Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
@@ -77,11 +77,23 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torc
         return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
         return "one of a and b has a scale of the whole, the other one of each row"
-    blocks = b.scale.shape[0] if b.scale.ndim == 2 else 1
-    if blocks > 1 and (blocks % UNIT != 0 or len(a.data) % UNIT != 0):
+    if _blocks(b) > 1 and _blocks(b) % UNIT != 0:
         # cuBLAS reads others where it looks for the fourth; PyTorch 2.11 lets it (docs/log.md).
-        return f"scales of {len(a.data)} rows and of {blocks} blocks of K are no multiples of {UNIT}"
+        return f"there are scales of {_blocks(b)} blocks of K, no multiple of {UNIT}"
+    if rows_taken(a, b) == 0:
+        return f"a has {len(a.data)} rows, and with scales of blocks {UNIT} are the fewest"
     return ""
+
+
+def _blocks(b: Operand) -> int:
+    """Of K that have scales of their own."""
+    return b.scale.shape[0] if isinstance(b, Scaled) and b.scale.ndim == 2 else 1
+
+
+def rows_taken(a: Operand, b: Operand) -> int:
+    """How many rows of `a` the BLAS multiplies, the first ones: with scales of blocks a multiple of UNIT."""
+    rows = len(data_of(a))
+    return rows - rows % UNIT if _blocks(b) > 1 else rows
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
@@ -139,7 +151,8 @@ def keeps_own(dtype: torch.dtype) -> bool:
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
-    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: as `Scaling` has it."""
+    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: as `Scaling` has it.
+    tail: our GEMM of the rows behind `rows_taken`."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
     replayable = False
@@ -153,7 +166,9 @@ class BlasPlan:
         own: Callable[[], OwnGemm],
         waits: bool,
         fast: bool = False,
+        tail: OwnGemm | None = None,
     ) -> None:
+        self._tail, self._taken = tail, slice(rows_taken(a, b))
         self._exact = _check_of(data_of(a).dtype)
         self._own = None if self._exact is None else own()
         self._fast = fast
@@ -172,7 +187,16 @@ class BlasPlan:
             assert self._own is not None
             self._own.run(a, b, bias, out)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether none of our kernels has a part in it."""
+        return self._tail is None and self.multiplies()
+
     def _multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if self._tail is not None:
+            rest = slice(self._taken.stop, None)
+            self._tail.run(rows_of(a, rest), b, bias, out[rest])
+            a, out = rows_of(a, self._taken), out[self._taken]
         if isinstance(a, Scaled) and isinstance(b, Scaled):
             _multiply_scaled(a, b, self._fast, out)
         else:
@@ -194,10 +218,8 @@ def _multiply_scaled(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> Non
 
 
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks as the BLAS takes them: those of a column one behind another."""
-    if scale.numel() == 1 or 1 in scale.shape or scale.stride(0) == 1:
-        return scale
-    return scale.t().contiguous().t()
+    """Scales as the BLAS takes them, those of a column one behind another."""
+    return scale if scale.ndim != 2 else scale.t().contiguous().t()
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
 from pyrocshmem.stream_k.choice.placement import find_placement
 from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose
-from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, takes, why_not
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, rows_taken, takes, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.scales import (
@@ -51,6 +51,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     kind_of,
     operands_of,
     result_dtype,
+    rows_of,
     scheme_of,
 )
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -220,7 +221,7 @@ def is_by_blas(
     if scheme is not None:
         assert isinstance(a, Scaled)
         assert isinstance(b, Scaled)
-        return takes(a, b, scheme.fast, out)
+        return takes(rows_of(a, slice(rows_taken(a, b))), b, scheme.fast, out)
     return by_hand or not is_slow(data_of(a), data_of(b), out)
 
 
@@ -242,8 +243,22 @@ def plan_gemm(
     own = partial(GemmPlan, a, b, *given, workspace, sent, scheme=scheme)
     if not is_by_blas(a, b, *given, by_hand, scheme):
         return own()
+    tail = _tail(a, b, out, workspace, scheme)
     fast = scheme is not None and scheme.fast
-    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None, fast=fast)
+    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None, fast=fast, tail=tail)
+
+
+def _tail(
+    a: Operand, b: Operand, out: torch.Tensor, workspace: Workspace, scheme: Scheme | None
+) -> GemmPlan | None:
+    """Of the rows that the BLAS doesn't take."""
+    rest = slice(rows_taken(a, b), None)
+    if scheme is None or len(out[rest]) == 0:
+        return None
+    last = rows_of(a, rest)
+    M, (K, N) = len(out[rest]), data_of(b).shape
+    config = choose_scaled("gemm", M, N, K, 1, out.device, scheme, invariance.NONE)
+    return GemmPlan(last, b, config, False, None, "none", out[rest], workspace, scheme=scheme)
 
 
 def _check_by_hand(
@@ -366,7 +381,7 @@ def run_gemm(
         return out
     a, b = with_inner_size(a, b)
     added = bias if residual is None else in_one(bias, residual)
-    if not in_turn and isinstance(plan, BlasPlan) and plan.multiplies():
+    if not in_turn and isinstance(plan, BlasPlan) and plan.is_whole:
         # It takes nothing of the device's workspace, so it waits for no other call there.
         plan.run(*operands_of(a, b, scaling), added, out)
         return out

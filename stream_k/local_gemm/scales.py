@@ -85,6 +85,13 @@ def parts_of(x: Operand) -> tuple[torch.Tensor, ...]:
     return tuple(x) if isinstance(x, Scaled) else (x,)
 
 
+def rows_of(x: Operand, rows: slice) -> Operand:
+    """These rows of an A, with their scales."""
+    if not isinstance(x, Scaled):
+        return x[rows]
+    return Scaled(x.data[rows], x.scale if x.scale.numel() == 1 else x.scale[rows])
+
+
 def with_data(x: Operand, data: torch.Tensor) -> Operand:
     """`data` in the place of the matrix of `x`."""
     return Scaled(data, x.scale) if isinstance(x, Scaled) else data

@@ -32,6 +32,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     data_of,
     operands_of,
     parts_of,
+    rows_of,
     scales_a_row,
 )
 from pyrocshmem.stream_k.ops.op import Call
@@ -235,19 +236,13 @@ class BlocksPlan(PiecesPlan):
             if rows.start == rows.stop:
                 self.senders |= 1 << owner  # nothing to multiply, but its flag comes
                 continue
-            theirs = self._block(rows) if turn else None
+            theirs = rows_of(self.gathered, rows) if turn else None
             more = (call.config, request.allow_tf32, request.bias, request.activation)
             block = a if theirs is None else theirs
             gemm = plan_gemm(block, b, *more, call.out[rows], self.workspace, scheme=call.scheme)
             self.blas |= isinstance(gemm, BlasPlan)
             self.blocks = (*self.blocks, (owner, rows, theirs, gemm))
         self.senders &= ~(1 << self.rank)
-
-    def _block(self, rows: slice) -> Operand:
-        """Rows that are gathered."""
-        if isinstance(self.gathered, Scaled):
-            return Scaled(self.rows[rows], self.gathered.scale[rows])
-        return self.rows[rows]
 
     @property
     def replayable(self) -> bool:

@@ -39,7 +39,7 @@ def every_op(
         for placement in (placement_names(op) if by_placement else (None,))
         for shape, dtype in (
             # The last one the BLAS can multiply.
-            (((24, 32, 160), FP32), ((5, 48, 64), FP32), ((16, 32, 512), BY_BLAS_RESULT))
+            (((24, 32, 160), FP32), ((5, 48, 64), FP32), ((18, 32, 512), BY_BLAS_RESULT))
             if by_placement
             else itertools.product(((24, 32, 160), (5, 48, 64)), (FP16, FP32))
         )

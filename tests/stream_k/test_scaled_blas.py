@@ -95,10 +95,20 @@ def test_scales_that_lie_by_rows_or_by_columns(multiplied: list[str]) -> None:
     assert multiplied == ["blas"] * 2
 
 
+@pytest.mark.usefixtures("chosen")
+def test_rows_that_it_does_not_take(multiplied: list[str]) -> None:
+    """With scales of blocks up to three, which our GEMM multiplies."""
+    for rows in (69, 70, 71):
+        out = torch.full((rows, N), float("nan"), dtype=RESULT, device=DEVICE)
+        _, given = product("blockwise", rows, N, K, out=out)
+        assert worst_ratio(out, *given, EPS) <= 1
+    assert multiplied == ["blas", "own"] * 3
+
+
 # What the BLAS can't do, or does wrongly: 42 blocks of K, whose scales cuBLAS 13 looks for 44 apart.
 REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
-    ("blockwise", (M, N, 5376), {}, "scales of 72 rows and of 42 blocks of K are no multiples of 4"),
-    ("blockwise", (70, N, K), {}, "scales of 70 rows and of 4 blocks"),
+    ("blockwise", (M, N, 5376), {}, "there are scales of 42 blocks of K, no multiple of 4"),
+    ("blockwise", (3, N, K), {}, "a has 3 rows, and with scales of blocks 4 are the fewest"),
     ("rowwise", (M, N, K), {"bias": "bias"}, "a bias or a residual would be added"),
     ("rowwise", (M, N, K), {"activation": "relu"}, "activation 'relu' would follow"),
 ]
@@ -182,10 +192,13 @@ def test_choices_of_an_h200(
 FUSED = [
     ("all_gather_gemm", "rowwise", (8192, 4096, 4096), "blas_blocks"),
     ("all_gather_gemm", "blockwise", (8192, 4096, 4096), "blas_blocks"),
-    ("all_gather_gemm", "blockwise", (8196, 4096, 4096), "copy_engine"),
+    ("all_gather_gemm", "blockwise", (8190, 4096, 4096), "blas_blocks"),
+    ("all_gather_gemm", "blockwise", (2046, 8192, 4096), "copy_engine"),
     ("all_gather_gemm", "blockwise", (256, 16384, 4096), "unfused"),
     ("all_gather_gemm", "tensorwise", (8192, 4096, 4096), "copy_engine"),
-    ("gemm_reduce_scatter", "rowwise", (256, 8192, 4096), "unfused"),
+    ("gemm_all_scatter", "rowwise", (256, 8192, 4096), "unfused"),
+    ("gemm_all_scatter", "rowwise", (8192, 8192, 4096), "copy_engine"),
+    ("gemm_all_scatter", "blockwise", (8192, 8192, 4096), "unfused"),
     ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "messages"),
     ("gemm_all_reduce", "blockwise", (8196, 4096, 4096), "unfused"),
     ("gemm_all_reduce", "blockwise", (8192, 4096, 5376), "copy_engine"),
