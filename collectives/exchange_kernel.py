@@ -117,15 +117,13 @@ def _note_row(
     the fp32 sum of squares; and the largest product of value and weight. words: blocks [U, ranks], the same in each
     column, as weights are."""
     values = units.unpack(words, UNIT, DTYPE)
-    if COUNT == 1:
-        sum_here = normalizing.sum_of_units(values, values, column, width, valid)
-    else:
-        sum_here, largest = normalizing.squares_and_largest(values, weights, column, width, valid)
+    sum_here = normalizing.sum_of_units(values, values, column, width, valid)
     first = (tl.arange(0, column.shape[0]) == 0)[:, None] & keeps
     place = tl.zeros(values[0].shape, tl.int64) + rank * tl.num_programs(0) + tl.program_id(0)
     word = tl.zeros(values[0].shape, tl.int32) + sum_here.to(tl.int32, bitcast=True)
     note.push(notes + 2 * COUNT * place, word, number, first)
     if COUNT == 2:
+        largest = normalizing.largest_of_units(values, weights, column, width, valid)
         word = tl.zeros(values[0].shape, tl.int32) + largest.to(tl.int32, bitcast=True)
         note.push(notes + 2 * COUNT * place + 2, word, number, first)
 
@@ -145,22 +143,16 @@ def _of_row(
     lane, ranks = tl.arange(0, STEP)[:, None], tl.arange(0, RANKS)[None, :]
     place = ranks * tl.num_programs(0) + tl.program_id(0) // PARTS * PARTS + lane
     words, late = note.poll(notes, COUNT * place, number, (lane < PARTS) & here, deadline, context, COUNT)
-    squares = tl.zeros(late.shape, tl.float32)
-    of_row = (squares,)
-    if COUNT == 1:
-        found = tl.sum(words[0].to(tl.float32, bitcast=True), axis=0)
+    found = (tl.sum(words[0].to(tl.float32, bitcast=True), axis=0),)
+    if COUNT == 2:
+        found = found + (tl.max(words[1].to(tl.float32, bitcast=True), axis=0),)  # type: ignore[assignment]
+    spread = ()
+    for i in tl.static_range(COUNT):
+        wide = tl.zeros(late.shape, tl.float32)
         for k in tl.static_range(WORLD):
-            squares = tl.where(ranks == k, normalizing.of_rank(found, k), squares)
-        of_row = (squares,)
-    else:
-        most = squares
-        sums = words[0].to(tl.float32, bitcast=True)
-        each, largest = normalizing.sum_and_largest(sums, words[1].to(tl.float32, bitcast=True))
-        for k in tl.static_range(WORLD):
-            one, other = normalizing.both_of_rank(each, largest, k)
-            squares, most = tl.where(ranks == k, one, squares), tl.where(ranks == k, other, most)
-        of_row = (squares, most)  # type: ignore[assignment]
-    return of_row, late
+            wide = tl.where(ranks == k, normalizing.of_rank(found[i], k), wide)
+        spread = spread + (wide,)  # type: ignore[assignment]
+    return spread, late
 
 
 @triton.jit

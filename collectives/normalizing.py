@@ -13,14 +13,12 @@ bit, from the largest product of value and weight: nobody has to wait for the fa
 import triton
 import triton.language as tl
 
-from pyrocshmem import target
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import rounded
 from pyrocshmem.collectives.float8 import magnitude, scale_for, to_float8
 
 # In what scales of a norm in 8 bits there are: one that is given, one a row, one for each GROUP elements of a row.
 GIVEN, ROWS, GROUPS = 1, 2, 3
-_INTERPRETED = tl.constexpr(target.interpreted())
 _GIVEN, _ROWS = tl.constexpr(GIVEN), tl.constexpr(ROWS)
 
 
@@ -35,44 +33,20 @@ def sum_of_units(xs, ys, column, width, valid):
 
 
 @triton.jit
-def squares_and_largest(values, weights, column, width, valid):
-    """`sum_of_units` of values with themselves, and the largest magnitude of values times weights, as one number."""
-    total, most = tl.zeros(values[0].shape, tl.float32), tl.zeros(values[0].shape, tl.float32)
+def largest_of_units(values, weights, column, width, valid):
+    """The largest magnitude of values times weights over a program's units of a row, as one number: as in
+    `sum_of_units`."""
+    most = tl.zeros(values[0].shape, tl.float32)
     for e in tl.static_range(len(values)):
         here = (valid & (column + e < width))[:, None]
-        total += tl.where(here, values[e] * values[e], 0.0)
         most = tl.maximum(most, tl.where(here, magnitude(values[e] * weights[e]), 0.0))
-    total, most = sum_and_largest(total, most)
-    return both_of_rank(total, most, 0)
+    return of_rank(tl.max(most, axis=0), 0)
 
 
 @triton.jit
 def of_rank(each, rank):
     """Element `rank` of [ranks], as one number, which has no layout to convert (`units.spread` says why)."""
     return tl.sum(tl.where(tl.arange(0, each.shape[0]) == rank, each, 0.0), axis=0)
-
-
-@triton.jit
-def both_of_rank(first, second, rank):
-    """`of_rank` of two blocks of numbers that are not negative."""
-    here = tl.arange(0, first.shape[0]) == rank
-    return sum_and_largest(tl.where(here, first, 0.0), tl.where(here, second, 0.0))
-
-
-@triton.jit
-def sum_and_largest(terms, magnitudes):
-    """The sum of the one and the largest of the other along the first axis: in one turn of what threads exchange, where
-    `tl.sum` and `tl.max` take one each. The sum has the bits of `tl.sum`."""
-    if _INTERPRETED:
-        total, most = tl.sum(terms, axis=0), tl.max(magnitudes, axis=0)
-    else:
-        total, most = tl.reduce((terms, magnitudes), 0, _sum_and_larger)
-    return total, most
-
-
-@triton.jit
-def _sum_and_larger(total, most, other_total, other_most):
-    return total + other_total, tl.maximum(most, other_most)
 
 
 @triton.jit

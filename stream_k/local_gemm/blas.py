@@ -151,7 +151,7 @@ def keeps_own(dtype: torch.dtype) -> bool:
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
-    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: as `Scaling` has it.
+    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: not `promoted`.
     tail: our GEMM of the rows behind `rows_taken`."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.

@@ -50,6 +50,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     data_of,
     kind_of,
     operands_of,
+    promoted,
     result_dtype,
     rows_of,
     scheme_of,
@@ -221,7 +222,8 @@ def is_by_blas(
     if scheme is not None:
         assert isinstance(a, Scaled)
         assert isinstance(b, Scaled)
-        return takes(rows_of(a, slice(rows_taken(a, b))), b, scheme.fast, out)
+        taken = slice(rows_taken(a, b))
+        return takes(rows_of(a, taken), b, not promoted(scheme), out[taken])
     return by_hand or not is_slow(data_of(a), data_of(b), out)
 
 
@@ -244,7 +246,7 @@ def plan_gemm(
     if not is_by_blas(a, b, *given, by_hand, scheme):
         return own()
     tail = _tail(a, b, out, workspace, scheme)
-    fast = scheme is not None and scheme.fast
+    fast = scheme is not None and not promoted(scheme)
     return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None, fast=fast, tail=tail)
 
 
