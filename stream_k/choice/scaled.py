@@ -38,18 +38,20 @@ def choose_scaled(
     invariance: Invariance,
     result: torch.dtype = torch.bfloat16,
     partial_dtype: torch.dtype | None = None,
+    placement: str | None = None,
 ) -> Config:
     """The configuration for a rank's GEMM [M, K] x [K, N] of `op`, by the rules. The arguments are those of `choose`;
-    scheme: of the operands' scales. result: of what is stored, in which partial sums travel
-    unless partial_dtype says otherwise."""
+    scheme: of the operands' scales. result: of what is stored, in which partial sums travel unless partial_dtype says
+    otherwise. placement: None: the fastest one."""
     wire = partial_dtype if partial_dtype is not None or result == torch.bfloat16 else result
     half = (op, M, N, -(-K // 2), torch.bfloat16, world_size, device, wire)
-    config = cost_model(*half, invariance=invariance)
-    placement = _OWN.get(config.placement, config.placement)
-    # The BLAS stores bfloat16, unless there is one scale.
-    stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
-    if stored and not invariance and target.backend() == "cuda":
-        placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
+    config = cost_model(*half, placement=placement, invariance=invariance)
+    if placement is None:
+        placement = _OWN.get(config.placement, config.placement)
+        # The BLAS stores bfloat16, unless there is one scale.
+        stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
+        if stored and not invariance and target.backend() == "cuda":
+            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
     if placement != config.placement:
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)

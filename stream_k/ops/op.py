@@ -536,17 +536,25 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
     if request.scaling is not None:
         scheme = Scheme(recipe_of(request.scaling, request.a, request.b), request.scaling.fast)
         size = (op.name, M, max(N, 1), K, heap.world_size, heap.device)
-        return choose_scaled(*size, scheme, mode, request.scaling.result, partial_dtype)
+        more = (scheme, mode, request.scaling.result, partial_dtype)
+        config = choose_scaled(*size, *more)
+        if request.squared_partials and config.placement in _WITHOUT_SQUARES:
+            config = choose_scaled(*size, *more, placement=_with_squares(config))
+        return config
     if request.squared_partials:
         # They have fewer placements than the table was made with.
         facts = (*sizes, heap.world_size, heap.device, partial_dtype)
         config = cost_model(*facts, allow_tf32=request.allow_tf32)
         if config.placement not in _WITHOUT_SQUARES:
             return config
-        placement = "after" if config.placement in BY_MESSAGE else "own_stream"
-        return cost_model(*facts, placement=placement, allow_tf32=request.allow_tf32)
+        return cost_model(*facts, placement=_with_squares(config), allow_tf32=request.allow_tf32)
     found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32, mode)
     return _gathering_as(found.rules.config, found.config) if op.has_own_columns else found.config
+
+
+def _with_squares(config: Config) -> str:
+    """The placement that has squared partials, in the place of this one's."""
+    return "after" if config.placement in BY_MESSAGE else "own_stream"
 
 
 def _gathering_as(config: Config, found: Config) -> Config:

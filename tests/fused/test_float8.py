@@ -233,6 +233,24 @@ def test_a_rank_without_rows() -> None:
     assert max(values(run_ranks(without_rows, 2))) <= 1
 
 
+def squares(rank: int, world_size: int) -> list[bool]:
+    """Whether squared partials are those of the result, of few rows, which else would go by messages, and of many."""
+    right = []
+    with Heap(HEAP_BYTES) as heap:
+        for op, M in itertools.product(("gemm_all_reduce", "gemm_all_scatter"), (5, 300)):
+            a, b, of_a, of_b = Whole(op, "rowwise", M, 32, 64, world_size, heap.device, 8).of_rank(rank)
+            more = {"group": heap, "scale_a": of_a, "scale_b": of_b, "out_dtype": FP32}
+            out, parts = getattr(stream_k, op)(a, b, squared_partials=True, **more)
+            heap.synchronize()
+            right.append(torch.allclose(parts.double().sum(1), out.double().square().sum(1), rtol=1e-4))
+    return right
+
+
+@pytest.mark.num_ranks(2)
+def test_squared_partials() -> None:
+    assert values(run_ranks(squares, 2, timeout=TIMEOUT_S)) == [[True] * 4] * 2
+
+
 def with_gradients(rank: int, world_size: int) -> list[str]:
     """What gathers say whose bias needs a gradient: of one B, and of several."""
     said = []
