@@ -24,7 +24,7 @@ import torch.distributed as dist
 import typer
 
 from pyrocshmem import Heap, launching, options, stream_k, target
-from pyrocshmem.benchmarks import records
+from pyrocshmem.benchmarks import models, records
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable, first_line, group_name, need_gpus
 from pyrocshmem.benchmarks.shapes import Case, cases_of
@@ -229,6 +229,8 @@ def main(
         options.check_ranks(num_ranks)
         if recipe not in RECIPES:
             raise ValueError(f"--recipe is {recipe!r}, allowed are {', '.join(RECIPES)}")
+        if models.is_drawn(shapes):
+            shapes = models.with_seed(shapes, records.commit_measured(commit))
         names = ops.split(",") if ops else OPS[:1] if num_ranks == 1 else OPS[1:]
         for name in names:
             if name not in OPS or (name == "gemm") != (num_ranks == 1):
@@ -243,7 +245,12 @@ def main(
     os.environ.update(records.NO_MULTICAST)
     of_ranks = launching.spawn(measure, num_ranks, cases, recipe, iters, timeout=_LIMIT_S)
     took = [slowest(list(of_case)) for of_case in zip(*of_ranks, strict=True)]
-    about = ["", f"8-bit operands, {recipe}", *records.in_words("float8", num_ranks, commit)]
+    about = [
+        "",
+        f"8-bit operands, {recipe}",
+        f"shapes: {shapes}",
+        *records.in_words("float8", num_ranks, commit),
+    ]
     for line in (*table(cases, took), *about):
         print(line)
     raise typer.Exit(
