@@ -60,10 +60,12 @@ def test_table() -> None:
             ]
         ),
         Took({"ours": 1e-6}, {"ours": 0.75}),
+        Took({"ours": 1e-6, "scaled_mm": 1e-6}, {"ours": 0.75, "scaled_mm": float("nan")}),
     ]
-    lines = table(cases_of("gemm", "tiny", 1, "float16", False)[:2], took)
+    lines = table(cases_of("gemm", "tiny", 1, "float16", False)[:1] * 3, took)
     assert lines[2].endswith("| 2.0 | 4.0 | 0.50 |")
     assert lines[3].endswith("| 1.0 |  | 0.75 |")
+    assert lines[4].endswith("| 1.0 | 1.0 wrong | 0.75 |")
     assert lines[-1] == "gemm, scaled_mm over ours: 2.000, worst 2.000 (1 cases)"
 
 
