@@ -1,5 +1,5 @@
-"""GEMMs of 8-bit operands, alone and fused, beside `torch._scaled_mm` with NCCL, PyTorch's fused ops, and ours in 16
-bits.
+"""GEMMs of 8-bit operands, alone and fused, beside `torch._scaled_mm` with NCCL, PyTorch's fused ops, DeepGEMM where it
+can be imported, and ours in 16 bits.
 
     python -m pyrocshmem.benchmarks.float8 --ops gemm --recipe blockwise --shapes models:5
     python -m pyrocshmem.benchmarks.float8 -n 2 --recipe rowwise --shapes llama3
@@ -79,6 +79,7 @@ def providers(x: Quantized) -> dict[str, Call]:
         ("scaled_mm", lambda: _vendor(x, fast=False)),
         ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
         ("PyTorch's fused, fast", lambda: _fused(x)),
+        ("DeepGEMM", lambda: _deep_gemm(x)),
         ("ours, 16 bits", lambda: _in_16_bits(x)),
     ):
         try:
@@ -179,6 +180,30 @@ def _fused(x: Quantized) -> Call:
         scatter, shape = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter, [x.case.M, x.case.N]
         return lambda: scatter(*operands, "sum", 0, 0, group, shape, None, None, x.dtype, True)
     raise Unavailable("no such op")
+
+
+def _deep_gemm(x: Quantized) -> Call:
+    """DeepGEMM's product of blocks, by its present name or the one before."""
+    _need_gpu(x)
+    if x.case.op != "gemm" or x.recipe != "blockwise":
+        raise Unavailable("multiplies with scales of blocks")
+    try:
+        module = importlib.import_module("deep_gemm")
+    except ImportError as error:
+        raise Unavailable(f"not importable: {error}") from None
+    scale_a = x.scale_a
+    if hasattr(module, "fp8_gemm_nt"):
+        multiply = module.fp8_gemm_nt
+    else:
+        multiply, scale_a = module.gemm_fp8_fp8_bf16_nt, module.get_col_major_tma_aligned_tensor(scale_a)
+    a, b = (x.a8, scale_a), (x.b8.t(), x.scale_b.t().contiguous())
+
+    def product() -> torch.Tensor:
+        out = torch.empty(x.case.M, x.shape[1], dtype=torch.bfloat16, device=x.device)
+        multiply(a, b, out)
+        return out
+
+    return product
 
 
 def _need_gpu(x: Quantized) -> None:

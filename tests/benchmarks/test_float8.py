@@ -1,6 +1,8 @@
 """The benchmark of 8-bit operands: what it measures is right, a wrong result shows, and so does what it means."""
 
 import itertools
+import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,9 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pyrocshmem import options, stream_k
+from pyrocshmem import options, stream_k, target
 from pyrocshmem.benchmarks import float8
-from pyrocshmem.benchmarks.float8 import OPS, RECIPES, Took, measure, slowest, table
+from pyrocshmem.benchmarks.float8 import (
+    OPS,
+    RECIPES,
+    Quantized,
+    Took,
+    error_over_bound,
+    measure,
+    slowest,
+    table,
+)
 from pyrocshmem.benchmarks.shapes import cases_of
 from tests.ranks import run_ranks, values
 
@@ -67,6 +78,23 @@ def test_table() -> None:
     assert lines[3].endswith("| 1.0 |  | 0.75 |")
     assert lines[4].endswith("| 1.0 | 1.0 wrong | 0.75 |")
     assert lines[-1] == "gemm, scaled_mm over ours: 2.000, worst 2.000 (1 cases)"
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("older", [False, True])
+def test_deep_gemm_gets_its_operands(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows of both, with scales of blocks of them; it can't be installed without CUDA."""
+
+    def multiply(a: Any, b: Any, out: torch.Tensor) -> None:
+        out.copy_(stream_k.dequantize(*a) @ stream_k.dequantize(*b).t())
+
+    names = {"gemm_fp8_fp8_bf16_nt": multiply, "get_col_major_tma_aligned_tensor": lambda x: x}
+    monkeypatch.setitem(
+        sys.modules, "deep_gemm", SimpleNamespace(**(names if older else {"fp8_gemm_nt": multiply}))
+    )
+    monkeypatch.setattr(float8, "_need_gpu", lambda _: None)
+    x = Quantized(cases(("gemm",), 1)[0], None, target.device(), "blockwise")
+    assert error_over_bound(x, float8._deep_gemm(x)().to(x.dtype), 2.0**-9) <= 1
 
 
 def test_what_is_refused() -> None:
