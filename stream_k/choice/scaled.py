@@ -78,7 +78,7 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
         return "blas" if of_blocks or tiles >= _BLAS_TILES * num_sms else own
     if op == "all_gather_gemm":
         if one:
-            return own  # each gathered row has its rank's scale, which the BLAS takes no single one of B with
+            return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
         if own == "copy_engine":
             return "blas_blocks"
         return "unfused" if of_blocks and tiles >= _GATHERED_TILES * num_sms else own

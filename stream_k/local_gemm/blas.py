@@ -77,7 +77,7 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torc
         return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
         return "one of a and b has a scale of the whole, the other one of each row"
-    if _blocks(b) > 1 and _blocks(b) % UNIT != 0:
+    if _blocks(b) % UNIT != 0:
         # cuBLAS reads others where it looks for the fourth; PyTorch 2.11 lets it (docs/log.md).
         return f"there are scales of {_blocks(b)} blocks of K, no multiple of {UNIT}"
     if rows_taken(a, b) == 0:
@@ -86,14 +86,17 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torc
 
 
 def _blocks(b: Operand) -> int:
-    """Of K that have scales of their own."""
-    return b.scale.shape[0] if isinstance(b, Scaled) and b.scale.ndim == 2 else 1
+    """How many blocks of K have scales of their own; 0: scales are not of blocks."""
+    if not isinstance(b, Scaled) or b.scale.ndim != 2:
+        return 0
+    along_k, along_n = b.scale.shape
+    return along_k if along_k > 1 or along_n not in (1, b.data.shape[1]) else 0
 
 
 def rows_taken(a: Operand, b: Operand) -> int:
     """How many rows of `a` the BLAS multiplies, the first ones: with scales of blocks a multiple of UNIT."""
     rows = len(data_of(a))
-    return rows - rows % UNIT if _blocks(b) > 1 else rows
+    return rows - rows % UNIT if _blocks(b) > 0 else rows
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
@@ -219,7 +222,9 @@ def _multiply_scaled(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> Non
 
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:
     """Scales as the BLAS takes them, those of a column one behind another."""
-    return scale if scale.ndim != 2 else scale.t().contiguous().t()
+    if scale.ndim != 2 or scale.t().is_contiguous():
+        return scale
+    return scale.t().contiguous().t()
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -108,6 +108,7 @@ def test_rows_that_it_does_not_take(multiplied: list[str]) -> None:
 # What the BLAS can't do, or does wrongly: 42 blocks of K, whose scales cuBLAS 13 looks for 44 apart.
 REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
     ("blockwise", (M, N, 5376), {}, "there are scales of 42 blocks of K, no multiple of 4"),
+    ("blockwise", (M, 256, 128), {}, "there are scales of 1 blocks of K, no multiple of 4"),
     ("blockwise", (3, N, K), {}, "a has 3 rows, and with scales of blocks 4 are the fewest"),
     ("rowwise", (M, N, K), {"bias": "bias"}, "a bias or a residual would be added"),
     ("rowwise", (M, N, K), {"activation": "relu"}, "activation 'relu' would follow"),
