@@ -42,6 +42,7 @@ class Printed(NamedTuple):
     recipe: str
     machine: str
     shapes: str
+    commit: str
     rows: tuple[Row, ...]
 
     def ratios(self, op: str, provider: str, ours: str) -> list[tuple[int, float]]:
@@ -71,7 +72,7 @@ def read(path: Path) -> Printed:
     if not (rows and recipe and "target" in facts):
         raise ValueError(f"{path} is not what benchmarks.float8 prints")
     machine = facts["target"].partition(" (")[0]
-    return Printed(path.name, recipe, machine, facts.get("shapes", ""), tuple(rows))
+    return Printed(path.name, recipe, machine, facts.get("shapes", ""), facts.get("commit", ""), tuple(rows))
 
 
 def _row(cells: dict[str, str]) -> Row:
@@ -93,7 +94,7 @@ def _ours(provider: str) -> str:
 
 
 def table(found: Sequence[Printed]) -> str:
-    """A row for each recipe, op and provider: geometric mean and worst of its time over ours."""
+    """A row for each recipe, op and provider, geometric mean and worst of its time over ours; and the records."""
     lines = [
         "| recipe | op, on | provider | cases | its time over ours | worst |",
         "|---|---|---|---|---|---|",
@@ -104,10 +105,10 @@ def table(found: Sequence[Printed]) -> str:
                 if name.startswith("ours") and name != "ours, no BLAS":
                     continue
                 if each := [ratio for _, ratio in printed.ratios(op, name, _ours(name))]:
-                    what = f"[{op}](../benchmarks/results/{printed.name}), {printed.machine}"
                     numbers = f"{len(each)} | {geometric_mean(each):.2f} | {min(each):.2f}"
-                    lines.append(f"| {printed.recipe} | {what} | {name} | {numbers} |")
-    return "\n".join(lines) + "\n"
+                    lines.append(f"| {printed.recipe} | {op}, {printed.machine} | {name} | {numbers} |")
+    made = (f"`{each.name}` (`{each.shapes}`, commit `{each.commit[:10]}`)" for each in found)
+    return "\n".join([*lines, "", f"Records, in `benchmarks/results`: {', '.join(made)}.", ""])
 
 
 def picture(found: Sequence[Printed]) -> Figure:

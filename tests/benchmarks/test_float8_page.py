@@ -17,7 +17,13 @@ def printed(path: Path) -> None:
     cases = cases_of("gemm", "tiny", 1, "float16", False)[:2]
     right = Took({"ours": 2e-6, "ours, no BLAS": 3e-6, "scaled_mm": 4e-6}, {"ours": 0.5, "scaled_mm": 0.5})
     wrong = Took({"ours": 2e-6, "ours, no BLAS": 3e-6, "scaled_mm": 1e-6}, {"ours": 0.5, "scaled_mm": 9.0})
-    about = ["", "8-bit operands, blockwise", "shapes: tiny", "target: 1 x GPU (cuda), because"]
+    about = [
+        "",
+        "8-bit operands, blockwise",
+        "shapes: tiny",
+        "target: 1 x GPU (cuda), because",
+        "commit: 0123456789abcdef",
+    ]
     path.write_text("\n".join([*float8.table(cases, [right, wrong]), *about]))
 
 
@@ -26,11 +32,12 @@ def test_wrong_results_are_in_no_mean(tmp_path: Path) -> None:
     printed(tmp_path / "2026-01-02-GPU-float8-gemm.txt")
     found = records(tmp_path)
     assert [each.name for each in found] == ["2026-01-02-GPU-float8-gemm.txt"]
-    rows = table(found).splitlines()[2:]
+    rows = table(found).splitlines()[2:-2]
     assert [row.split(" | ")[2:] for row in rows] == [
         ["ours, no BLAS", "2", "1.50", "1.50 |"],
         ["scaled_mm", "1", "2.00", "2.00 |"],
     ]
+    assert table(found).endswith(f"`{found[0].name}` (`tiny`, commit `0123456789`).\n")
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:
