@@ -1,5 +1,5 @@
 """The configuration of a GEMM of 8-bit operands: that of 16-bit ones with half of K, whose steps take as many bytes
-and, by matrix units of twice the rate, as long. A GEMM alone is the BLAS's where that is faster."""
+and, by matrix units of twice the rate, as long. The BLAS multiplies where that is faster."""
 
 from __future__ import annotations
 
