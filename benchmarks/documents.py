@@ -232,26 +232,31 @@ def results_page(files: Sequence[File], notes: Notes, pictures: Sequence[str]) -
     return "\n".join(part for part in parts if part)
 
 
+def between(page: Path, begin: str, made: str, end: str) -> str:
+    """The text of `page` with what is `made` between two marks. ValueError where they are missing."""
+    before, first, rest = page.read_text().partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ValueError(f"{page} has no table to put in place, allowed is one between {begin} and {end}")
+    return f"{before}{begin}\n{made}{end}{after}"
+
+
 def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes, front: str) -> None:
     """docs/results.md with the `notes`, the `plots`, which are copied to docs/results (that named `front` to docs/img)
     and are all that stays there, and the table between its marks in README.md. ValueError, before anything is written,
     where the marks are missing."""
     text = results_page(files, notes, [path.name for path in plots if path.name != front])
-    readme = root / "README.md"
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{readme} has no table to put in place, allowed is one between {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n{readme_table(files)}{END}{after}")
-    (root / "docs" / "results.md").write_text(text)
-    for name, first, made, last in (
-        ("guide.md", OPS_BEGIN, op_table(), OPS_END),
-        ("reproducibility.md", PRICES_BEGIN, price_table(files), PRICES_END),
+    docs = root / "docs"
+    made = {root / "README.md": (BEGIN, readme_table(files), END)}
+    for page, table_of_page in (
+        (docs / "guide.md", (OPS_BEGIN, op_table(), OPS_END)),
+        (docs / "reproducibility.md", (PRICES_BEGIN, price_table(files), PRICES_END)),
     ):
-        page = root / "docs" / name
         if page.exists():
-            before, _, rest = page.read_text().partition(first)
-            page.write_text(f"{before}{first}\n{made}{last}{rest.partition(last)[2]}")
+            made[page] = table_of_page
+    texts = {page: between(page, *marked) for page, marked in made.items()}
+    for page, whole in {**texts, docs / "results.md": text}.items():
+        page.write_text(whole)
     folders = {name: root / "docs" / name for name in ("results", "img")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)

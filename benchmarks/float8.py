@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -40,6 +39,8 @@ RECIPES = ("tensorwise", "rowwise", "blockwise")
 _FAST_EPS, _EPS = 2.0**-12, 2.0**-15
 _HEAP_BYTES = {"gpu": 3 << 30, "cpu": 64 << 20}
 _LIMIT_S = 1800.0
+# Columns of the table, and what stands behind the time of a wrong result.
+SIZES, ERROR, WRONG = "M N K of a rank's GEMM", "error / bound", " wrong"
 
 Call = Callable[[], torch.Tensor]
 
@@ -74,7 +75,10 @@ def providers(x: Quantized) -> dict[str, Call]:
     if x.recipe != "blockwise":
         found["ours, fast"] = _ours(x, fast=True)
     if x.case.op == "gemm":
-        found["ours, no BLAS"] = _ours_without_blas(x)
+        M, N, K = x.shape
+        facts = (M, N, K, 1, x.device, Scheme(x.recipe, fast=False), invariance.NONE)
+        own = choose_scaled("gemm", *facts, placement="after")
+        found["ours, no BLAS"] = _ours(x, fast=False, config=own)
     for name, prepare in (
         ("scaled_mm", lambda: _vendor(x, fast=False)),
         ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
@@ -97,17 +101,11 @@ def providers(x: Quantized) -> dict[str, Call]:
     return found
 
 
-def _ours(x: Quantized, fast: bool) -> Call:
+def _ours(x: Quantized, fast: bool, **given: Any) -> Call:
     op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
+    more |= given
     more |= {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype, "use_fast_accum": fast}
     return lambda: op(x.a8, x.b8, **more)
-
-
-def _ours_without_blas(x: Quantized) -> Call:
-    M, N, K = x.shape
-    config = choose_scaled("gemm", M, N, K, 1, x.device, Scheme(x.recipe, fast=False), invariance.NONE)
-    scales = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype}
-    return lambda: stream_k.gemm(x.a8, x.b8, config=replace(config, placement="after"), **scales)
 
 
 def _in_16_bits(x: Quantized) -> Call:
@@ -296,15 +294,20 @@ def is_wrong(took: Took, name: str) -> bool:
     return not took.errors.get(name, 0.0) <= 1  # nor is a NaN
 
 
+def ours_like(provider: str) -> str:
+    """Of ours, what adds as a provider does."""
+    return "ours, fast" if "fast" in provider else "ours"
+
+
 def table(cases: list[Case], took: list[Took]) -> list[str]:
     """The lines of the table, and geometric means of each provider's time over ours that adds as it does, of results
     that are right."""
     names = list(dict.fromkeys(name for each in took for name in each.seconds))
-    heads = ("op", "M N K of a rank's GEMM", *names, "error / bound")
+    heads = ("op", SIZES, *names, ERROR)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case, each in zip(cases, took, strict=True):
         times = [
-            f"{1e6 * each.seconds[name]:.1f}{' wrong' * is_wrong(each, name)}" if name in each.seconds else ""
+            f"{1e6 * each.seconds[name]:.1f}{WRONG * is_wrong(each, name)}" if name in each.seconds else ""
             for name in names
         ]
         worst = max(error for name, error in each.errors.items() if "ours" in name)
@@ -312,7 +315,7 @@ def table(cases: list[Case], took: list[Took]) -> list[str]:
     lines.append("")
     for op in dict.fromkeys(case.op for case in cases):
         for name in names:
-            ours = "ours, fast" if "fast" in name else "ours"
+            ours = ours_like(name)
             both = [
                 each.seconds
                 for case, each in zip(cases, took, strict=True)

@@ -17,13 +17,14 @@ import matplotlib as mpl
 import typer
 from matplotlib.figure import Figure
 
+from pyrocshmem.benchmarks.documents import between
+from pyrocshmem.benchmarks.float8 import ERROR, SIZES, WRONG, ours_like
 from pyrocshmem.benchmarks.plots import COLOURS, STYLE
+from pyrocshmem.benchmarks.records import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "float8.svg"
 BEGIN, END = "<!-- made by benchmarks.float8_page -->", "<!-- end of what is made -->"
 _DATE = re.compile(r"^\d{4}-\d{2}-\d{2}-")
-_WRONG = " wrong"
 
 
 class Row(NamedTuple):
@@ -76,10 +77,10 @@ def read(path: Path) -> Printed:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    op, sizes = cells.pop("op"), cells.pop("M N K of a rank's GEMM")
-    cells.pop("error / bound")
-    wrong = frozenset(name for name, cell in cells.items() if cell.endswith(_WRONG))
-    times = {name: float(cell.removesuffix(_WRONG)) for name, cell in cells.items() if cell}
+    op, sizes = cells.pop("op"), cells.pop(SIZES)
+    cells.pop(ERROR)
+    wrong = frozenset(name for name, cell in cells.items() if cell.endswith(WRONG))
+    times = {name: float(cell.removesuffix(WRONG)) for name, cell in cells.items() if cell}
     return Row(op, int(sizes.split()[0]), times, wrong)
 
 
@@ -87,10 +88,6 @@ def records(folder: Path) -> list[Printed]:
     """The newest of each name."""
     newest = {_DATE.sub("", path.name): path for path in sorted(folder.glob("*-float8-*.txt"))}
     return [read(path) for _, path in sorted(newest.items())]
-
-
-def _ours(provider: str) -> str:
-    return "ours, fast" if provider.endswith("fast") else "ours"
 
 
 def table(found: Sequence[Printed]) -> str:
@@ -104,7 +101,7 @@ def table(found: Sequence[Printed]) -> str:
             for name in dict.fromkeys(name for row in printed.rows for name in row.times):
                 if name.startswith("ours") and name != "ours, no BLAS":
                     continue
-                if each := [ratio for _, ratio in printed.ratios(op, name, _ours(name))]:
+                if each := [ratio for _, ratio in printed.ratios(op, name, ours_like(name))]:
                     numbers = f"{len(each)} | {geometric_mean(each):.2f} | {min(each):.2f}"
                     lines.append(f"| {printed.recipe} | {op}, {printed.machine} | {name} | {numbers} |")
     made = (f"`{each.name}` (`{each.shapes}`, commit `{each.commit[:10]}`)" for each in found)
@@ -134,11 +131,7 @@ def picture(found: Sequence[Printed]) -> Figure:
 def write(found: Sequence[Printed], root: Path) -> None:
     """Both into docs/. ValueError where the page has no place for the table."""
     page = root / "docs" / "float8.md"
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has no table to put in place, allowed is one between {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{table(found)}{END}{after}")
+    page.write_text(between(page, BEGIN, table(found), END))
     with mpl.rc_context(STYLE):
         picture(found).savefig(root / "docs" / "img" / PICTURE, metadata={"Date": None})
 

@@ -23,7 +23,7 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
 from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of, rows_of
+from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of, rows_in
 
 # Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
@@ -50,13 +50,13 @@ def why_not(
     residual [M, N]; the BLAS adds a bias of the operands' dtype to the sum in fp32."""
     if activation != "none":
         return f"activation {activation!r} would follow the rounding"
+    if not out.is_contiguous():
+        return f"out has strides {out.stride()}, rows one behind another are needed"
     if isinstance(a, Scaled) or isinstance(b, Scaled):
-        return _why_not_scaled(a, b, bias, out)
+        return _why_not_scaled(a, b, bias)
     if bias is not None and (bias.ndim != 1 or bias.dtype != a.dtype or out.dtype != a.dtype):
         what = "bias" if bias.ndim == 1 else "residual"
         return f"a {what} of {bias.dtype} would be added after the rounding to {out.dtype}"
-    if not out.is_contiguous():
-        return f"out has strides {out.stride()}, rows one behind another are needed"
     if allow_tf32 and ELEMENTS[a.dtype].tf32:
         return "allow_tf32 is True, and whether the BLAS goes through tf32 a switch of the process decides"
     if out.dtype not in (a.dtype, torch.float32):
@@ -66,13 +66,11 @@ def why_not(
     return ""
 
 
-def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> str:
+def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None) -> str:
     assert isinstance(a, Scaled)
     assert isinstance(b, Scaled)
     if bias is not None:
         return "a bias or a residual would be added after the rounding"
-    if not out.is_contiguous():
-        return f"out has strides {out.stride()}, rows one behind another are needed"
     if a.data.stride(1) != 1 or b.data.stride(0) != 1:
         return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
@@ -104,7 +102,7 @@ def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
     if out.device.type == "cpu" or planning.here.mode == "sizes":
         return True
     try:
-        _multiply_scaled(a, b, fast, torch.empty_like(out))
+        _multiply(a, b, None, torch.empty_like(out), fast)
     except (RuntimeError, ValueError, NotImplementedError):
         return False
     return True
@@ -154,7 +152,7 @@ def keeps_own(dtype: torch.dtype) -> bool:
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
-    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before. fast: not `promoted`.
+    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before, here. fast: not `promoted`.
     tail: our GEMM of the rows behind `rows_taken`."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
@@ -198,19 +196,15 @@ class BlasPlan:
     def _multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self._tail is not None:
             rest = slice(self._taken.stop, None)
-            self._tail.run(rows_of(a, rest), b, bias, out[rest])
-            a, out = rows_of(a, self._taken), out[self._taken]
-        if isinstance(a, Scaled) and isinstance(b, Scaled):
-            _multiply_scaled(a, b, self._fast, out)
-        else:
-            _multiply(data_of(a), data_of(b), bias, out)
+            self._tail.run(rows_in(a, rest), b, bias, out[rest])
+            a, out = rows_in(a, self._taken), out[self._taken]
+        _multiply(a, b, bias, out, self._fast)
 
 
-def _multiply_scaled(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> None:
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():
-            _multiply_scaled(a, b, fast, out)
-    elif out.device.type == "cpu":
+def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> None:
+    assert isinstance(a, Scaled)
+    assert isinstance(b, Scaled)
+    if out.device.type == "cpu":
         # PyTorch on a CPU has not all recipes.
         out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
     else:
@@ -227,11 +221,15 @@ def _by_columns(scale: torch.Tensor) -> torch.Tensor:
     return scale.t().contiguous().t()
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _multiply(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, fast: bool = False
+) -> None:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         # Elsewhere PyTorch writes to no such tensor; kernels of ours do.
         with torch.inference_mode():
-            _multiply(a, b, bias, out)
+            _multiply(a, b, bias, out, fast)
+    elif isinstance(a, Scaled) or isinstance(b, Scaled):
+        _multiply_scaled(a, b, out, fast)
     elif out.device.type == "cpu" and a.dtype != torch.float32:
         # PyTorch on a CPU has no fp32 results of 16-bit operands.
         wide = torch.empty(out.shape, dtype=torch.float32)

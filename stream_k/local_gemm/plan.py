@@ -52,7 +52,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     operands_of,
     promoted,
     result_dtype,
-    rows_of,
+    rows_in,
     scheme_of,
 )
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -223,7 +223,7 @@ def is_by_blas(
         assert isinstance(a, Scaled)
         assert isinstance(b, Scaled)
         taken = slice(rows_taken(a, b))
-        return takes(rows_of(a, taken), b, not promoted(scheme), out[taken])
+        return takes(rows_in(a, taken), b, not promoted(scheme), out[taken])
     return by_hand or not is_slow(data_of(a), data_of(b), out)
 
 
@@ -247,7 +247,8 @@ def plan_gemm(
         return own()
     tail = _tail(a, b, out, workspace, scheme)
     fast = scheme is not None and not promoted(scheme)
-    return BlasPlan(a, b, bias, out, own, waits=workspace.heap is not None, fast=fast, tail=tail)
+    waits = workspace.heap is not None and scheme is None  # with scales it has been tried, so it is loaded
+    return BlasPlan(a, b, bias, out, own, waits=waits, fast=fast, tail=tail)
 
 
 def _tail(
@@ -257,7 +258,7 @@ def _tail(
     rest = slice(rows_taken(a, b), None)
     if scheme is None or len(out[rest]) == 0:
         return None
-    last = rows_of(a, rest)
+    last = rows_in(a, rest)
     M, (K, N) = len(out[rest]), data_of(b).shape
     config = choose_scaled("gemm", M, N, K, 1, out.device, scheme, invariance.NONE)
     return GemmPlan(last, b, config, False, None, "none", out[rest], workspace, scheme=scheme)

@@ -85,7 +85,7 @@ def parts_of(x: Operand) -> tuple[torch.Tensor, ...]:
     return tuple(x) if isinstance(x, Scaled) else (x,)
 
 
-def rows_of(x: Operand, rows: slice) -> Operand:
+def rows_in(x: Operand, rows: slice) -> Operand:
     """These rows of an A, with their scales."""
     if not isinstance(x, Scaled):
         return x[rows]

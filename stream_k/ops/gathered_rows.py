@@ -32,7 +32,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     data_of,
     operands_of,
     parts_of,
-    rows_of,
+    rows_in,
     scales_a_row,
 )
 from pyrocshmem.stream_k.ops.op import Call
@@ -144,10 +144,10 @@ class PiecesPlan(FusedPlan):
         product = self.product
         a = a if self.stand_in is None else self.stand_in
         c = filled(self.c_template, out)
-        arrived = Arrived(self.flags, packed(product.config.chunk))
-        if self.own_scales is not None:
-            theirs = product.strides_of(self.gathered, b)
-            arrived = Arrived(*arrived[:2], theirs.scale_a, theirs.scale_am, theirs.scale_ak)
+        # Without scales their fields are None.
+        theirs = product.strides_of(self.gathered, b)
+        scales = (theirs.scale_a, theirs.scale_am, theirs.scale_ak)
+        arrived = Arrived(self.flags, packed(product.config.chunk), *scales)
         extra = Output(PLAIN if bias is None else Finish.of(bias), *self.strides)
         context = self.workspace.context
         return product.arguments(a, b, c, self.fix_up, extra, context, self.argument, arrived)
@@ -236,7 +236,7 @@ class BlocksPlan(PiecesPlan):
             if rows.start == rows.stop:
                 self.senders |= 1 << owner  # nothing to multiply, but its flag comes
                 continue
-            theirs = rows_of(self.gathered, rows) if turn else None
+            theirs = rows_in(self.gathered, rows) if turn else None
             more = (call.config, request.allow_tf32, request.bias, request.activation)
             block = a if theirs is None else theirs
             gemm = plan_gemm(block, b, *more, call.out[rows], self.workspace, scheme=call.scheme)

@@ -33,7 +33,7 @@ from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
 from pyrocshmem.collectives.row_norm import is_apart
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, changed, check_config
+from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
 from pyrocshmem.stream_k.local_gemm.operands import check_product
@@ -474,8 +474,9 @@ def _scattered_config(
         return choose(*sizes, placement="after", allow_tf32=allow_tf32, invariance=mode)
     if mode == invariance.TP:
         raise ValueError(f"gemm_rms_norm_all_scatter of 8-bit operands is not {mode}")
-    rules = choose_scaled("gemm", M, N, K, 1, a.device, scheme, mode, scaling.result)
-    rules = changed(rules, placement="after")  # the GEMM writes squares
+    # The GEMM writes squares, which the BLAS can't.
+    facts = (M, N, K, 1, a.device, scheme, mode, scaling.result)
+    rules = choose_scaled("gemm", *facts, placement="after")
     if config is not None:
         check_scaled("gemm", config, rules, scheme, mode)
     return config or rules

@@ -72,7 +72,7 @@ def compiled(op: str, warmed: bool, seed: int, specialized: bool = False) -> tup
             (jit.JITFunction, "_do_compile", compile_nothing),
             (kernel_launch.Launch, "__call__", launched),
             (torch.Tensor, "copy_", lambda x, *rest, **options: x),
-            (blas, "_multiply", lambda a, b, bias, out: None),
+            (blas, "_multiply", lambda *_: None),
         ):
             patched.enter_context(mock.patch.object(place, name, new))
         for name, new in plain.items():

@@ -216,8 +216,9 @@ def _config(case: "Case", dtype: Any, device: Any) -> Any:
     op, world = ("gemm", 1) if alone else (case.op.removesuffix("_rms_norm"), case.world_size)
     if case.recipe:
         scheme = Scheme(case.recipe, fast=False)  # type: ignore[arg-type]
-        config = choose_scaled(op, *case.shape, world, device, scheme, NONE)
-        return dataclasses.replace(config, **({"placement": "after"} if alone else changes))
+        placement = "after" if alone else changes.pop("placement", None)
+        config = choose_scaled(op, *case.shape, world, device, scheme, NONE, placement=placement)
+        return dataclasses.replace(config, **changes)
     facts = (op, *case.shape, dtype, world, device, partial_dtype)
     # Of GEMMs alone our own.
     config = stream_k.choose(*facts, placement="after" if alone else None)
