@@ -11,7 +11,6 @@ from tests.compile import device_examples
 from tests.compile.conftest import _pool
 
 TIER = 1
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

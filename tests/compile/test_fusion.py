@@ -16,7 +16,6 @@ from pyrocshmem.versions import version_of
 from tests.conftest import ROOT
 
 TIER = 3
-pytestmark = pytest.mark.timeout(300)
 
 VARIABLE = "TRITON_DEFAULT_FP_FUSION"
 # Prints how many fused instructions the kernel has for each target, and then, its control, compiles without a setting.
@@ -61,7 +60,6 @@ def compiled(folder: Path, **environment: str) -> tuple[list[bool], str, str]:
         env=inherited | settings | environment,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     said, _, without = done.stderr.partition("unset\n")
     return [int(line) > 0 for line in done.stdout.splitlines()], said, without

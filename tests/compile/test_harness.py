@@ -13,7 +13,6 @@ from tests.compile.cases import CASES, Case
 from tests.compile.conftest import Compile
 
 TIER = 3
-pytestmark = pytest.mark.timeout(400)
 
 # One of the first cases that are compiled. Publishes at system scope from an epilogue and from a consumer.
 PUBLISHING = Case(

@@ -25,8 +25,6 @@ from tests.compile.cases import (
 from tests.compile.conftest import Compile
 
 TIER = 3
-# The first test of a session may have to wait until all of the pool's processes have imported torch on a busy machine.
-pytestmark = pytest.mark.timeout(400)
 
 # With Triton 3.6, ptxas keeps a copying kernel at 64 registers by putting one word on the stack.
 ONE_WORD_BYTES = 8

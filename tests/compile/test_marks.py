@@ -8,7 +8,6 @@ from tests.compile.cases import CASES, FULL_PIPELINE_BYTES, SUMMING, Case
 from tests.compile.conftest import Compile
 
 TIER = 3
-pytestmark = pytest.mark.timeout(400)
 
 TARGET = "sm_90"
 OWN_STREAM = (("placement", "own_stream"), ("algorithm", "two_shot"))

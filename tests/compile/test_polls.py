@@ -13,7 +13,6 @@ from tests.compile.cases import CASES, FEW, SMALL, STRICT, Case
 from tests.compile.conftest import Compile
 
 TIER = 1
-pytestmark = pytest.mark.timeout(400)
 
 # What `signal.load_now` becomes.
 UNCACHED = "ld.volatile.global"

@@ -13,7 +13,6 @@ TIER = 3
 ROOT = Path(__file__).resolve().parents[2]
 REST = {"rms_norm_kernel", "meet_kernel", "ring_kernel"}
 ATOMICS = "count_kernel"  # of the device API
-pytestmark = pytest.mark.timeout(400)
 
 
 def test_every_kernel_that_publishes_is_compiled(rest: Rest) -> None:

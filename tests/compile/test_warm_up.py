@@ -10,7 +10,7 @@ import pytest
 from tests.compile import worker
 
 TIER = 3
-pytestmark = [pytest.mark.cpu, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cpu
 
 N, K, ROWS = 8192, 3584, 6000
 GEMMS = (
