@@ -146,7 +146,7 @@ def report(
         list[Path] | None, typer.Argument(help="Records. Default: all in benchmarks/results.")
     ] = None,
 ) -> None:
-    """Write docs/results.md, its pictures, docs/img/speedup.svg, and the table of README.md."""
+    """Write docs/results.md and docs/results, docs/img/speedup.svg, and the table of README.md."""
     from pyrocshmem.benchmarks import documents, notes, plots
 
     found = _read(files)
@@ -158,7 +158,7 @@ def report(
             documents.write(found, drawn, ROOT, said, plots.FRONT)
     except (OSError, ValueError) as error:
         options.refuse(error)
-    typer.echo(f"wrote docs/results.md, {len(drawn)} pictures and the table of README.md")
+    typer.echo(f"wrote docs/results.md, docs/results, {len(drawn)} pictures and the table of README.md")
 
 
 @app.command(cls=options.Command)

@@ -1,4 +1,4 @@
-"""What people wrote about the records: benchmarks/results/notes.md, which docs/results.md takes in.
+"""What people wrote about the records: benchmarks/results/notes.md, which docs/results takes in.
 
 A section of the file is an op's, `## gemm_reduce_scatter`. Its text stands before the op's tables; but lines that begin
 so are reasons, and stand where a case is listed as behind a peer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from pyrocshmem.benchmarks import chosen, models, seeds, stats
@@ -302,17 +302,20 @@ def file_text(file: File) -> str:
     )
 
 
-def document(files: Sequence[File], notes: Notes = NO_NOTES) -> str:
-    """Everything that the records say, and the notes before each op's tables."""
+def document(files: Sequence[File], notes: Notes = NO_NOTES, ops: Container[str] = TIMED) -> str:
+    """Everything that the records say of `ops`, and the notes before each op's tables."""
     parts, last = [], ""
     for group in stats.groups(files):
+        if group.op not in ops:
+            continue
         if group.op != last:
             parts.append(f"## {group.op}\n")
             if text := notes.text(group.op):
                 parts.append(f"{text}\n")
         parts.append(group_text(group, notes))
         last = group.op
-    return "".join(file_text(file) for file in files) + "\n" + "\n".join(parts)
+    made_by = [file_text(file) for file in files if any(case["op"] in ops for case in file.cases)]
+    return "".join(made_by) + "\n" + "\n".join(parts)
 
 
 def summary_table(found: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pyrocshmem.benchmarks import documents, records, stats, tables
+from pyrocshmem.benchmarks import records, sets_page, stats, tables
 from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S
 from tests.benchmarks import made_up
 
@@ -74,7 +74,7 @@ def test_the_table_of_drawn_sets() -> None:
     cases.append(clear_case(102, 0.1) | {"dropped": "SM clocks of providers 3.0% apart", "efficiency": {}})
     file = records.File(Path("x.jsonl"), made_up.ENVIRONMENT, cases)
     (row,) = [
-        line for line in documents.drawn_table([file]).splitlines() if line.startswith("| `gemm_all_reduce`")
+        line for line in sets_page.drawn_table([file]).splitlines() if line.startswith("| `gemm_all_reduce`")
     ]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:6] == ["`gemm_all_reduce`", "models-x (tuning seed)", "4 x GPU X", "ours", "23", "1"]
@@ -104,4 +104,4 @@ def test_all_cases_of_a_drawn_set_are_shown_with_its_distribution() -> None:
 
 def test_no_table_without_drawn_sets() -> None:
     listed = made_up.case("gemm", "llama3", 64, 64, 64, ours=1, blas=2)
-    assert documents.drawn_table([records.File(Path("x.jsonl"), made_up.ENVIRONMENT, [listed])]) == ""
+    assert sets_page.drawn_table([records.File(Path("x.jsonl"), made_up.ENVIRONMENT, [listed])]) == ""

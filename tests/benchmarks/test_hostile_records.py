@@ -242,6 +242,9 @@ IN_MARKDOWN = (
 )
 
 
+PAGES = ("gemm.md", "gemm_all_reduce.md")
+
+
 def test_text_stays_text_in_documents(root: Path, tmp_path: Path) -> None:
     """What a device is called, and every other text, as it is written there."""
     pytest.importorskip("matplotlib")
@@ -261,7 +264,9 @@ def test_text_stays_text_in_documents(root: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", environment, *cases)
     done = CliRunner().invoke(commands.app, ["report", str(path)])
     assert done.exit_code == 0, (done.output, done.exception)
-    readme, results = ((root / name).read_text() for name in ("README.md", "docs/results.md"))
+    readme, first = ((root / name).read_text() for name in ("README.md", "docs/results.md"))
+    sets, *others = ((root / "docs/results" / name).read_text() for name in ("sets.md", *PAGES))
+    results = "".join([first, sets, *others])
     assert readme.startswith("before\n<!-- ")
     assert readme.endswith(" -->\nafter\n")
     assert f"\n4 x {IN_MARKDOWN}; 2026-" in readme
@@ -273,22 +278,23 @@ def test_text_stays_text_in_documents(root: Path, tmp_path: Path) -> None:
     shown = HOSTILE.replace("\n", r"\n").replace("\x1b", r"\x1b").replace("\ud800\u202e", r"\ud800\u202e")
     assert f"- `` {shown} `` on 4 x {IN_MARKDOWN}, at commit `[red]H200[`, 2026-" in results
     # The rows of its tables have as many cells as their heads.
+    for text, cells in ((readme, 6), (first, 9), (sets, 7)):
+        lines = [line for line in text.splitlines() if line.startswith("| `gemm_all_reduce`")]
+        assert lines
+        assert all(len(re.findall(r"(?<!\\)\|", line)) == cells + 1 for line in lines)
     for text in (readme, results):
         assert "\x1b" not in text
         assert "<script>" not in re.sub("`` .*? ``", "", text)
-        for line in text.splitlines():
-            if line.startswith("| `gemm_all_reduce`"):
-                assert len(re.findall(r"(?<!\\)\|", line)) == (8 if text is results else 7)
     written = set(everything_below(root))
+    pictures = (
+        "gemm-all-reduce-bfloat16-4-time",
+        "gemm-all-reduce-bfloat16-4-efficiency",
+        "stream-k-corpus-bfloat16-utilisation",
+        "roofline",
+        "speedup-over-peers",
+    )
     assert written - {"README.md", "docs/results.md", "docs/img/speedup.svg"} == {
-        f"docs/results/{name}.svg"
-        for name in (
-            "gemm-all-reduce-bfloat16-4-time",
-            "gemm-all-reduce-bfloat16-4-efficiency",
-            "stream-k-corpus-bfloat16-utilisation",
-            "roofline",
-            "speedup-over-peers",
-        )
+        f"docs/results/{name}" for name in ("sets.md", *PAGES, *(f"{name}.svg" for name in pictures))
     }
     picture = (root / "docs/results/gemm-all-reduce-bfloat16-4-time.svg").read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | x |\\n\\n# y\\x1b[31m" in picture

@@ -1,10 +1,10 @@
-"""docs/results.md and README's table are what `python -m pyrocshmem bench report` makes of the records."""
+"""docs/results.md, the pages behind it and README's table are what the records make of them."""
 
 from pathlib import Path
 
 import pytest
 
-from pyrocshmem.benchmarks import documents, notes, records
+from pyrocshmem.benchmarks import documents, notes, pages, records
 from pyrocshmem.benchmarks.__main__ import RESULTS
 
 TIER = 1
@@ -14,14 +14,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_pages_are_made_of_the_records() -> None:
     files = records.read_all(sorted(RESULTS.glob("*.jsonl")))
-    page = (ROOT / "docs" / "results.md").read_text()
-    made = documents.results_page(files, notes.read(RESULTS / "notes.md"), [])
-    # Pictures are drawn in an order of their own, which needs matplotlib.
-    assert page.startswith(made)
-    assert set(page[len(made) :].splitlines()) == {
-        f"![{path.stem.replace('-', ' ')}](results/{path.name})"
-        for path in (ROOT / "docs" / "results").iterdir()
+    docs = ROOT / "docs"
+    pictures = sorted(path.name for path in (docs / "results").glob("*.svg"))
+    made = pages.pages_of(files, notes.read(RESULTS / "notes.md"), pictures)
+    assert {path for path in made if path != "results.md"} == {
+        f"results/{path.name}" for path in (docs / "results").glob("*.md")
     }
+    for path, text in made.items():
+        # Pictures are drawn in an order of their own, which needs matplotlib.
+        assert sorted((docs / path).read_text().splitlines()) == sorted(text.splitlines()), path
     readme = (ROOT / "README.md").read_text()
     assert f"{documents.BEGIN}\n{documents.readme_table(files)}{documents.END}" in readme
     assert len(readme.splitlines()) <= 150
+
+
+def test_the_first_page_is_one() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert 6 <= len(rows) <= 12
+    assert len(page.splitlines()) <= 80
