@@ -17,14 +17,16 @@ from pyrocshmem.benchmarks.escape import visible
 from pyrocshmem.benchmarks.models import takes_commit
 from pyrocshmem.benchmarks.records import (
     NO_MULTICAST,
-    ROOT,
     File,
+    begun,
     commit_measured,
+    environment,
     files_changed,
     read_all,
     write_csv,
 )
 from pyrocshmem.benchmarks.shapes import LAYERS, MODELS, OPS, SETS
+from pyrocshmem.benchmarks.sources import ROOT
 
 # Commands that time more than one.
 _ALONE = tuple(op.name for op in OPS.values() if op.kind == "collective")
@@ -65,6 +67,13 @@ def _command(op: str) -> Callable[..., None]:
         csv_file: Annotated[Path | None, typer.Option("--csv", help="Write medians to this file.")] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
         commit: Annotated[str, typer.Option(help="The commit's hash, where git can't tell it.")] = "",
+        resume: Annotated[
+            bool,
+            typer.Option(
+                "--resume",
+                help="Go on with the file of --json, if it is of the same code and machine; its commit then counts.",
+            ),
+        ] = False,
     ) -> None:
         # Before torch, NCCL and the ranks read them.
         os.environ.update(NO_MULTICAST)
@@ -75,7 +84,11 @@ def _command(op: str) -> Callable[..., None]:
                 options.check_ranks(num_ranks)
             for path in (json_file, csv_file):
                 options.check_file(path)
-            ok = _run(op, shapes, name, providers, iters, num_ranks, json_file, csv_file, plot, commit)
+            if resume and json_file is None:
+                raise ValueError("--resume needs the file to go on with: --json FILE")
+            ok = _run(
+                op, shapes, name, providers, iters, num_ranks, json_file, csv_file, plot, commit, resume
+            )
         except (ValueError, OSError) as error:
             options.refuse(error)
         raise typer.Exit(0 if ok else 1)
@@ -94,6 +107,7 @@ def _run(
     csv_file: Path | None,
     plot: Path | None,
     commit: str,
+    resume: bool,
 ) -> bool:
     """Measure, print and write; whether every result is right and nothing of ours failed."""
     options.settle_target()
@@ -104,6 +118,9 @@ def _run(
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
     options.check_gpus(ranks)
     wanted = tuple(name.strip() for name in names.split(",")) if names else None
+    before = begun(json_file, environment(ranks, commit)) if resume and json_file is not None else None
+    if before is not None:
+        commit = str(before.environment["commit"])
     if shapes is not None and takes_commit(shapes) and (changed := files_changed(commit)):
         raise ValueError(
             f"{shapes} is for what is committed: {len(changed)} files are changed, such as {changed[0]}"
@@ -118,7 +135,7 @@ def _run(
     print_where(console)
     with tempfile.TemporaryDirectory() as folder:
         path = json_file if json_file is not None else Path(folder) / "records.jsonl"
-        file = run.run(cases, wanted, iters, ranks, path, commit)
+        file = run.run(cases, wanted, iters, ranks, path, commit, before)
         if csv_file is not None:
             write_csv(csv_file, file.cases)
         if plot is not None:

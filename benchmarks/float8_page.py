@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from pyrocshmem.benchmarks.documents import between
 from pyrocshmem.benchmarks.float8 import ERROR, SIZES, WRONG, ours_like
 from pyrocshmem.benchmarks.plots import COLOURS, STYLE
-from pyrocshmem.benchmarks.records import ROOT
+from pyrocshmem.benchmarks.sources import ROOT
 
 PICTURE = "float8.svg"
 BEGIN, END = "<!-- made by benchmarks.float8_page -->", "<!-- end of what is made -->"

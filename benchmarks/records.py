@@ -7,7 +7,9 @@ floor_us, efficiency {provider: floor / median}. Since November 23, 2026 also: b
 distinct results they gave}, workspace_bytes {our provider: bytes} and workspace_allowed_bytes, clocks_mhz {provider: SM
 clock of each rank}, clock_mhz [least, largest], power_w, dropped: why the case doesn't count, or "". Since November 25,
 2026, in format 3, schedule {our provider: what its configuration chose}, and other names of our providers
-(`benchmarks.older_records`). `benchmarks.schema` says what each may hold. `read` adds run: the environment of the case.
+(`benchmarks.older_records`). Since November 27, 2026 environments have sources, a digest of the code
+(`benchmarks.sources`): runs of the same may go on with one another's files. `benchmarks.schema` says what each may
+hold. `read` adds run: the environment of the case.
 """
 
 from __future__ import annotations
@@ -35,10 +37,9 @@ from pyrocshmem.benchmarks.schema import (
     check_together,
     timed_as,
 )
+from pyrocshmem.benchmarks.sources import ROOT, digest
 
 Record = dict[str, Any]
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # Multicast stays off for everyone: some machines must not use it, and comparisons are without it.
 NO_MULTICAST = {
@@ -89,6 +90,7 @@ def environment(num_ranks: int, commit: str) -> dict[str, Any]:
         "command": " ".join(["python -m pyrocshmem", *sys.argv[1:]]),
         "commit": commit_measured(commit),
         "uncommitted": files_changed(commit),
+        "sources": digest(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "num_ranks": num_ranks,
         "target": target.describe(),
@@ -107,8 +109,34 @@ def in_words(module: str, num_ranks: int, commit: str) -> list[str]:
     num_ranks, commit: as of `environment`."""
     found = environment(num_ranks, commit)
     command = " ".join([f"python -m pyrocshmem.benchmarks.{module}", *sys.argv[1:]])
-    kept = ("commit", "uncommitted", "started", "target", "python", "torch", "triton", "nccl", "gpus")
+    kept = (
+        "commit",
+        "uncommitted",
+        "sources",
+        "started",
+        "target",
+        "python",
+        "torch",
+        "triton",
+        "nccl",
+        "gpus",
+    )
     return [f"command: {command}", *(f"{name}: {found[name]}" for name in kept)]
+
+
+# What two runs have in common whose cases may stand in one file.
+_ALIKE = ("format", "sources", "num_ranks", "target", "python", "torch", "triton", "nccl")
+
+
+def begun(path: Path, header: dict[str, Any]) -> File | None:
+    """The records that a run like that of `header` left in `path` when it ended, or was ended; None where there is no
+    such file, or others are in it."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    drop_cut_line(path)
+    file = read(path)
+    alike = file is not None and all(file.environment.get(name) == header[name] for name in _ALIKE)
+    return file if alike else None
 
 
 def start(path: Path, header: dict[str, Any]) -> None:

@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# The records of benchmarks/results, made anew on all GPUs of this machine, a file for each set of cases:
+# The records of benchmarks/results, made on all GPUs of this machine, a file for each set of cases:
 #   benchmarks/records.sh FOLDER [SET...]      default: all sets, see below
+# A second run goes on where the first ended, or was ended: cases that FOLDER has of the same code and machine are kept.
 # Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
 # for a quick look. COMMIT=... where git can't tell it: eight digits of the hash or more, which seed the drawn sets.
+# LIMIT_S: seconds that a set may take, default an hour.
 # Then: python -m pyrocshmem bench report FOLDER/*.jsonl
 set -uo pipefail
 unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
-declare -A commands=(
+float8="python -m pyrocshmem.benchmarks.float8 --shapes models:commit"
+sanitizer="compute-sanitizer --report-api-errors no --target-processes all"
+# Of `python -m pyrocshmem bench`, whose records are lines of JSON; and others, which print.
+declare -A benched=(
   [models]="all --shapes models:commit"
   [models-fp32]="gemm --shapes models:commit --dtype float32 -n 1"
   [llama3]="all --shapes llama3"
@@ -20,9 +25,21 @@ declare -A commands=(
   [corpus]="gemm --shapes stream-k-corpus -n 1"
   [corpus-64]="gemm --shapes stream-k-corpus-64 -n 1"
 )
+declare -A printed=(
+  [float8-gemm-tensorwise]="$float8 --recipe tensorwise"
+  [float8-gemm-rowwise]="$float8 --recipe rowwise"
+  [float8-gemm-blockwise]="$float8 --recipe blockwise"
+  [float8-rowwise]="$float8 --recipe rowwise -n 2"
+  [float8-blockwise]="$float8 --recipe blockwise -n 2"
+  [first-calls]="python -m pyrocshmem.benchmarks.first_calls -n 2"
+  [tests]="env PYROCSHMEM_BACKEND=gpu tests/run.sh"
+  [memcheck]="$sanitizer --tool memcheck python -m tests.sanitize --ranks 2"
+  [synccheck]="$sanitizer --tool synccheck python -m tests.sanitize --ranks 2"
+  [stress]="python -m tests.stress --minutes 10"
+)
 sets=(models models-fp32 llama3 sweep decode batches collectives layers corpus corpus-64)
-# What outlives this hangs.
-limit_s=3600
+sets+=(float8-gemm-tensorwise float8-gemm-rowwise float8-gemm-blockwise float8-rowwise float8-blockwise first-calls)
+sets+=(tests memcheck synccheck stress)
 
 usage="Usage: benchmarks/records.sh FOLDER [SET...]      sets: ${sets[*]}"
 case ${1:-} in
@@ -38,17 +55,43 @@ esac
 folder=$1
 shift
 for name in "$@"; do
-  [ -n "${commands[$name]:-}" ] || { echo "no set $name. $usage" >&2; exit 2; }
+  [ -n "${benched[$name]:-}${printed[$name]:-}" ] || { echo "no set $name. $usage" >&2; exit 2; }
 done
 [ $# = 0 ] || sets=("$@")
 
 # shellcheck source=activate.sh
 source "$root/activate.sh" || exit 1
+mkdir -p "$folder" && folder=$(cd -- "$folder" && pwd) || exit 1
+cd -- "$root" || exit 1
+sources=$(python -c 'from pyrocshmem.benchmarks.sources import digest; print(digest())') || exit 1
+# What outlives it hangs.
+limited=(timeout --kill-after=20 "${LIMIT_S:-3600}")
+
+# The last line of what a set printed that is complete.
+complete="complete, of sources $sources"
+
+# print_set NAME COMMAND...: into its file, which begins with the command.
+print_set() {
+  local file=$folder/$1.txt
+  shift
+  [ "$(tail -n 1 "$file" 2>/dev/null)" != "$complete" ] || { echo "is complete"; return; }
+  echo "$*" >"$file"
+  "${limited[@]}" "$@" 2>&1 | tee -a "$file"
+  [ "${PIPESTATUS[0]}" = 0 ] || return 1
+  echo "$complete" >>"$file"
+}
+
 failed=()
 for name in "${sets[@]}"; do
-  read -ra command <<<"${commands[$name]}"
   printf '\n===== %s =====\n' "$name"
-  timeout --kill-after=20 "$limit_s" python -m pyrocshmem bench "${command[@]}" --iters "${ITERS:-30}" \
-    ${COMMIT:+--commit "$COMMIT"} --json "$folder/$name.jsonl" || failed+=("$name")
+  if [ -n "${benched[$name]:-}" ]; then
+    read -ra command <<<"${benched[$name]}"
+    "${limited[@]}" python -m pyrocshmem bench "${command[@]}" --iters "${ITERS:-30}" \
+      ${COMMIT:+--commit "$COMMIT"} --json "$folder/$name.jsonl" --resume || failed+=("$name")
+  else
+    read -ra command <<<"${printed[$name]}"
+    [[ $name != float8* ]] || [ -z "${COMMIT:-}" ] || command+=(--commit "$COMMIT")
+    print_set "$name" "${command[@]}" || failed+=("$name")
+  fi
 done
-[ "${#failed[@]}" = 0 ] || { echo "something was wrong in: ${failed[*]}"; exit 1; }
+[ "${#failed[@]}" = 0 ] || { echo "something was wrong in, or ended: ${failed[*]}"; exit 1; }

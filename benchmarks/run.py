@@ -87,16 +87,20 @@ def run(
     ranks: int,
     path: Path,
     commit: str,
+    before: records.File | None = None,
 ) -> records.File:
     """Measure `cases` on `ranks` ranks of this machine; what is in `path` afterwards. iters: samples a provider; None:
-    30, of hundreds of cases 8."""
+    30, of hundreds of cases 8. before: what is in `path` already, of a run that this one goes on with."""
     if iters is None:
         iters = _ITERS if len(cases) <= _MANY_CASES else _ITERS_OF_MANY
     header = records.environment(ranks, commit)
-    records.start(path, header)
-    ahead.compile_ahead(cases, names)
-    todo = cases
-    for attempt in range(_MAX_BREAKS + 1):
+    if before is None:
+        records.start(path, header)
+    else:
+        records.append(path, header)
+    todo = cases if before is None else _without(cases, before)
+    ahead.compile_ahead(todo, names)
+    for attempt in range(_MAX_BREAKS + 1 if todo else 0):
         try:
             spawn(_rank_main, ranks, todo, names, iters, path, timeout=LIMIT_S)
             break
@@ -116,14 +120,18 @@ def _after_break(path: Path, todo: list[Case], header: dict[str, Any], error: Ra
     records.drop_cut_line(path)
     file = records.read(path)
     assert file is not None
-    fields = ("op", "shapes", "M", "N", "K", "dtype")
-    measured = {tuple(record[name] for name in fields) for record in file.cases}
-    left = [case for case in todo if tuple(getattr(case, name) for name in fields) not in measured]
-    if left:
+    if left := _without(todo, file):
         device = header["gpus"][0].split(",")[0] if header["gpus"] else "cpu"
         reason = repr(error.__cause__) if error.__cause__ is not None else str(error)
         records.append(path, broken(left[0], device, reason))
     return left[1:]
+
+
+def _without(cases: list[Case], file: records.File) -> list[Case]:
+    """Those that have no record in `file`."""
+    fields = ("op", "shapes", "M", "N", "K", "dtype")
+    measured = {tuple(record[name] for name in fields) for record in file.cases}
+    return [case for case in cases if tuple(getattr(case, name) for name in fields) not in measured]
 
 
 def _rank_main(

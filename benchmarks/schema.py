@@ -216,7 +216,8 @@ _ENVIRONMENT = _object(
         "nccl": _or_null(_text),
         "multicast": _bool,
         "gpus": _list(_text),
-    }
+    },
+    {"sources": _text},
 )
 
 _AFTERWARDS = _object({"gpus_after": _list(_text)})

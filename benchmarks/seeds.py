@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pyrocshmem.benchmarks import models
-from pyrocshmem.benchmarks.records import ROOT
 from pyrocshmem.benchmarks.shapes import TIMED
+from pyrocshmem.benchmarks.sources import ROOT
 from pyrocshmem.benchmarks.stats import Group
 
 

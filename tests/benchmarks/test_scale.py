@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pyrocshmem.benchmarks import scale
 from pyrocshmem.benchmarks.__main__ import app
-from pyrocshmem.benchmarks.records import ROOT
+from pyrocshmem.benchmarks.sources import ROOT
 
 TIER = 1
 pytestmark = pytest.mark.cpu
