@@ -32,7 +32,7 @@ _EVERY_CASE = """## Every case
 """
 _AGAIN = """## Measure it yourself
 
-    benchmarks/records.sh out/records                        # all sets on all GPUs of this machine; goes on where it ended
+    benchmarks/records.sh out/records                        # all sets, on all GPUs here; goes on where it ended
     python -m pyrocshmem bench report out/records/*.jsonl    # these pages, and README's table and picture, made of them
 
 These pages are made by that second command from the records in benchmarks/results; don't edit them.

@@ -128,6 +128,43 @@ def blas_flashinfer(x: Operands) -> Run:
     return Run(call if alone else both, out, roundings=x.num_ranks + 2, library=True, close=workspace.destroy)
 
 
+def norm_scale(x: Operands) -> torch.Tensor:
+    """One scale of all elements of the norms of `x` in 8 bits: a power of two that leaves few of them beyond range."""
+    return torch.full((), 2.0**-5, device=x.device)
+
+
+def flashinfer_tensorwise(x: Operands) -> Run:
+    """FlashInfer's all-reduce with residual and norm, in 8 bits by one scale that is given."""
+    check_rows(x)
+    M, N = x.case.M, x.case.N
+    comm, workspace = flashinfer_workspace(x, M, N)
+    out, scale = x.new(M, N), norm_scale(x)
+    in_8_bits = torch.empty(M, N, dtype=torch.float8_e4m3fn, device=x.device)
+    fuse = partial(
+        comm.allreduce_fusion, x.x, workspace, residual_in=x.residual, residual_out=x.new(M, N),
+        rms_gamma=x.weight, rms_eps=EPS, launch_with_pdl=True,
+    )  # fmt: skip
+    patterns = comm.AllReduceFusionPattern
+    given = {"quant_out": in_8_bits, "scale_factor": scale.view(1)}
+
+    def norm_of(found: torch.Tensor) -> torch.Tensor:
+        """The norm, where these 8 bits are what it rounds to: it is rounded to the dtype of `out` once less."""
+        fuse(pattern=patterns.kARResidualRMSNorm, norm_out=out)
+        norm, largest = out.float(), 448 * scale
+        off = (found.float() * scale - norm.clamp(-largest, largest)).abs()
+        fits = bool((off <= norm.abs() * 2.0**-4 + scale * 2.0**-10 + norm.abs() * 2.0**-8).all())
+        return out if fits else torch.full_like(out, torch.nan)
+
+    return Run(
+        lambda: fuse(pattern=patterns.kARResidualRMSNormFP8Quant, **given),
+        in_8_bits,
+        as_result=norm_of,
+        roundings=x.num_ranks + 2,
+        library=True,
+        close=workspace.destroy,
+    )
+
+
 def flashinfer_workspace(x: Operands, tokens: int, hidden: int) -> tuple[Any, Any]:
     """(the module, its workspace for so many tokens)."""
     need_gpus(x)

@@ -139,19 +139,22 @@ def _ours_in_8_bits(recipe: Any, fused: bool) -> Callable[[Operands], Run]:
     def prepare_in_8_bits(x: Operands) -> Run:
         function = getattr(stream_k if x.problem.gemm else collectives, x.problem.op)
         operands = (x.a, x.b) if x.problem.gemm else (x.x,)
+        # One scale of all is known before.
+        scale = peer_providers.norm_scale(x) if recipe == "tensorwise" else None
 
         def call(**more: Any) -> Any:
             return function(*operands, *x.arguments(), group=x.heap, workspace=x.workspace, **more)
 
         def quantized() -> torch.Tensor:
             if fused:
-                return first(call(quantize=recipe))
-            return first(stream_k.quantize(first(call()), recipe))
+                return first(call(quantize=recipe, quantize_scale=scale))
+            return first(stream_k.quantize(first(call()), recipe, scale=scale))
 
         def norm_of(found: torch.Tensor) -> torch.Tensor:
             """The norm, where it has these bits in 8 bits."""
             norm = first(call())
-            same = torch.equal(found.view(torch.uint8), stream_k.quantize(norm, recipe)[0].view(torch.uint8))
+            wanted = first(stream_k.quantize(norm, recipe, scale=scale))
+            same = torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
             return norm if same else torch.full_like(norm, torch.nan)
 
         return Run(quantized, None, returns=True, as_result=norm_of, roundings=_roundings(x, None))
@@ -341,9 +344,10 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "flux": (_ROWS_DIVIDED, peer_providers.without_adapter("flux")),
     **{
         f"ours_{way}{recipe}": (("all_reduce_rms_norm", *_NORMED), _ours_in_8_bits(recipe, fused=not way))
-        for recipe in ("rowwise", "blockwise")
+        for recipe in ("rowwise", "blockwise", "tensorwise")
         for way in ("", "then_")
     },
+    "flashinfer_tensorwise": (("all_reduce_rms_norm",), peer_providers.flashinfer_tensorwise),
 }
 ALL_PROVIDERS = tuple(_PROVIDERS)
 # Ours, otherwise configured than by default: for orientation, so timed less often.
