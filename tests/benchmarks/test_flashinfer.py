@@ -25,8 +25,9 @@ class StandIn:
 
     def allreduce_fusion(
         self, given: torch.Tensor, workspace: Any, *, pattern: str, residual_in: torch.Tensor,
-        residual_out: torch.Tensor, rms_gamma: torch.Tensor, rms_eps: float, launch_with_pdl: bool, norm_out: torch.Tensor | None = None,
-        quant_out: torch.Tensor | None = None, scale_factor: torch.Tensor | None = None,
+        residual_out: torch.Tensor, rms_gamma: torch.Tensor, rms_eps: float, launch_with_pdl: bool,
+        norm_out: torch.Tensor | None = None, quant_out: torch.Tensor | None = None,
+        scale_factor: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         residual_out.copy_(given + residual_in)
         total = residual_out.float()
