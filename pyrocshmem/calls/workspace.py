@@ -338,6 +338,12 @@ class Workspace(Streams):
             self.heap.vote(f"{call}: ready")
         return plan
 
+    @property
+    def is_voted_on(self) -> bool:
+        """Whether all ranks wait, when the call that is planned now is ready, until those of all others are: not where
+        it differs from an earlier one in its rows alone."""
+        return self._unvoted is None
+
     def make_room(self, call: CallName, again: Callable[[int], object]) -> None:
         """Once for each kind of call: where more rows were announced than `call` has, buffers for so many. again: makes
         the call with the number of rows that it is given."""

@@ -152,8 +152,8 @@ def keeps_own(dtype: torch.dtype) -> bool:
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
-    waits: kernels of the op may wait for peers, so those of the BLAS are loaded before, here. fast: not `promoted`.
-    tail: our GEMM of the rows behind `rows_taken`."""
+    loads: whether the BLAS multiplies once here: it loads its kernels before those of the op wait for peers, and all
+    ranks wait until all are ready. fast: not `promoted`. tail: our GEMM of the rows behind `rows_taken`."""
 
     # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
     replayable = False
@@ -165,7 +165,7 @@ class BlasPlan:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         own: Callable[[], OwnGemm],
-        waits: bool,
+        loads: bool,
         fast: bool = False,
         tail: OwnGemm | None = None,
     ) -> None:
@@ -173,7 +173,7 @@ class BlasPlan:
         self._exact = _check_of(data_of(a).dtype)
         self._own = None if self._exact is None else own()
         self._fast = fast
-        if waits and out.device.type != "cpu" and planning.here.mode != "sizes":
+        if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
             self._multiply(a, b, bias, torch.empty_like(out))
 
     def multiplies(self) -> bool:

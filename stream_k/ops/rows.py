@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from pyrocshmem import status, target, trace
-from pyrocshmem.calls import planning
 from pyrocshmem.calls.graphs import capture
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
@@ -83,6 +82,7 @@ class RowsPlan(FusedPlan):
         self.partials = in_passing(workspace, 2 * half, dtype)
         self.received = self.partials[half:]
         self.sending: torch.cuda.CUDAGraph | None = None
+        self.was_called = False
         self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
         if everywhere and not takes_rows(call.out):
@@ -217,16 +217,21 @@ class RowsPlan(FusedPlan):
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
         for launch in (self.enter, self.step, self.end):
             launch.compile(self._step_arguments())
+
+    def _prepare_sending(self) -> None:
+        """What brings the partials to their owners is the same for every call: from the second one on it is one launch
+        of a graph instead of dozens. A capture takes the host longer than these, and most numbers of rows that a
+        serving engine brings never come again."""
         # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
-        wanted = self.workspace.device.type == "cuda" and target.backend() != "hip"
-        wanted &= planning.keeps_plans() and trace.recorder() is None
-        if wanted and not torch.cuda.is_current_stream_capturing():
-            # What brings the partials to their owners is the same for every call: one launch of a graph instead of
-            # dozens.
-            self.sending = capture(self.workspace, self._send)
+        on_nvidia = self.workspace.device.type == "cuda" and target.backend() != "hip"
+        if on_nvidia and self.was_called and self.sending is None and trace.recorder() is None:
+            if not torch.cuda.is_current_stream_capturing():
+                self.sending = capture(self.workspace, self._send)
+        self.was_called = True
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
+        self._prepare_sending()
         a, b = self.product.readable(a, b)
         workspace.fork(_MAIN)
         if self.everywhere:

@@ -17,9 +17,11 @@ from pyrocshmem.calls import planning
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.workspace import KEPT_PLANS, Workspace, workspace_for
 from pyrocshmem.collectives.all_reduce_rms_norm import normalized
+from pyrocshmem.stream_k.local_gemm import plan
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.testing.planning_heap import PlanningHeap
 from tests.ranks import run_ranks, values
-from tests.stream_k.products import device, integers
+from tests.stream_k.products import device, integers, small_config
 
 TIER = 2
 TIMEOUT_S = 200.0
@@ -308,3 +310,27 @@ def test_ten_thousand_numbers_of_rows_leave_memory_flat() -> None:
     assert len(workspace.agreed) < 8
     # A plan has some 20 KB; those that are kept are of other sizes now.
     assert grown < 4 << 20, grown
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "all_gather_gemm"])
+def test_the_blas_multiplies_beforehand_only_where_ranks_wait_for_one_another(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of each new number of rows would be made twice."""
+    heap = PlanningHeap(2)
+    heap.workspace = Workspace(heap)
+    loaded: list[bool] = []
+
+    def noted(*args: Any, loads: bool, **options: Any) -> BlasPlan:
+        loaded.append(loads)
+        return BlasPlan(*args, loads=loads, **options)
+
+    monkeypatch.setattr(plan, "BlasPlan", noted)
+    config = small_config(placement="unfused", algorithm="one_shot")
+    b = torch.empty(K, N, dtype=torch.float32)
+    with planning.only("plan"):
+        for rows in (300, 200, 300):
+            a = torch.empty(rows // (2 if op == "all_gather_gemm" else 1), K)
+            getattr(stream_k, op)(a, b, group=heap, config=config)
+    assert loaded == [True, False]
