@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,19 @@ def readme_table(files: Sequence[File]) -> str:
         best, speeds = _over_the_best(group)
         if best:
             peers.setdefault(best, []).append(f"`{group.op}`")
-        rows.append([f"`{group.op}`", markdown(shown.set_of(group)), *map(mean_and_worst, [*base, *speeds])])
+        speeds_as_text = map(mean_and_worst, [*base, *speeds])
+        rows.append([f"`{group.op}`", markdown(shown.set_of(group)), *speeds_as_text, in_8_bits(group.op)])
         if text := words_of_set(group):
             sets.setdefault(text, {})[f"`{group.shapes}`"] = None
-    header = ["op", "shapes", "over cuBLAS + NCCL", "fp32 sums", "over the best peer", "fp32 sums"]
+    header = [
+        "op",
+        "shapes",
+        "over cuBLAS + NCCL",
+        "fp32 sums",
+        "over the best peer",
+        "fp32 sums",
+        "in 8 bits",
+    ]
     runs = [case["run"] for group in groups for case in group.cases]
     dates = sorted(run["started"][:10] for run in runs)
     facts = [markdown(shown.machine), " to ".join(sorted({dates[0], dates[-1]}))]
@@ -94,11 +104,22 @@ def op_table() -> str:
     from pyrocshmem.calls.op import registered
 
     packages = (stream_k.__name__, collectives.__name__)
-    rows = ["| op | a rank gives | a rank gets |", "|---|---|---|"]
+    rows = ["| op | a rank gives | a rank gets | in 8 bits |", "|---|---|---|---|"]
     for package in (name.rpartition(".")[2] for name in packages):
         ours = (op for op in registered() if op.package == package)
-        rows += [f"| `{package}.{op.name}` | {op.holds} | {op.result} |" for op in ours]
+        rows += [
+            f"| `{package}.{op.name}` | {op.holds} | {op.result} | {in_8_bits(op.name)} |" for op in ours
+        ]
     return "\n".join(rows) + "\n"
+
+
+def in_8_bits(op: str) -> str:
+    """What of an op may have 8 bits, by the arguments of its public function: "operands", "norm"; "" nothing."""
+    from pyrocshmem import collectives, stream_k
+
+    taken = inspect.signature(getattr(stream_k, op, None) or getattr(collectives, op)).parameters
+    words = {"scale_a": "operands", "quantize": "norm"}
+    return ", ".join(word for name, word in words.items() if name in taken)
 
 
 def between(page: Path, begin: str, made: str, end: str) -> str:

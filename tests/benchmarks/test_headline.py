@@ -104,7 +104,7 @@ def test_nothing_to_show() -> None:
 
 def test_the_table_says_what_it_shows() -> None:
     text = documents.readme_table([OLD, drawn("gemm_all_reduce", COMMIT, 8)])
-    assert "| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  |  |  |" in text
+    assert "| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  |  |  | operands |" in text
     assert (
         "Shapes: `llama3`: nine layers of Llama 3; `models-0123abcd`: 64 layers of public models, drawn by the hash of "
         "the commit measured; `decode`: 1 to 256 rows."
@@ -121,13 +121,16 @@ def test_over_the_best_peer_of_each_drawn_case() -> None:
     count = len({(case["M"], case["N"], case["K"]) for case in made.cases})
     mean = (2**half * 8 ** (count - half)) ** (1 / count)
     text = documents.readme_table([OLD, made])
-    assert f"| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  | {mean:.2f} (2.00) |  |" in text
+    assert (
+        f"| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  | {mean:.2f} (2.00) |  | operands |" in text
+    )
     assert "Best peers: the fastest of each case for `gemm_all_reduce`.\n" in text
     for case in made.cases:
         case["us"].pop("nccl_window", None)
         case["us"]["blas_ours"], case["error"]["blas_ours"] = [5.0] * 3, case["error"]["ours"]
-    assert "| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  |  |  |" in documents.readme_table(
-        [OLD, made]
+    assert (
+        "| `gemm_all_reduce` | models-0123abcd | 8.00 (8.00) |  |  |  | operands |"
+        in documents.readme_table([OLD, made])
     )
 
 

@@ -103,7 +103,7 @@ def test_report(tmp_path: Path) -> None:
     assert readme.startswith(f"before\n{documents.BEGIN}\n")
     assert readme.endswith(f"{documents.END}\nafter\n")
     assert "old" not in readme
-    row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | 0.90 (0.90) |  |"
+    row = "| `gemm_all_reduce` | llama3 | 1.00 (0.50) |  | 0.90 (0.90) |  | operands |"
     assert [line for line in readme.splitlines() if line.startswith("| `")] == [row]  # the fused op alone
     assert "unfused 1.00 (0.50)" in text  # the summary has every peer
     names = {path.stem for path in drawn if path.name != plots.FRONT}
