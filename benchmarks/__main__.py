@@ -71,7 +71,7 @@ def _command(op: str) -> Callable[..., None]:
             bool,
             typer.Option(
                 "--resume",
-                help="Go on with the file of --json, if it is of the same code and machine; its commit then counts.",
+                help="Go on with the file of --json, which must be of the same code and machine; its commit counts.",
             ),
         ] = False,
     ) -> None:

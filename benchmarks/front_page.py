@@ -85,23 +85,14 @@ def _table(groups: Sequence[stats.Group], shown: Headline) -> str:
     rows: list[list[str]] = []
     words: dict[str, dict[str, None]] = {}
     for group in groups:
-        over = [stats.speedups(group, baseline(group.op)), stats.speedups_over_best(group)]
-        cells = [cell for speeds in over for cell in _in_cells(speeds)]
+        speeds = [stats.speedups(group, baseline(group.op)), stats.speedups_over_best(group)]
+        cells = [cell for each in speeds for cell in _in_cells(each)]
         name = shown.set_of(group) if group is not shown.gemm else group.shapes
-        rows.append([f"`{group.op}`", markdown(name), str(len(over[0])), *cells])
+        rows.append([f"`{group.op}`", markdown(name), str(len(speeds[0])), *cells])
         if text := words_of_set(group):
             words.setdefault(text, {})[f"`{group.shapes}`"] = None
-    header = [
-        "op",
-        "shapes",
-        "cases",
-        "over BLAS and NCCL",
-        "worst",
-        "slower",
-        "over the fastest",
-        "worst",
-        "slower",
-    ]
+    over_each = ("over BLAS and NCCL", "over the fastest")
+    header = ["op", "shapes", "cases", *(name for over in over_each for name in (over, "worst", "slower"))]
     of = "; ".join(f"{', '.join(names)}: {text}" for text, names in words.items())
     return (
         f"## At a glance\n\n{table(header, rows)}\n"

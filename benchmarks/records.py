@@ -109,7 +109,7 @@ def in_words(module: str, num_ranks: int, commit: str) -> list[str]:
     num_ranks, commit: as of `environment`."""
     found = environment(num_ranks, commit)
     command = " ".join([f"python -m pyrocshmem.benchmarks.{module}", *sys.argv[1:]])
-    kept = (
+    kept = [
         "commit",
         "uncommitted",
         "sources",
@@ -120,7 +120,7 @@ def in_words(module: str, num_ranks: int, commit: str) -> list[str]:
         "triton",
         "nccl",
         "gpus",
-    )
+    ]
     return [f"command: {command}", *(f"{name}: {found[name]}" for name in kept)]
 
 
@@ -130,13 +130,17 @@ _ALIKE = ("format", "sources", "num_ranks", "target", "python", "torch", "triton
 
 def begun(path: Path, header: dict[str, Any]) -> File | None:
     """The records that a run like that of `header` left in `path` when it ended, or was ended; None where there is no
-    such file, or others are in it."""
+    such file. ValueError where there are others, which are not to be lost."""
     if not path.exists() or not path.stat().st_size:
         return None
     drop_cut_line(path)
     file = read(path)
-    alike = file is not None and all(file.environment.get(name) == header[name] for name in _ALIKE)
-    return file if alike else None
+    other = [name for name in _ALIKE if file is None or file.environment.get(name) != header[name]]
+    if other:
+        raise ValueError(
+            f"{visible(str(path))} has records of other {', '.join(other)}; go on in another file, or delete this one"
+        )
+    return file
 
 
 def start(path: Path, header: dict[str, Any]) -> None:

@@ -46,9 +46,15 @@ def test_a_run_goes_on_with_what_one_of_the_same_code_left(
     assert found.environment["commit"] == "0123456789abcdef"  # which drew the cases
     # All is there: nothing is measured.
     assert measured(path, "--resume")[0] == again
-    # Other code: all anew.
+    # Other code: these records are not to be lost.
+    content = path.read_bytes()
     monkeypatch.setattr(records, "digest", lambda: "other")
-    anew, runs = measured(path, "--resume")
+    done = commands.invoke(app, *OPTIONS, "--json", str(path), "--resume")
+    assert done.returncode == 2
+    assert "has records of other sources; go on in another file" in done.stderr
+    assert path.read_bytes() == content
+    # Without --resume the file is written anew, as ever.
+    anew, runs = measured(path)
     assert anew[0]["us"] != whole[0]["us"]
     assert (len(anew), len(runs)) == (2, 1)
 
