@@ -10,14 +10,14 @@ from statistics import geometric_mean
 
 from pyrocshmem.benchmarks import models, stats
 from pyrocshmem.benchmarks.escape import markdown
-from pyrocshmem.benchmarks.front_page import words_of_set
+from pyrocshmem.benchmarks.front_page import where_and_when, words_of_sets
 from pyrocshmem.benchmarks.headline import headline
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.pages import pages_of
 from pyrocshmem.benchmarks.records import File
 from pyrocshmem.benchmarks.sets_page import mean_and_worst, what
 from pyrocshmem.benchmarks.shapes import baseline
-from pyrocshmem.benchmarks.tables import MODES, table, versions
+from pyrocshmem.benchmarks.tables import MODES, table
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
 _README_OPS = 5
@@ -30,7 +30,6 @@ def readme_table(files: Sequence[File]) -> str:
     if shown is None:
         return "Nothing was measured on GPUs yet.\n"
     groups, rows = shown.fused[:_README_OPS], []
-    sets: dict[str, dict[str, None]] = {}
     peers: dict[str, list[str]] = {}
     for group in groups:
         base = [stats.speedups(group, baseline(group.op), name) for name in MODES]
@@ -39,26 +38,13 @@ def readme_table(files: Sequence[File]) -> str:
             peers.setdefault(best, []).append(f"`{group.op}`")
         speeds_as_text = map(mean_and_worst, [*base, *speeds])
         rows.append([f"`{group.op}`", markdown(shown.set_of(group)), *speeds_as_text, in_8_bits(group.op)])
-        if text := words_of_set(group):
-            sets.setdefault(text, {})[f"`{group.shapes}`"] = None
-    header = [
-        "op",
-        "shapes",
-        "over cuBLAS + NCCL",
-        "fp32 sums",
-        "over the best peer",
-        "fp32 sums",
-        "in 8 bits",
-    ]
-    runs = [case["run"] for group in groups for case in group.cases]
-    dates = sorted(run["started"][:10] for run in runs)
-    facts = [markdown(shown.machine), " to ".join(sorted({dates[0], dates[-1]}))]
-    facts += sorted({versions(run, ("torch", "triton", "nccl")) for run in runs})
+    over_each = ("over cuBLAS + NCCL", "over the best peer")
+    header = ["op", "shapes", *(name for over in over_each for name in (over, "fp32 sums")), "in 8 bits"]
     of = "; ".join(f"{peer} for {', '.join(ops)}" for peer, ops in peers.items())
-    words = "; ".join(f"{', '.join(names)}: {text}" for text, names in sets.items())
     return (
-        f"{'; '.join(facts)}. Multicast is off for all.\n\n{table(header, rows)}\nBest peers: {of or 'none'}.\n"
-        f"Shapes: {words or 'see docs/results.md'}.\n"
+        f"{where_and_when(shown, groups)}. Multicast is off for all.\n\n"
+        f"{table(header, rows)}\nBest peers: {of or 'none'}.\n"
+        f"Shapes: {words_of_sets(groups) or 'see docs/results.md'}.\n"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean
 
 from pyrocshmem.benchmarks import models, stats
@@ -16,7 +16,8 @@ from pyrocshmem.benchmarks.tables import shape, table, versions
 # Rows of the table, at most, and reasons that are given for an op: those of most cases.
 _ROWS, _REASONS = 12, 3
 # Sets of shapes, in words.
-WORDS_OF_SETS = {
+_DRAWN = f"{models.NUM_CASES} layers of public models, drawn by the hash of the commit measured"
+_WORDS_OF_SETS = {
     "llama3": "nine layers of Llama 3",
     "decode": "1 to 256 rows",
     "batches": "3 to 200 rows",
@@ -47,21 +48,16 @@ def text(files: Sequence[File], notes: Notes, pages: Mapping[str, str]) -> str:
         parts.append("Nothing was measured on GPUs yet.\n")
     else:
         groups = _groups(files, shown)
-        parts += [_first_words(shown), _table(groups, shown), _losses(groups, notes)]
+        parts += [_first_words(shown, groups), _table(groups, shown), _losses(groups, notes)]
     links = "".join(f"- [{title}](results/{name}.md)\n" for name, title in pages.items())
     return "\n".join(part for part in (*parts, _EVERY_CASE + links, _AGAIN) if part)
 
 
-def _first_words(shown: Headline) -> str:
-    groups = [*shown.fused, *([shown.gemm] if shown.gemm else [])]
-    runs = [case["run"] for group in groups for case in group.cases]
-    dates = sorted(run["started"][:10] for run in runs)
-    of = "; ".join(sorted({versions(run, ("torch", "triton", "nccl")) for run in runs}))
-    when = " to ".join(sorted({dates[0], dates[-1]}))
+def _first_words(shown: Headline, groups: Sequence[stats.Group]) -> str:
     return (
         "Each fused op beside what one would use instead: the vendor's BLAS and then NCCL, and the fastest other\n"
         "library. Numbers above 1 mean that ours is the faster one. NVLink multicast is off for all.\n"
-        f"{markdown(shown.machine)}, {when}, {of}.\n\n"
+        f"{where_and_when(shown, groups)}. Each op's page names its records and the commits that they are of.\n\n"
         "![Speed of the fused ops over cuBLAS + NCCL](img/speedup.svg)\n"
     )
 
@@ -82,22 +78,19 @@ def _started(group: stats.Group) -> str:
 
 
 def _table(groups: Sequence[stats.Group], shown: Headline) -> str:
-    rows: list[list[str]] = []
-    words: dict[str, dict[str, None]] = {}
+    rows = []
     for group in groups:
         speeds = [stats.speedups(group, baseline(group.op)), stats.speedups_over_best(group)]
         cells = [cell for each in speeds for cell in _in_cells(each)]
         name = shown.set_of(group) if group is not shown.gemm else group.shapes
         rows.append([f"`{group.op}`", markdown(name), str(len(speeds[0])), *cells])
-        if text := words_of_set(group):
-            words.setdefault(text, {})[f"`{group.shapes}`"] = None
     over_each = ("over BLAS and NCCL", "over the fastest")
     header = ["op", "shapes", "cases", *(name for over in over_each for name in (over, "worst", "slower"))]
-    of = "; ".join(f"{', '.join(names)}: {text}" for text, names in words.items())
+    words = words_of_sets(groups)
     return (
         f"## At a glance\n\n{table(header, rows)}\n"
         "Means are geometric. `slower`: in so many cases ours is the slower one. The fastest: of each case, of all\n"
-        f"other libraries. {f'{of}.' if of else ''}\n"
+        f"other libraries.{f' {words}.' if words else ''}\n"
     )
 
 
@@ -112,9 +105,10 @@ def _losses(groups: Sequence[stats.Group], notes: Notes) -> str:
     lines = []
     for group in groups:
         lost: dict[str, list[tuple[float, str]]] = {}
-        for speed, peer, name in _behind(group):
-            reason = notes.reason(group.op, name, peer) or "reason not known"
-            lost.setdefault(reason, []).append((speed, name))
+        for speed, peer, case in stats.over_best(group):
+            if speed < 1:
+                reason = notes.reason(group.op, shape(case), peer) or "reason not known"
+                lost.setdefault(reason, []).append((speed, shape(case)))
         by_number = sorted(lost.items(), key=lambda item: -len(item[1]))
         texts = [
             f"{len(cases)} ({min(cases)[0]:.2f} at {min(cases)[1]}): {reason}" for reason, cases in by_number
@@ -128,17 +122,19 @@ def _losses(groups: Sequence[stats.Group], notes: Notes) -> str:
     return f"## What loses, and why\n\n{words}\n\n{''.join(lines)}"
 
 
-def _behind(group: stats.Group) -> Iterator[tuple[float, str, str]]:
-    """(speed, peer, shape) of the cases in which ours is slower than the fastest peer."""
-    names = [name for name in stats.peers(group) if name not in stats.OURS_IN_PART]
-    for case in group.cases:
-        found = [(speed, name) for name in names if (speed := stats.speedup(case, name)) is not None]
-        if found and min(found)[0] < 1:
-            yield (*min(found), shape(case))
+def words_of_sets(groups: Iterable[stats.Group]) -> str:
+    """What the sets of shapes are: "`decode`: 1 to 256 rows; ..."; "" where nobody wrote it down."""
+    names: dict[str, dict[str, None]] = {}
+    for group in groups:
+        drawn = models.seed_of_set(group.shapes)
+        if text := _DRAWN if drawn else _WORDS_OF_SETS.get(group.shapes, ""):
+            names.setdefault(text, {})[f"`{group.shapes}`"] = None
+    return "; ".join(f"{', '.join(each)}: {text}" for text, each in names.items())
 
 
-def words_of_set(group: stats.Group) -> str:
-    """What a set of shapes is, in words; "" where nobody wrote them down."""
-    if models.seed_of_set(group.shapes):
-        return f"{models.NUM_CASES} layers of public models, drawn by the hash of the commit measured"
-    return WORDS_OF_SETS.get(group.shapes, "")
+def where_and_when(shown: Headline, groups: Sequence[stats.Group]) -> str:
+    """Machine, dates and versions of what is shown."""
+    runs = [case["run"] for group in groups for case in group.cases]
+    dates = sorted(run["started"][:10] for run in runs)
+    facts = [markdown(shown.machine), " to ".join(sorted({dates[0], dates[-1]}))]
+    return "; ".join([*facts, *sorted({versions(run, ("torch", "triton", "nccl")) for run in runs})])

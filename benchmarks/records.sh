@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The records of benchmarks/results, made on all GPUs of this machine, a file for each set of cases:
 #   benchmarks/records.sh FOLDER [SET...]      default: all sets, see below
-# A second run goes on where the first ended, or was ended; records of other code or another machine are refused.
+# A second run goes on where the first ended, or was ended. Records of other code or another machine are refused; sets that
+# only print are made anew.
 # Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
 # for a quick look. COMMIT=... where git can't tell it: eight digits of the hash or more, which seed the drawn sets.
 # LIMIT_S: seconds that a set may take, default an hour.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +107,16 @@ def prices(group: Group, mode: str) -> list[float]:
 
 def speedups_over_best(group: Group, ours: str = "ours") -> list[float]:
     """The same over the fastest peer of each case, of those that are nobody's but others'."""
+    return [speed for speed, _, _ in over_best(group, ours)]
+
+
+def over_best(group: Group, ours: str = "ours") -> Iterator[tuple[float, str, Record]]:
+    """(speed, the peer, the case) of these."""
     names = [name for name in peers(group) if name not in OURS_IN_PART]
-    found = (
-        [speed for name in names if (speed := speedup(case, name, ours)) is not None] for case in group.cases
-    )
-    return [min(each) for each in found if each]
+    for case in group.cases:
+        found = [(speed, name) for name in names if (speed := speedup(case, name, ours)) is not None]
+        if found:
+            yield (*min(found), case)
 
 
 def spread(case: Record, provider: str) -> tuple[float, float] | None:

@@ -222,12 +222,14 @@ class RowsPlan(FusedPlan):
         """What brings the partials to their owners is the same for every call: from the second one on it is one launch
         of a graph instead of dozens. A capture takes the host longer than these, and most numbers of rows that a
         serving engine brings never come again."""
+        if self.sending is None and self.was_called and self._may_capture():
+            self.sending = capture(self.workspace, self._send)
+        self.was_called = True
+
+    def _may_capture(self) -> bool:
         # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
         on_nvidia = self.workspace.device.type == "cuda" and target.backend() != "hip"
-        if on_nvidia and self.was_called and self.sending is None and trace.recorder() is None:
-            if not torch.cuda.is_current_stream_capturing():
-                self.sending = capture(self.workspace, self._send)
-        self.was_called = True
+        return on_nvidia and trace.recorder() is None and not torch.cuda.is_current_stream_capturing()
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace

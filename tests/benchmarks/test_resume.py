@@ -72,6 +72,7 @@ def test_to_go_on_takes_a_file() -> None:
         ("benchmarks/measure.py", True),
         ("benchmarks/models.toml", True),
         ("benchmarks/front_page.py", False),
+        ("benchmarks/records.sh", False),
         ("benchmarks/results/notes.md", False),
         ("docs/guide.md", False),
         ("tests/conftest.py", False),
@@ -82,10 +83,24 @@ def test_which_sources_count(name: str, counts: bool, tmp_path: Path) -> None:
         shutil.copytree(
             sources.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__")
         )
+    package = tmp_path / "pyrocshmem"
+    package.mkdir()
+    for folder in ("stream_k", "benchmarks"):
+        (package / folder).symlink_to(Path("..", folder))
     place = tmp_path / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch()
-    before = sources.digest.__wrapped__(tmp_path)
+    before = sources.digest.__wrapped__(package)
     with place.open("a") as file:
         file.write("\n")
-    assert (sources.digest.__wrapped__(tmp_path) != before) == counts
+    assert (sources.digest.__wrapped__(package) != before) == counts
+
+
+def test_an_installed_package_has_the_digest_of_the_tree(tmp_path: Path) -> None:
+    """Whose folders are no links."""
+    package = tmp_path / "pyrocshmem"
+    shutil.copytree(sources._PACKAGE, package, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    assert sources.digest.__wrapped__(package) == sources.digest()
+    with (package / "heap.py").open("a") as file:
+        file.write("\n")
+    assert sources.digest.__wrapped__(package) != sources.digest()
