@@ -43,11 +43,22 @@ def _steps(x, AXIS: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
+def in_fp32(term):
+    """A term, exactly. LLVM adds two bfloat16 that it sees converted to fp32 in fp16 if the sum is rounded to that, for
+    which they may be too large; a shift of bits it doesn't see through."""
+    if term.dtype == tl.bfloat16:
+        value = (term.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = term.to(tl.float32)
+    return value
+
+
+@triton.jit
 def of_terms(terms, FIRST: tl.constexpr = 0, COUNT: tl.constexpr = 0):
     """The sum in fp32 of COUNT blocks of the tuple `terms`, all of them if 0, from number FIRST on."""
     NUM: tl.constexpr = COUNT if COUNT > 0 else len(terms)
     if NUM == 1:
-        total = terms[FIRST].to(tl.float32)
+        total = in_fp32(terms[FIRST])
     else:
         LEFT: tl.constexpr = triton.next_power_of_2(NUM) // 2
         total = of_terms(terms, FIRST, LEFT) + of_terms(terms, FIRST + LEFT, NUM - LEFT)

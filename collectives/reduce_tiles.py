@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from pyrocshmem import signal, status, trace
+from pyrocshmem.collectives import pair_sums
 from pyrocshmem.collectives.epilogue import finished, partial_sum, rounded
 from pyrocshmem.collectives.order import finished_tile, num_finished_tiles, tile_coords
 from pyrocshmem.device import others, remote
@@ -194,7 +195,7 @@ def _sum_of(sources, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """The fp32 sum of what COUNT of the `sources`, from number FIRST on, have at `offsets`. In the order of
     `pair_sums.of_terms`, but a term is loaded when it is added, so that few take registers at once."""
     if COUNT == 1:
-        total = tl.load(sources[FIRST] + offsets).to(tl.float32)
+        total = pair_sums.in_fp32(tl.load(sources[FIRST] + offsets))
     else:
         LEFT: tl.constexpr = triton.next_power_of_2(COUNT) // 2
         total = _sum_of(sources, offsets, FIRST, LEFT) + _sum_of(sources, offsets, FIRST + LEFT, COUNT - LEFT)

@@ -14,6 +14,7 @@ from tests.compile.cases import (
     COMPILED,
     EVEN,
     EVERY_TRITON,
+    FEW,
     FOUR_STAGES_BYTES,
     FULL_PIPELINE_BYTES,
     GATHERED_PIPELINE_BYTES,
@@ -249,6 +250,15 @@ def test_an_owner_rounds_as_its_peers_do(op: str, dtype: str, compiled: Compile)
     )
     assert sends > sends_wide == 0
     assert sums == sends + sums_wide
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("placement", ["copy_engine", "own_stream", "messages"])
+def test_two_partials_in_bfloat16_are_added_in_fp32(placement: str, target: str, compiled: Compile) -> None:
+    """Where the sum is rounded to fp16, too, for which they may be too large."""
+    changes = (("placement", placement), ("partial_dtype", "bfloat16"))
+    for kernel in compiled(Case("gemm_all_reduce", "float16", FEW, 2, changes), target):
+        assert not re.search(r"\badd(?:\.\w+)*\.f16(?:x2)?\b|\bv_(?:pk_)?add_f16", kernel.text)
 
 
 # An sm_90 multiprocessor: registers (a warp gets whole 256s), bytes of shared memory, of which a program takes some for

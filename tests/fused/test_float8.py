@@ -163,7 +163,7 @@ def invariant(rank: int, world_size: int, recipe: str) -> list[Any]:
                 bits.add(out[0].cpu().numpy().tobytes())
             found.append(len(bits))
         config = stream_k.choose("gemm_all_scatter", 24, 32, 300, BF16, world_size, heap.device)
-        config = dataclasses.replace(config, block_m=16, block_n=32, comm_rows=8)
+        config = dataclasses.replace(config, block_m=16, block_n=32, block_k=128, comm_rows=8)
         with pytest.raises(ValueError, match="take no config"):
             stream_k.gemm_all_scatter(a, b, scale_a=of_a, config=config, **more)
     return found
