@@ -13,9 +13,11 @@ that has what the matrix unit may be off by.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -191,7 +193,8 @@ def _deep_gemm(x: Quantized) -> Call:
         raise Unavailable(f"not importable: {error}") from None
     scale_a = x.scale_a
     if hasattr(module, "fp8_gemm_nt"):
-        multiply = module.fp8_gemm_nt
+        # Laid out as it would otherwise do in each call.
+        multiply, scale_a = module.fp8_gemm_nt, module.get_mn_major_tma_aligned_tensor(scale_a)
     else:
         multiply, scale_a = module.gemm_fp8_fp8_bf16_nt, module.get_col_major_tma_aligned_tensor(scale_a)
     a, b = (x.a8, scale_a), (x.b8.t(), x.scale_b.t().contiguous())
@@ -219,11 +222,16 @@ def error_over_bound(x: Quantized, found: torch.Tensor, eps: float) -> float:
     return float(((sample.of(found).double() - truth.value).abs() / bound).max())
 
 
-def measure(rank: int, world_size: int, cases: list[Case], recipe: Recipe, iters: int) -> list[Took]:
-    """In a rank."""
-    device, took = target.device(rank), []
+def measure(
+    rank: int, world_size: int, cases: list[Case], recipe: Recipe, iters: int, seconds: float = math.inf
+) -> list[Took]:
+    """In a rank; the first cases, as many as begin within so many seconds."""
+    device, begin = target.device(rank), time.monotonic()
+    took: list[Took] = []
     with Heap(_HEAP_BYTES["gpu" if device.type == "cuda" else "cpu"]) as heap:
         for case in cases:
+            if took and b"late" in heap.vote("time", b"late" * (time.monotonic() - begin > seconds)):
+                break
             x = Quantized(case, heap if world_size > 1 else None, device, recipe)
             runs = {name: Run(call, None, returns=True) for name, call in providers(x).items()}
             spent = Meter(device, world_size > 1).in_turn(runs, iters).seconds
@@ -246,6 +254,7 @@ def main(
         str, typer.Option(help="Names with commas between; default: gemm on one rank, else all.")
     ] = "",
     iters: Annotated[int, typer.Option(help="Samples of each.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Begin no further case after so long.")] = math.inf,
     commit: Annotated[str, typer.Option(help="The commit's hash, where git can't tell it.")] = "",
 ) -> None:
     """Print how long GEMMs of 8-bit operands take, beside the vendor's and PyTorch's."""
@@ -267,15 +276,15 @@ def main(
     except ValueError as error:
         options.refuse(error)
     os.environ.update(records.NO_MULTICAST)
-    of_ranks = launching.spawn(measure, num_ranks, cases, recipe, iters, timeout=_LIMIT_S)
+    of_ranks = launching.spawn(measure, num_ranks, cases, recipe, iters, seconds, timeout=_LIMIT_S)
     took = [slowest(list(of_case)) for of_case in zip(*of_ranks, strict=True)]
     about = [
         "",
         f"8-bit operands, {recipe}",
-        f"shapes: {shapes}",
+        f"shapes: {shapes}" if len(took) == len(cases) else f"shapes: {shapes}, the first {len(took)}",
         *records.in_words("float8", num_ranks, commit),
     ]
-    for line in (*table(cases, took), *about):
+    for line in (*table(cases[: len(took)], took), *about):
         print(line)
     raise typer.Exit(
         int(any(is_wrong(each, name) for each in took for name in each.errors if "ours" in name))

@@ -46,6 +46,14 @@ def test_results_are_compared() -> None:
                 assert all(0 < error <= 1 for error in took.errors.values())
 
 
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_case_begins_after_the_time_is_up(ranks: int) -> None:
+    wanted = cases(OPS[:1] if ranks == 1 else OPS[1:3], ranks) * 2
+    assert [len(took) for took in values(run_ranks(measure, ranks, wanted, "rowwise", 1, 0.0))] == [1] * ranks
+
+
 def halved(rank: int, world_size: int) -> float:
     """The error of a product whose scales are wrong."""
     gemm = stream_k.gemm
@@ -88,10 +96,9 @@ def test_deep_gemm_gets_its_operands(older: bool, monkeypatch: pytest.MonkeyPatc
     def multiply(a: Any, b: Any, out: torch.Tensor) -> None:
         out.copy_(stream_k.dequantize(*a) @ stream_k.dequantize(*b).t())
 
-    names = {"gemm_fp8_fp8_bf16_nt": multiply, "get_col_major_tma_aligned_tensor": lambda x: x}
-    monkeypatch.setitem(
-        sys.modules, "deep_gemm", SimpleNamespace(**(names if older else {"fp8_gemm_nt": multiply}))
-    )
+    products, layouts = {True: "gemm_fp8_fp8_bf16_nt", False: "fp8_gemm_nt"}, {True: "col", False: "mn"}
+    names = {products[older]: multiply, f"get_{layouts[older]}_major_tma_aligned_tensor": lambda x: x}
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**names))
     monkeypatch.setattr(float8, "_need_gpu", lambda _: None)
     x = Quantized(cases(("gemm",), 1)[0], None, target.device(), "blockwise")
     assert error_over_bound(x, float8._deep_gemm(x)().to(x.dtype), 2.0**-9) <= 1
