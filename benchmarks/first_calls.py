@@ -15,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, NamedTuple
 
 import torch
@@ -109,8 +109,8 @@ def _host_us(make: Callable[[int], object], numbers: list[int], heap: Heap) -> f
     return statistics.median(spent)
 
 
-def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int) -> list[str]:
-    """The lines of the table."""
+def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int) -> Iterator[str]:
+    """The lines of the table, each as soon as it is measured."""
     heads = (
         "op",
         "cold, s",
@@ -122,7 +122,7 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
         "new rows, us of the host",
         "the same again, us",
     )
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    yield from (f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for op in ops:
         took = []
         for warms_up in (False, True):
@@ -135,8 +135,7 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
             f"{warmed.warm_up_s:.2f}", f"{warmed_cached.warm_up_s:.2f}", str(warmed.kernels),
             f"{warmed_cached.new_us:.0f}", f"{warmed_cached.again_us:.0f}",
         )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        yield f"| {' | '.join(cells)} |"
 
 
 def _of_fresh_ranks(case: Case, num_ranks: int) -> Took:

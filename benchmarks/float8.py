@@ -41,6 +41,8 @@ RECIPES = ("tensorwise", "rowwise", "blockwise")
 _FAST_EPS, _EPS = 2.0**-12, 2.0**-15
 _HEAP_BYTES = {"gpu": 3 << 30, "cpu": 64 << 20}
 _LIMIT_S = 1800.0
+# Of which `torch._scaled_mm` takes a multiple.
+_ROWS_BY = 4
 # Columns of the table, and what stands behind the time of a wrong result.
 SIZES, ERROR, WRONG = "M N K of a rank's GEMM", "error / bound", " wrong"
 
@@ -167,8 +169,9 @@ def _vendor(x: Quantized, fast: bool) -> Call:
 def _fused(x: Quantized) -> Call:
     """PyTorch's op on symmetric memory, which has scales of rows."""
     need_gpus(x)
-    if x.recipe == "blockwise" or x.case.M % x.num_ranks:
-        raise Unavailable("takes scales of tensors and rows, and equally many rows")
+    # Where `torch._scaled_mm` refuses, PyTorch's ranks have begun to wait for one another already.
+    if x.recipe == "blockwise" or x.case.M % (_ROWS_BY * x.num_ranks):
+        raise Unavailable(f"takes scales of tensors and rows, and {_ROWS_BY} rows of each rank at a time")
     # Registers the ops.
     importlib.import_module("torch.distributed._symmetric_memory")
     group, operands = group_name(), (x.a8, x.b8, x.scale_a, x.scale_b)
@@ -213,8 +216,10 @@ def _need_gpu(x: Quantized) -> None:
 
 
 def error_over_bound(x: Quantized, found: torch.Tensor, eps: float) -> float:
-    """The largest, of a sample. eps: of a sum in the matrix unit. Each rank's term is rounded, a library's as often as
-    there are ranks."""
+    """The largest, of a sample; 0 on a rank without rows. eps: of a sum in the matrix unit. Each rank's term is
+    rounded, a library's as often as there are ranks."""
+    if found.numel() == 0:
+        return 0.0
     sample = x.sampled("result")
     truth, unit = sample.truth, torch.finfo(x.dtype).eps
     bound = unit * (truth.value.abs() + x.num_ranks * truth.partials) + eps * x.shape[2] * truth.typical

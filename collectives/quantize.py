@@ -192,6 +192,8 @@ def _quantized(
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What q [M, K] with scales of `quantize` stands for, rounded to `dtype`. Made of PyTorch's ops, for tests."""
     M, K = q.shape
+    if q.numel() == 0:
+        return q.to(dtype)
     if scale.numel() > 1:
         height, width = (-(-size // groups) for size, groups in zip((M, K), scale.shape, strict=True))
         height, width = (1 if height == 1 else BLOCK), (K if scale.shape[1] == 1 and width > BLOCK else BLOCK)

@@ -48,6 +48,18 @@ def test_results_are_compared() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.num_ranks(2)
+def test_fewer_rows_than_ranks() -> None:
+    wanted = [case for op in OPS[1:] for case in cases_of(op, "1,40,256", 2, "float16", False)]
+    for recipe in RECIPES:
+        first, second = values(run_ranks(measure, 2, wanted, recipe, 1))
+        for case, *both in zip(wanted, first, second, strict=True):
+            largest = [max(took.errors.values()) for took in both]
+            assert 0 < largest[0] <= 1
+            assert largest[1] == 0 if case.op == "gemm_reduce_scatter" else 0 < largest[1] <= 1
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_case_begins_after_the_time_is_up(ranks: int) -> None:
     wanted = cases(OPS[:1] if ranks == 1 else OPS[1:3], ranks) * 2

@@ -58,6 +58,13 @@ def test_every_bit(recipe: str) -> None:
         )
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 256), (3, 0)], ids=str)
+def test_nothing_and_back(recipe: str, shape: tuple[int, int]) -> None:
+    back = stream_k.dequantize(*stream_k.quantize(torch.empty(shape, device=DEVICE), recipe), torch.float16)
+    assert (back.shape, back.dtype) == (shape, torch.float16)
+
+
 def test_a_known_scale_saturates() -> None:
     kind = float8()[0]
     most = torch.finfo(kind).max
