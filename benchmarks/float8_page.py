@@ -112,8 +112,9 @@ def picture(found: Sequence[Printed]) -> Figure:
     """GEMMs alone: times of `torch._scaled_mm` over ours against rows, a panel a recipe."""
     alone = [printed for printed in found if any(row.op == "gemm" for row in printed.rows)]
     shown = (("ours, no BLAS", "our own GEMM", COLOURS[5]), ("ours", "by default", COLOURS[0]))
-    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
-    axes: Any = figure.subplots(1, max(len(alone), 1), squeeze=False, sharey=True)
+    panels = max(len(alone), 1)
+    figure = Figure(figsize=(4.0 * panels, 3.2), layout="constrained")
+    axes: Any = figure.subplots(1, panels, squeeze=False, sharey=True)
     for axis, printed in zip(axes.flat, alone, strict=False):
         for ours, label, colour in shown:
             points = printed.ratios("gemm", "scaled_mm", ours)
