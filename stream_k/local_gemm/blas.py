@@ -8,12 +8,12 @@ known when a call is planned (`why_not`); part of it switches of the process dec
 written: then our own GEMM multiplies, which is planned beside it, since loading a kernel waits for those that spin.
 
 Of 8-bit operands it is `torch._scaled_mm`. Which of them that takes differs by version and GPU, so it is tried when a
-call is planned (`takes`).
+kind of call is planned (`takes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -29,6 +29,11 @@ from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
 # of split K that were looked at (docs/log.md). True: while PyTorch lets it, our own GEMM multiplies.
 ROUNDS_PARTS = False
+# Bytes that what the BLAS reads may have to be aligned to, and rows that it may take so many at a time.
+_ALIGNED, _ROWS_ALIKE = 16, 16
+# What `torch._scaled_mm` was tried on: kinds of calls, at most so many.
+_KEPT = 4096
+_taken: dict[Hashable, bool] = {}
 
 
 class OwnGemm(Protocol):
@@ -98,8 +103,32 @@ def rows_taken(a: Operand, b: Operand) -> int:
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
-    """Whether `torch._scaled_mm` takes these operands, for which there is no `why_not`."""
-    if out.device.type == "cpu" or planning.here.mode == "sizes":
+    """Whether `torch._scaled_mm` takes these operands, for which there is no `why_not`. It is tried once, whatever the
+    rows, but for what is left of them by _ROWS_ALIKE: each try takes as long as the product."""
+    if planning.here.mode == "sizes":
+        return True
+    alignments = (
+        x % _ALIGNED for x in (a.data.stride(0), a.data.data_ptr(), b.data.stride(1), b.data.data_ptr())
+    )
+    kinds = (
+        a.data.dtype,
+        b.data.dtype,
+        out.dtype,
+        a.scale.numel() == 1,
+        b.scale.numel() == 1,
+        _blocks(b) > 0,
+    )
+    key = (out.device, *b.data.shape, len(a.data) % _ROWS_ALIKE, *alignments, *kinds, fast)
+    found = _taken.get(key)
+    if found is None:
+        if len(_taken) == _KEPT:
+            _taken.clear()
+        found = _taken[key] = _is_taken(a, b, fast, out)
+    return found
+
+
+def _is_taken(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
+    if out.device.type == "cpu":
         return True
     try:
         _multiply(a, b, None, torch.empty_like(out), fast)
@@ -174,7 +203,7 @@ class BlasPlan:
         self._own = None if self._exact is None else own()
         self._fast = fast
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
-            self._multiply(a, b, bias, torch.empty_like(out))
+            _multiply(rows_in(a, self._taken), b, bias, torch.empty_like(out[self._taken]), fast)
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""

@@ -247,9 +247,9 @@ def plan_gemm(
         return own()
     tail = _tail(a, b, out, workspace, scheme)
     fast = scheme is not None and not promoted(scheme)
-    # With scales it has been tried. Where ranks don't wait for one another the call follows at once, and loads as well:
-    # each new number of rows would be multiplied twice.
-    loads = workspace.heap is not None and scheme is None and workspace.is_voted_on
+    # Where ranks don't wait for one another the call follows at once, and loads as well: each new number of rows would
+    # be multiplied twice.
+    loads = workspace.heap is not None and workspace.is_voted_on
     return BlasPlan(a, b, bias, out, own, loads=loads, fast=fast, tail=tail)
 
 

@@ -155,6 +155,24 @@ def test_what_a_version_does_not_take_is_ours(multiplied: list[str], monkeypatch
     assert multiplied == ["own"]
 
 
+@pytest.mark.usefixtures("chosen")
+def test_new_rows_are_not_tried_again(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try is a product: of rows that differ by a multiple of 16 one is enough, of another K it is not."""
+    tried: list[tuple[int, int]] = []
+
+    def one(a: Any, *_: Any) -> bool:
+        tried.append(tuple(a.data.shape))
+        return a.data.shape[1] == K
+
+    monkeypatch.setattr(blas, "_is_taken", one)
+    monkeypatch.setattr(blas, "_taken", {})
+    for rows, inner in ((72, K), (88, K), (72, 2 * K), (80, K), (8, K), (24, 2 * K)):
+        out, given = product("rowwise", rows, N, inner)
+        assert worst_ratio(out, *given, EPS) <= 1
+    assert tried == [(72, K), (72, 2 * K), (80, K)]
+    assert multiplied == ["blas", "blas", "own", "blas", "blas", "own"]
+
+
 @pytest.mark.gpu
 def test_it_is_tried_on_a_gpu() -> None:
     """Two operands of e5m2 PyTorch multiplies with no scale that we know: not an error, our own GEMM."""
