@@ -44,8 +44,8 @@ def _steps(x, AXIS: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def in_fp32(term):
-    """A term, exactly. LLVM adds two bfloat16 that it sees converted to fp32 in fp16 if the sum is rounded to that, for
-    which they may be too large; a shift of bits it doesn't see through."""
+    """A term, exactly. Where the sum of two is rounded to fp16, LLVM would round terms of bfloat16 to it first, for
+    which they may be too large; through a shift of bits it doesn't see that they are."""
     if term.dtype == tl.bfloat16:
         value = (term.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

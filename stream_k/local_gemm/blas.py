@@ -103,8 +103,8 @@ def rows_taken(a: Operand, b: Operand) -> int:
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
-    """Whether `torch._scaled_mm` takes these operands, for which there is no `why_not`. It is tried once, whatever the
-    rows, but for what is left of them by _ROWS_ALIKE: each try takes as long as the product."""
+    """Whether `torch._scaled_mm` takes these operands, for which there is no `why_not`. A try takes as long as the
+    product, so one counts for all numbers of rows that leave the same remainder by _ROWS_ALIKE."""
     if planning.here.mode == "sizes":
         return True
     alignments = (
