@@ -120,19 +120,42 @@ def _in_rows(y, R: tl.constexpr, C: tl.constexpr):
 def multiply(
     a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
     ALONG: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
-    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]. Where ALONG has several blocks, the iterations must be all."""
-    if ALONG.blocks == 1:
-        acc = _chain(
-            a, b, row, rows, tile_n, 0, problem.K, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+    column `tile_n` of `b`: fp32, as a tuple of SUBTILES blocks of columns, left to right. Where ALONG has several
+    blocks, the iterations must be all."""
+    if ALONG.promoted and BLOCK_N > _SCALED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = _promoted_halves(
+            a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, HALF, BLOCK_K
         )  # fmt: skip
+        left = _scaled(left, row, rows, 2 * tile_n, problem, strides, ALONG, BLOCK_M, HALF)
+        right = _scaled(right, row, rows, 2 * tile_n + 1, problem, strides, ALONG, BLOCK_M, HALF)
+        parts = split_columns(left, BLOCK_M, HALF, SUBTILES // 2) + split_columns(
+            right, BLOCK_M, HALF, SUBTILES // 2
+        )
     else:
-        acc = _tree(
-            a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        if ALONG.blocks == 1:
+            acc = _chain(
+                a, b, row, rows, tile_n, 0, problem.K, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            acc = _tree(
+                a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
+        acc = _scaled(acc, row, rows, tile_n, problem, strides, ALONG, BLOCK_M, BLOCK_N)
+        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
+    return parts
+
+
+@triton.jit
+def _scaled(
+    acc, row, rows, tile_n, problem, strides, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """`acc` times the scales of its rows and columns, where those are multiplied when all of K is summed."""
     if ALONG.scaled == _TILES:
         of_rows, of_columns = _tile_scales(strides, row, rows, tile_n, problem.N, BLOCK_M, BLOCK_N)
         acc = acc * of_rows[:, None] * of_columns[None, :]
@@ -218,25 +241,63 @@ def _promoted_chain(
 
 
 @triton.jit
+def _promoted_halves(
+    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
+    ALONG: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of both halves of a tile of 2 HALF columns, left to right, of steps whose products are added in fp32:
+    each block of A is loaded once for two products, one of which at a time takes registers beside the sums."""
+    last = problem.K
+    sums = (_zeros(BLOCK_M, HALF), _zeros(BLOCK_M, HALF))
+    for k in range(k_begin, k_end):
+        at = k * BLOCK_K
+        x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
+        factors = 1.0
+        if ALONG.scaled == _BLOCKS:
+            factors = _of_rows(strides, row, rows, at, BLOCK_M)[:, None]
+        grown = ()
+        for half in tl.static_range(2):
+            number = 2 * tile_n + half
+            each = factors
+            if ALONG.scaled == _BLOCKS:
+                each = factors * _of_columns(strides, number, at, last, HALF)
+            y = _load_block(
+                b, at, number * HALF, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, HALF
+            )
+            product = tl.dot(x, y, _zeros(BLOCK_M, HALF), input_precision=ALONG.precision)
+            grown = grown + (_added_here(sums[half], product, each),)  # type: ignore[assignment]
+        sums = grown  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
 def _promoted(acc, product, factor, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`acc` and the product of a step, each row times its factor."""
     if ALONG.scaled == _BLOCKS:
         factors = factor[:, None]
         if BLOCK_M < 64 and BLOCK_N >= 64:
             factors = factor[None, :]
-        if _INTERPRETED or target_info.is_hip():
-            acc += product * factors
-        else:
-            acc = tl.inline_asm_elementwise(
-                "fma.rn.f32 $0, $1, $2, $3;",
-                "=f,f,f,f",
-                [product, factors, acc],
-                dtype=tl.float32,
-                is_pure=False,
-                pack=1,
-            )
+        acc = _added_here(acc, product, factors)
     else:
         acc += product
+    return acc
+
+
+@triton.jit
+def _added_here(acc, product, factors):
+    """`acc` + `product` x `factors`, on NVIDIA in this place: put off, it would keep the product in registers that the
+    next one needs."""
+    if _INTERPRETED or target_info.is_hip():
+        acc += product * factors
+    else:
+        acc = tl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [product, factors, acc],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
     return acc
 
 
@@ -325,15 +386,25 @@ def _factor(
 ):
     """Of each row of a tile, for the product from column `at` of A on; zeros for rows, and columns, outside."""
     if ALONG.scaled == _BLOCKS:
-        # All columns of a tile are in one block.
-        tl.static_assert(BLOCK_N <= _SCALED)
-        i = row + tl.arange(0, BLOCK_M)
-        block = at // _SCALED
-        of_rows = strides.scale_a + i.to(tl.int64) * strides.scale_am + block * strides.scale_ak
-        of_columns = (
-            strides.scale_b + block * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
-        )
-        factor = tl.load(of_rows, mask=i < rows, other=0.0) * tl.load(of_columns, mask=at < last, other=0.0)
+        factor = _of_rows(strides, row, rows, at, BLOCK_M) * _of_columns(strides, tile_n, at, last, BLOCK_N)
     else:
         factor = 1.0
     return factor
+
+
+@triton.jit
+def _of_rows(strides, row, rows, at, BLOCK_M: tl.constexpr):
+    """The scales of the rows of a tile, for the block of A from column `at` on."""
+    i = row + tl.arange(0, BLOCK_M)
+    place = strides.scale_a + i.to(tl.int64) * strides.scale_am + at // _SCALED * strides.scale_ak
+    return tl.load(place, mask=i < rows, other=0.0)
+
+
+@triton.jit
+def _of_columns(strides, tile_n, at, last, BLOCK_N: tl.constexpr):
+    """The scale of the columns of a tile, which are in one block, for the rows of B from `at` on."""
+    tl.static_assert(BLOCK_N <= _SCALED)
+    place = (
+        strides.scale_b + at // _SCALED * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
+    )
+    return tl.load(place, mask=at < last, other=0.0)
