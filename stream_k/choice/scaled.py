@@ -111,11 +111,11 @@ def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invaria
             f"Config.block_k is {config.block_k}: the sum of a step is added in fp32, or scaled, so at most {BLOCK} "
             "are allowed"
         )
-    if promoted(scheme) and config.block_n > BLOCK:
-        if config.block_n != 2 * BLOCK or config.block_m < 64 or config.subtiles < 2:
-            raise ValueError(
-                f"Config.block_n is {config.block_n}: a tile has a sum of at most {BLOCK} columns, or two, of 64 rows "
-                f"or more, in 2 subtiles or more; these are {config.block_m} rows, {config.subtiles}"
-            )
+    fits = config.block_n == 2 * BLOCK and config.block_m >= 64 and config.subtiles >= 2
+    if promoted(scheme) and config.block_n > BLOCK and not fits:
+        raise ValueError(
+            f"Config.block_n is {config.block_n}: a tile has a sum of at most {BLOCK} columns, or two, of 64 rows or "
+            f"more, in 2 subtiles or more; these are {config.block_m} rows, {config.subtiles}"
+        )
     if invariance and config != rules:
         raise ValueError(f"{op} is {invariance} here, where 8-bit operands take no config; leave it out")

@@ -252,20 +252,17 @@ def _promoted_halves(
     for k in range(k_begin, k_end):
         at = k * BLOCK_K
         x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
-        factors = 1.0
-        if ALONG.scaled == _BLOCKS:
-            factors = _of_rows(strides, row, rows, at, BLOCK_M)[:, None]
         grown = ()
         for half in tl.static_range(2):
             number = 2 * tile_n + half
-            each = factors
+            factor = _factor(strides, row, rows, number, at, last, ALONG, BLOCK_M, HALF)
             if ALONG.scaled == _BLOCKS:
-                each = factors * _of_columns(strides, number, at, last, HALF)
+                factor = factor[:, None]
             y = _load_block(
                 b, at, number * HALF, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, HALF
             )
             product = tl.dot(x, y, _zeros(BLOCK_M, HALF), input_precision=ALONG.precision)
-            grown = grown + (_added_here(sums[half], product, each),)  # type: ignore[assignment]
+            grown = grown + (_added_here(sums[half], product, factor),)  # type: ignore[assignment]
         sums = grown  # type: ignore[assignment]
     return sums
 
@@ -386,25 +383,15 @@ def _factor(
 ):
     """Of each row of a tile, for the product from column `at` of A on; zeros for rows, and columns, outside."""
     if ALONG.scaled == _BLOCKS:
-        factor = _of_rows(strides, row, rows, at, BLOCK_M) * _of_columns(strides, tile_n, at, last, BLOCK_N)
+        # All columns of a tile are in one block.
+        tl.static_assert(BLOCK_N <= _SCALED)
+        i = row + tl.arange(0, BLOCK_M)
+        block = at // _SCALED
+        of_rows = strides.scale_a + i.to(tl.int64) * strides.scale_am + block * strides.scale_ak
+        of_columns = (
+            strides.scale_b + block * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
+        )
+        factor = tl.load(of_rows, mask=i < rows, other=0.0) * tl.load(of_columns, mask=at < last, other=0.0)
     else:
         factor = 1.0
     return factor
-
-
-@triton.jit
-def _of_rows(strides, row, rows, at, BLOCK_M: tl.constexpr):
-    """The scales of the rows of a tile, for the block of A from column `at` on."""
-    i = row + tl.arange(0, BLOCK_M)
-    place = strides.scale_a + i.to(tl.int64) * strides.scale_am + at // _SCALED * strides.scale_ak
-    return tl.load(place, mask=i < rows, other=0.0)
-
-
-@triton.jit
-def _of_columns(strides, tile_n, at, last, BLOCK_N: tl.constexpr):
-    """The scale of the columns of a tile, which are in one block, for the rows of B from `at` on."""
-    tl.static_assert(BLOCK_N <= _SCALED)
-    place = (
-        strides.scale_b + at // _SCALED * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
-    )
-    return tl.load(place, mask=at < last, other=0.0)

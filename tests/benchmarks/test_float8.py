@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pyrocshmem import options, stream_k, target
+from pyrocshmem import PeerAborted, options, stream_k, target
 from pyrocshmem.benchmarks import float8
 from pyrocshmem.benchmarks.float8 import (
     OPS,
@@ -44,6 +44,28 @@ def test_results_are_compared() -> None:
                 assert {"ours", "ours, 16 bits"} <= took.seconds.keys()
                 # A result that is nowhere off was not compared.
                 assert all(0 < error <= 1 for error in took.errors.values())
+
+
+def lost_in_16_bits(rank: int, world_size: int) -> list[Took]:
+    """A measurement whose op in 16 bits raises on rank 1 alone."""
+    real = stream_k.gemm_all_reduce
+
+    def lost(a: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        if a.dtype == torch.float16 and rank == 1:
+            raise RuntimeError("lost")
+        return real(a, *args, **more)
+
+    with mock.patch.object(stream_k, "gemm_all_reduce", lost):
+        return measure(rank, world_size, cases(("gemm_all_reduce",), 2) * 2, "rowwise", 1)
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_ours_that_fails_is_no_provider_that_is_not_there() -> None:
+    first, second = run_ranks(lost_in_16_bits, 2)
+    assert isinstance(first.exception, PeerAborted)
+    assert second.exception is not None
+    assert str(second.exception) == "lost"
 
 
 @pytest.mark.cpu
