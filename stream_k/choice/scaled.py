@@ -51,7 +51,7 @@ def choose_scaled(
         # The BLAS stores bfloat16, unless there is one scale.
         stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
         if stored and not invariance and target.backend() == "cuda":
-            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
+            placement = _where(op, M, N, world_size, target.num_sms(device), scheme, placement)
     if placement != config.placement:
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
@@ -62,7 +62,7 @@ def choose_scaled(
     return changed(config, subtiles=max(config.subtiles, parts))
 
 
-def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
+def _where(op: str, M: int, N: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. As measured
     on two H100, 3 x 64 GEMMs alone and 2 x 66 fused (docs/log.md)."""
     one = scheme.recipe == "tensorwise"
@@ -72,7 +72,7 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
         return own
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
     rows = M // world_size if op == "all_gather_gemm" and own == "copy_engine" else M
-    if of_blocks and (-(-K // BLOCK) % UNIT != 0 or (rows % UNIT != 0 and rows < _TAIL_ROWS)):
+    if of_blocks and rows % UNIT != 0 and rows < _TAIL_ROWS:
         return own
     if op == "gemm":
         return "blas" if of_blocks or tiles >= _BLAS_TILES * num_sms else own
@@ -111,11 +111,9 @@ def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invaria
             f"Config.block_k is {config.block_k}: the sum of a step is added in fp32, or scaled, so at most {BLOCK} "
             "are allowed"
         )
-    fits = config.block_n == 2 * BLOCK and config.block_m >= 64 and config.subtiles >= 2
-    if promoted(scheme) and config.block_n > BLOCK and not fits:
+    if scheme.recipe == "blockwise" and config.block_n > BLOCK:
         raise ValueError(
-            f"Config.block_n is {config.block_n}: a tile has a sum of at most {BLOCK} columns, or two, of 64 rows or "
-            f"more, in 2 subtiles or more; these are {config.block_m} rows, {config.subtiles}"
+            f"Config.block_n is {config.block_n}: each {BLOCK} columns have scales of their own, and a tile one of them"
         )
     if invariance and config != rules:
         raise ValueError(f"{op} is {invariance} here, where 8-bit operands take no config; leave it out")

@@ -7,8 +7,8 @@ What it computes must be what `gemm` promises, an IEEE product summed over K in 
 known when a call is planned (`why_not`); part of it switches of the process decide, which are read at each call, never
 written: then our own GEMM multiplies, which is planned beside it, since loading a kernel waits for those that spin.
 
-Of 8-bit operands it is `torch._scaled_mm`. Which of them that takes differs by version and GPU, so it is tried when a
-kind of call is planned (`takes`).
+Of 8-bit operands it is `torch._scaled_mm`, with scales of blocks `torch._scaled_mm_v2`. Which of them those take
+differs by version and GPU, so it is tried when a kind of call is planned (`takes`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of
 ROUNDS_PARTS = False
 # Bytes that what the BLAS reads may have to be aligned to, and rows that it may take so many at a time.
 _ALIGNED, _ROWS_ALIKE = 16, 16
+# Of `torch._scaled_mm_v2`, the values of `torch.nn.functional.ScalingType` for A and for B, and of `SwizzleType`.
+_OF_GROUPS, _OF_BLOCKS, _NOT_SWIZZLED = 4, 5, 0
 # What `torch._scaled_mm` was tried on: kinds of calls, at most so many.
 _KEPT = 4096
 _taken: dict[Hashable, bool] = {}
@@ -80,26 +82,23 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None) -> str:
         return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
         return "one of a and b has a scale of the whole, the other one of each row"
-    if _blocks(b) % UNIT != 0:
-        # cuBLAS reads others where it looks for the fourth; PyTorch 2.11 lets it (docs/log.md).
-        return f"there are scales of {_blocks(b)} blocks of K, no multiple of {UNIT}"
     if rows_taken(a, b) == 0:
         return f"a has {len(a.data)} rows, and with scales of blocks {UNIT} are the fewest"
     return ""
 
 
-def _blocks(b: Operand) -> int:
-    """How many blocks of K have scales of their own; 0: scales are not of blocks."""
+def _of_blocks(b: Operand) -> bool:
+    """Whether the scales of a B are of blocks."""
     if not isinstance(b, Scaled) or b.scale.ndim != 2:
-        return 0
+        return False
     along_k, along_n = b.scale.shape
-    return along_k if along_k > 1 or along_n not in (1, b.data.shape[1]) else 0
+    return along_k > 1 or along_n not in (1, b.data.shape[1])
 
 
 def rows_taken(a: Operand, b: Operand) -> int:
     """How many rows of `a` the BLAS multiplies, the first ones: with scales of blocks a multiple of UNIT."""
     rows = len(data_of(a))
-    return rows - rows % UNIT if _blocks(b) > 0 else rows
+    return rows - rows % UNIT if _of_blocks(b) else rows
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
@@ -116,7 +115,7 @@ def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
         out.dtype,
         a.scale.numel() == 1,
         b.scale.numel() == 1,
-        _blocks(b) > 0,
+        _of_blocks(b),
     )
     key = (out.device, *b.data.shape, len(a.data) % _ROWS_ALIKE, *alignments, *kinds, fast)
     found = _taken.get(key)
@@ -236,6 +235,12 @@ def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> N
     if out.device.type == "cpu":
         # PyTorch on a CPU has not all recipes.
         out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
+    elif _of_blocks(b):
+        of_a, of_b = [_by_columns(a.scale)], [_by_columns(_in_units(b.scale))]
+        kinds = (of_a, [_OF_GROUPS], [_NOT_SWIZZLED], of_b, [_OF_BLOCKS], [_NOT_SWIZZLED])
+        torch.ops.aten._scaled_mm_v2.out(
+            a.data, b.data, *kinds, bias=None, out_dtype=out.dtype, use_fast_accum=fast, out=out
+        )
     else:
         scales = (_by_columns(x.scale) for x in (a, b))
         torch.ops.aten._scaled_mm.out(
@@ -243,11 +248,18 @@ def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> N
         )
 
 
+def _in_units(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of B with zeros behind the last block of K, up to a multiple of UNIT: cuBLAS looks for a column's where
+    such a multiple ends."""
+    missing = -len(scale) % UNIT
+    return torch.nn.functional.pad(scale.t(), (0, missing)).t() if missing else scale
+
+
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as the BLAS takes them, those of a column one behind another."""
-    if scale.ndim != 2 or scale.t().is_contiguous():
+    """Scales as the BLAS takes them: those of a column one behind another, from a multiple of 16 bytes on."""
+    if scale.ndim != 2 or (scale.t().is_contiguous() and scale.data_ptr() % _ALIGNED == 0):
         return scale
-    return scale.t().contiguous().t()
+    return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _multiply(

@@ -63,7 +63,7 @@ from pyrocshmem.collectives.order import (
     tile_coords,
     unpacked,
 )
-from pyrocshmem.stream_k.local_gemm.mainloop import Strides, multiply
+from pyrocshmem.stream_k.local_gemm.mainloop import Strides, multiply, split_columns
 
 _FIX_UP = tl.constexpr(int(status.Op.FIX_UP))
 
@@ -155,10 +155,11 @@ def _split_tiles(
         tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
-        parts = multiply(
+        acc = multiply(
             a, b, row, problem.M, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
-            BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if SEPARATE:
             trace.mark(events, trace.STORE, tile)
             _leave_partial(parts, workspace, BLOCK_M, BLOCK_N)
@@ -206,10 +207,11 @@ def _whole_tiles(
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
         tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
-        parts = multiply(
+        acc = multiply(
             a, b, a_row + row, a_rows, tile_n, 0, problem.iterations, problem, strides, A_HOW, B_HOW, ALONG,
-            BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
         if ANNOUNCE is not None:
             before = tile - num_gemm_programs
             late = (before >= first) & (before + prompt < end)

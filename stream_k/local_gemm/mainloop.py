@@ -120,42 +120,19 @@ def _in_rows(y, R: tl.constexpr, C: tl.constexpr):
 def multiply(
     a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
     ALONG: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum over the K-iterations [k_begin, k_end) of the tile at row `row` of `a`, which has `rows` rows, and tile
-    column `tile_n` of `b`: fp32, as a tuple of SUBTILES blocks of columns, left to right. Where ALONG has several
-    blocks, the iterations must be all."""
-    if ALONG.promoted and BLOCK_N > _SCALED:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left, right = _promoted_halves(
-            a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, HALF, BLOCK_K
+    column `tile_n` of `b`: fp32 [BLOCK_M, BLOCK_N]. Where ALONG has several blocks, the iterations must be all."""
+    if ALONG.blocks == 1:
+        acc = _chain(
+            a, b, row, rows, tile_n, 0, problem.K, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        left = _scaled(left, row, rows, 2 * tile_n, problem, strides, ALONG, BLOCK_M, HALF)
-        right = _scaled(right, row, rows, 2 * tile_n + 1, problem, strides, ALONG, BLOCK_M, HALF)
-        parts = split_columns(left, BLOCK_M, HALF, SUBTILES // 2) + split_columns(
-            right, BLOCK_M, HALF, SUBTILES // 2
-        )
     else:
-        if ALONG.blocks == 1:
-            acc = _chain(
-                a, b, row, rows, tile_n, 0, problem.K, k_begin, k_end, problem, strides, A_HOW, B_HOW, ALONG,
-                BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            acc = _tree(
-                a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N,
-                BLOCK_K,
-            )  # fmt: skip
-        acc = _scaled(acc, row, rows, tile_n, problem, strides, ALONG, BLOCK_M, BLOCK_N)
-        parts = split_columns(acc, BLOCK_M, BLOCK_N, SUBTILES)
-    return parts
-
-
-@triton.jit
-def _scaled(
-    acc, row, rows, tile_n, problem, strides, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """`acc` times the scales of its rows and columns, where those are multiplied when all of K is summed."""
+        acc = _tree(
+            a, b, row, rows, tile_n, 0, ALONG.blocks, problem, strides, A_HOW, B_HOW, ALONG, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
     if ALONG.scaled == _TILES:
         of_rows, of_columns = _tile_scales(strides, row, rows, tile_n, problem.N, BLOCK_M, BLOCK_N)
         acc = acc * of_rows[:, None] * of_columns[None, :]
@@ -241,60 +218,25 @@ def _promoted_chain(
 
 
 @triton.jit
-def _promoted_halves(
-    a, b, row, rows, tile_n, k_begin, k_end, problem, strides, A_HOW: tl.constexpr, B_HOW: tl.constexpr,
-    ALONG: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The sums of both halves of a tile of 2 HALF columns, left to right, of steps whose products are added in fp32:
-    each block of A is loaded once for two products, one of which at a time takes registers beside the sums."""
-    last = problem.K
-    sums = (_zeros(BLOCK_M, HALF), _zeros(BLOCK_M, HALF))
-    for k in range(k_begin, k_end):
-        at = k * BLOCK_K
-        x = _load_block(a, row, at, rows, last, strides.am, strides.ak, A_HOW, BLOCK_M, BLOCK_K)
-        grown = ()
-        for half in tl.static_range(2):
-            number = 2 * tile_n + half
-            factor = _factor(strides, row, rows, number, at, last, ALONG, BLOCK_M, HALF)
-            if ALONG.scaled == _BLOCKS:
-                factor = factor[:, None]
-            y = _load_block(
-                b, at, number * HALF, last, problem.N, strides.bk, strides.bn, B_HOW, BLOCK_K, HALF
-            )
-            product = tl.dot(x, y, _zeros(BLOCK_M, HALF), input_precision=ALONG.precision)
-            grown = grown + (_added_here(sums[half], product, factor),)  # type: ignore[assignment]
-        sums = grown  # type: ignore[assignment]
-    return sums
-
-
-@triton.jit
 def _promoted(acc, product, factor, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`acc` and the product of a step, each row times its factor."""
     if ALONG.scaled == _BLOCKS:
         factors = factor[:, None]
         if BLOCK_M < 64 and BLOCK_N >= 64:
             factors = factor[None, :]
-        acc = _added_here(acc, product, factors)
+        if _INTERPRETED or target_info.is_hip():
+            acc += product * factors
+        else:
+            acc = tl.inline_asm_elementwise(
+                "fma.rn.f32 $0, $1, $2, $3;",
+                "=f,f,f,f",
+                [product, factors, acc],
+                dtype=tl.float32,
+                is_pure=False,
+                pack=1,
+            )
     else:
         acc += product
-    return acc
-
-
-@triton.jit
-def _added_here(acc, product, factors):
-    """`acc` + `product` x `factors`, on NVIDIA in this place: put off, it would keep the product in registers that the
-    next one needs."""
-    if _INTERPRETED or target_info.is_hip():
-        acc += product * factors
-    else:
-        acc = tl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [product, factors, acc],
-            dtype=tl.float32,
-            is_pure=False,
-            pack=1,
-        )
     return acc
 
 

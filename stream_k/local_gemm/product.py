@@ -25,7 +25,6 @@ from pyrocshmem.calls.tensors import (
     template,
 )
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.collectives.order import Problem
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.signal import Context
@@ -128,11 +127,6 @@ class Product:
             return 0, False
         return BLOCKS if self.scheme.recipe == "blockwise" else TILES, promoted(self.scheme)
 
-    @property
-    def _in_turns(self) -> bool:
-        """Whether promoted products are made in turns of two steps."""
-        return self._scaled[1] and self.config.block_n <= BLOCK
-
     def launch(
         self,
         op: int,
@@ -171,7 +165,7 @@ class Product:
             "A_HOW": self.a_how,
             "B_HOW": self.b_how,
             "ALONG": Along(self.precision, config.k_blocks, together, *self._scaled),
-            # Flattened, Triton reads the last promoted product of a turn while it is being made; and halves spill.
+            # Flattened, Triton reads the last promoted product of a tile while it is being made.
             "FLATTEN": config.flatten and flatten and config.k_blocks == 1 and not self._scaled[1],
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -199,7 +193,8 @@ class Product:
                 break
             together = more
         if together == 1:
-            return 1, max(2, config.num_stages // 2) if self._in_turns else config.num_stages
+            # A turn of promoted products has two steps.
+            return 1, max(2, config.num_stages // 2) if self._scaled[1] else config.num_stages
         return together, min(_MOST_STAGES, _STAGED_BYTES // (together * staged))
 
     @property
@@ -311,10 +306,9 @@ def make_product(
         # A block of K ends inside a step, where descriptors would go on reading.
         a_how, b_how = POINTER, POINTER
     strides = Strides(*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
-    columns = min(config.block_n, BLOCK) if scheme is not None and promoted(scheme) else config.block_n
     templates = (
         template(a, a_how, config.block_m, config.block_k),
-        template(b, b_how, config.block_k, columns),
+        template(b, b_how, config.block_k, config.block_n),
     )
     return Product(
         M,

@@ -22,6 +22,7 @@ from pyrocshmem.benchmarks.float8 import (
     slowest,
     table,
 )
+from pyrocshmem.benchmarks.provider import Unavailable
 from pyrocshmem.benchmarks.shapes import cases_of
 from tests.ranks import run_ranks, values
 
@@ -86,6 +87,15 @@ def test_fewer_rows_than_ranks() -> None:
 def test_no_case_begins_after_the_time_is_up(ranks: int) -> None:
     wanted = cases(OPS[:1] if ranks == 1 else OPS[1:3], ranks) * 2
     assert [len(took) for took in values(run_ranks(measure, ranks, wanted, "rowwise", 1, 0.0))] == [1] * ranks
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_rows_that_leave_ranks_waiting_are_not_given_to_pytorch(op: str) -> None:
+    for rows, text in ((126, "between multiples of 16 bytes"), (127, "equally many rows"), (128, "GPU")):
+        case = cases_of(op, f"{rows},40,256", 2, "float16", False)[0]
+        x: Any = SimpleNamespace(recipe="rowwise", case=case, num_ranks=2, device=torch.device("cpu"))
+        with pytest.raises(Unavailable, match=text):
+            float8._fused(x)
 
 
 def halved(rank: int, world_size: int) -> float:

@@ -316,24 +316,6 @@ def test_tiles_that_share_a_multiprocessor_fit(shape: tuple[int, int, int], comp
     assert gemm.spills == 0
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.parametrize(
-    ("op", "placement"),
-    [("gemm", "after"), ("all_gather_gemm", "copy_engine"), ("gemm_all_reduce", "copy_engine")],
-)
-def test_tiles_of_two_sums_have_registers_for_them(
-    recipe: str, op: str, placement: str, compiled: Compile
-) -> None:
-    """And for a product beside them, of 8 bits: 64 of each thread for each."""
-    tile = (("block_m", 128), ("block_n", 256), ("num_warps", 8), ("num_stages", 4), ("subtiles", 4))
-    changes = (*tile, ("placement", placement), ("split", "none"))
-    world = 1 if op == "gemm" else 4
-    case = Case(op, "bfloat16", EVEN, world, changes, layouts=("row", "column"), recipe=recipe)
-    for gemm in _gemms(compiled(case, "sm_90")):
-        assert gemm.constants["BLOCK_N"] == "256"
-        assert gemm.spills == 0
-
-
 @pytest.mark.parametrize(("layout", "target"), [("row", "sm_90"), ("column", "sm_90"), ("row", "gfx942")])
 def test_b_is_fetched_ahead_of_the_launch_before(layout: str, target: str, compiled: Compile) -> None:
     """And nothing is read, which that launch may still write."""

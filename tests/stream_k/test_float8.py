@@ -130,30 +130,6 @@ def test_tiles_that_are_split() -> None:
             assert worst_ratio(out, a, b, scales, recipe, 2.0**-23 if target.interpreted() else FAST_EPS) <= 1
 
 
-def test_tiles_of_two_sums() -> None:
-    """256 columns, of which each 128 have a sum, and scales, of their own: also where the second ones are outside."""
-    for (M, N, K), recipe in itertools.product(((100, 300, 300), (70, 520, 130)), ("rowwise", "blockwise")):
-        a, b = operands(M, N, K)
-        scales = scales_of(recipe, M, N, K)
-        rules = choose_scaled("gemm", M, N, K, 1, a.device, Scheme(recipe, False), 0)  # type: ignore[arg-type]
-        wide = replace(
-            rules, placement="after", block_m=64, block_n=256, block_k=128, subtiles=4, num_programs=3
-        )
-        # Columns, and rows: read by descriptors and by pointers.
-        for y, split in itertools.product((b, b.contiguous()), ("none", "stream_k")):
-            found = {}
-            for name, config in (("wide", wide), ("narrow", replace(wide, block_n=128, subtiles=2))):
-                found[name] = torch.full((M, N), float("nan"), device=DEVICE)
-                stream_k.gemm(
-                    a, y, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32, out=found[name],
-                    config=replace(config, split=split, num_stages=3),
-                )  # fmt: skip
-            eps = 2.0**-23 if target.interpreted() else FAST_EPS / 8
-            assert worst_ratio(found["wide"], a, b, scales, recipe, eps) <= 1
-            # Tiles that are split are split elsewhere.
-            assert split == "stream_k" or torch.equal(*found.values())
-
-
 def test_three_dimensions() -> None:
     a, b = operands(12, 40, 128)
     scales = scales_of("rowwise", 12, 40, 128)
@@ -233,10 +209,3 @@ def test_refusals() -> None:
     config = replace(choose_scaled("gemm", 8, 16, 256, 1, a.device, Scheme("rowwise", False), 0), block_k=256)
     with pytest.raises(ValueError, match="at most 128 are allowed"):
         stream_k.gemm(a, b, scale_a=blocks[0], scale_b=blocks[1], config=config)
-    wide = replace(config, block_m=64, block_n=256, block_k=128, subtiles=2, comm_rows=16)
-    stream_k.gemm(a, b, scale_a=blocks[0], scale_b=blocks[1], config=wide)
-    for change in ({"block_n": 512, "subtiles": 4, "block_m": 16}, {"block_m": 32}, {"subtiles": 1}):
-        with pytest.raises(
-            ValueError, match=r"^Config\.block_n is (256|512): a tile has a sum of at most 128"
-        ):
-            stream_k.gemm(a, b, scale_a=blocks[0], scale_b=blocks[1], config=replace(wide, **change))
