@@ -5,7 +5,8 @@ another number of rows costs the host.
 
 Prints a table in Markdown: seconds of a first call, to the end of what it launched, of ranks that were started for it
 and have formed their heap; then microseconds of the host, medians over 100 calls: of calls with rows that were not seen
-before, and of the same calls again, which replay no graph. All are of the slowest rank. "gemm" is each rank's own.
+before, and of the same calls for the third time, which replay no graph of a whole call; the second time some capture
+what copy engines do. All are of the slowest rank. "gemm" is each rank's own.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Case(NamedTuple):
 
 class Took(NamedTuple):
     """Of a rank. warm_up_s: 0 without. first_s: of the first call. kernels: that `warm_up` had compiled. new_us,
-    again_us: of the host, a call with new rows and the same again; 0 where not asked for."""
+    again_us: of the host, a call with new rows and the same for the third time; 0 where not asked for."""
 
     warm_up_s: float
     first_s: float
@@ -93,7 +94,7 @@ def measure(rank: int, world_size: int, case: Case) -> Took:
         if case.warms_up:
             draw = random.Random(case.op)
             numbers = draw.sample(range(1, case.rows), min(_NEW_ROWS, case.rows - 1))
-            new, again = (_host_us(make, numbers, heap) for _ in range(2))
+            new, _, again = (_host_us(make, numbers, heap) for _ in range(3))
         return Took(done.seconds, first, done.kernels, new, again)
 
 
@@ -120,7 +121,7 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
         "with a warm cache, s",
         "kernels",
         "new rows, us of the host",
-        "the same again, us",
+        "the same, third time, us",
     )
     yield from (f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for op in ops:

@@ -19,8 +19,9 @@ _MOST_COLUMNS = 128
 _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
 # Elements of a part of a tile.
 _MOST_OF_A_PART = 8192
-# Tiles of 128 x 128 for each SM from which the BLAS is the faster one: with scales of rows, and of gathered blocks.
-_BLAS_TILES, _GATHERED_TILES = 0.55, 0.45
+# Tiles of 128 x 128 for each SM from which the BLAS is the faster one: with scales of rows; and of rows that were
+# gathered, with scales of blocks and of rows.
+_BLAS_TILES, _GATHERED_BLOCKS, _GATHERED_ROWS = 0.55, 0.45, 1.5
 # Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
 _TAIL_ROWS = 1024
 # What takes the place of those whose GEMM is the BLAS's.
@@ -56,7 +57,7 @@ def choose_scaled(
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
     if promoted(scheme):
-        config = _for_promotion(config)
+        config = _for_promotion(config, M, N, target.num_sms(device))
     # Parts of a tile leave in fp32 where they are parts of a sum, or the result is.
     parts = config.block_m * min(config.block_n, _MOST_COLUMNS) // _MOST_OF_A_PART
     return changed(config, subtiles=max(config.subtiles, parts))
@@ -64,7 +65,7 @@ def choose_scaled(
 
 def _where(op: str, M: int, N: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. As measured
-    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused (docs/log.md)."""
+    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused, and with scales of rows on two H200 (docs/log.md)."""
     one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
@@ -81,18 +82,21 @@ def _where(op: str, M: int, N: int, world_size: int, num_sms: int, scheme: Schem
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
         if own == "copy_engine":
             return "blas_blocks"
-        return "unfused" if of_blocks and tiles >= _GATHERED_TILES * num_sms else own
-    if op == "gemm_all_scatter":
-        return "unfused" if of_blocks or own == "messages" else own
-    return "unfused" if of_blocks or one else own
+        return "unfused" if tiles >= (_GATHERED_BLOCKS if of_blocks else _GATHERED_ROWS) * num_sms else own
+    if of_blocks or own == "messages":
+        return "unfused"
+    return "unfused" if one and op != "gemm_all_scatter" else own
 
 
-def _for_promotion(config: Config) -> Config:
+def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:
     """`config` for steps whose sums are added beside the next step's, in turns of two steps. Of one length whatever the
     tile, so that the order of additions is, too."""
     block_m, block_n = config.block_m, min(config.block_n, _MOST_COLUMNS)
     if target.backend() == "hip":
         return changed(config, block_n=block_n, block_k=min(config.block_k, BLOCK))
+    if M <= FEW_ROWS and -(-N // block_n) > num_sms:
+        # A step costs as much whatever its columns: of wider tiles, fewer steps, where most SMs still have a tile.
+        block_n = _MOST_COLUMNS
     # Three sums take registers at once. A turn's steps are loaded, and let go of, together.
     warps = max(config.num_warps, block_m * block_n // _MOST_OF_A_WARP)
     stages = min(_MOST_STAGES, _STAGED_BYTES // ((block_m + block_n) * BLOCK))

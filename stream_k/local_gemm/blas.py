@@ -95,6 +95,15 @@ def _of_blocks(b: Operand) -> bool:
     return along_k > 1 or along_n not in (1, b.data.shape[1])
 
 
+def _units(b: Operand) -> torch.Tensor | None:
+    """Where scales of B get zeros behind the last block of K, up to a multiple of UNIT: cuBLAS looks for the scales of
+    a column where such a multiple ends. None: there is nothing to add."""
+    if not _of_blocks(b) or len(b.scale) % UNIT == 0:
+        return None
+    blocks, columns = b.scale.shape
+    return b.scale.new_zeros(columns, -(-blocks // UNIT) * UNIT).t()
+
+
 def rows_taken(a: Operand, b: Operand) -> int:
     """How many rows of `a` the BLAS multiplies, the first ones: with scales of blocks a multiple of UNIT."""
     rows = len(data_of(a))
@@ -130,7 +139,8 @@ def _is_taken(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
     if out.device.type == "cpu":
         return True
     try:
-        _multiply(a, b, None, torch.empty_like(out), fast)
+        of_b = _units(b)
+        _multiply(a, b if of_b is None else Scaled(b.data, of_b), None, torch.empty_like(out), fast)
     except (RuntimeError, ValueError, NotImplementedError):
         return False
     return True
@@ -201,8 +211,10 @@ class BlasPlan:
         self._exact = _check_of(data_of(a).dtype)
         self._own = None if self._exact is None else own()
         self._fast = fast
+        self._of_b = _units(b)
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
-            _multiply(rows_in(a, self._taken), b, bias, torch.empty_like(out[self._taken]), fast)
+            x = rows_in(a, self._taken)
+            _multiply(x, self._with_units(b), bias, torch.empty_like(out[self._taken]), fast)
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""
@@ -226,7 +238,15 @@ class BlasPlan:
             rest = slice(self._taken.stop, None)
             self._tail.run(rows_in(a, rest), b, bias, out[rest])
             a, out = rows_in(a, self._taken), out[self._taken]
-        _multiply(a, b, bias, out, self._fast)
+        _multiply(a, self._with_units(b), bias, out, self._fast)
+
+    def _with_units(self, b: Operand) -> Operand:
+        """`b` with as many scales as the BLAS takes."""
+        if self._of_b is None:
+            return b
+        assert isinstance(b, Scaled)
+        self._of_b[: len(b.scale)].copy_(b.scale)
+        return Scaled(b.data, self._of_b)
 
 
 def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> None:
@@ -236,7 +256,7 @@ def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> N
         # PyTorch on a CPU has not all recipes.
         out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
     elif _of_blocks(b):
-        of_a, of_b = [_by_columns(a.scale)], [_by_columns(_in_units(b.scale))]
+        of_a, of_b = [_by_columns(a.scale)], [_by_columns(b.scale)]
         kinds = (of_a, [_OF_GROUPS], [_NOT_SWIZZLED], of_b, [_OF_BLOCKS], [_NOT_SWIZZLED])
         torch.ops.aten._scaled_mm_v2.out(
             a.data, b.data, *kinds, bias=None, out_dtype=out.dtype, use_fast_accum=fast, out=out
@@ -246,13 +266,6 @@ def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> N
         torch.ops.aten._scaled_mm.out(
             a.data, b.data, *scales, out_dtype=out.dtype, use_fast_accum=fast, out=out
         )
-
-
-def _in_units(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of B with zeros behind the last block of K, up to a multiple of UNIT: cuBLAS looks for a column's where
-    such a multiple ends."""
-    missing = -len(scale) % UNIT
-    return torch.nn.functional.pad(scale.t(), (0, missing)).t() if missing else scale
 
 
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:

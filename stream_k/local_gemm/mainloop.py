@@ -195,17 +195,22 @@ def _promoted_chain(
     next turn: Triton lets a product run on that nobody reads in the turn that made it (wgmma)."""
     acc = _zeros(BLOCK_M, BLOCK_N)
     late, late_factor = acc, _factor(strides, row, 0, tile_n, 0, last, ALONG, BLOCK_M, BLOCK_N)
+    factor = _factor(strides, row, rows, tile_n, k_begin * BLOCK_K, last, ALONG, BLOCK_M, BLOCK_N)
+    behind = tl.cdiv(last, BLOCK_K)
     for k in range(k_begin, k_end, 2):
-        at = k * BLOCK_K
         # Behind the last step there are zeros.
-        there = k + 1 < k_end
-        at_late = tl.where(there, at + BLOCK_K, tl.cdiv(last, BLOCK_K) * BLOCK_K)
+        there, there_ahead = k + 1 < k_end, k + 2 < k_end
+        at_late = tl.where(there, k + 1, behind) * BLOCK_K
         rows_late = tl.where(there, rows, 0)
-        factor = _factor(strides, row, rows, tile_n, at, last, ALONG, BLOCK_M, BLOCK_N)
+        # Both are read in the next turn, and on their way while this one's products are made.
         next_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
+        factor_ahead = _factor(
+            strides, row, tl.where(there_ahead, rows, 0), tile_n, tl.where(there_ahead, k + 2, behind) * BLOCK_K,
+            last, ALONG, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         product = _add_step(
-            _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, at, last, problem, strides, A_HOW, B_HOW, ALONG,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, k * BLOCK_K, last, problem, strides, A_HOW, B_HOW,
+            ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         acc = _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
         late = _add_step(
@@ -214,6 +219,7 @@ def _promoted_chain(
         )  # fmt: skip
         late_factor = next_factor
         acc = _promoted(acc, product, factor, ALONG, BLOCK_M, BLOCK_N)
+        factor = factor_ahead
     return _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
 
 
@@ -221,9 +227,12 @@ def _promoted_chain(
 def _promoted(acc, product, factor, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`acc` and the product of a step, each row times its factor."""
     if ALONG.scaled == _BLOCKS:
-        factors = factor[:, None]
+        of_rows, of_columns = factor
+        factors = of_rows * of_columns
         if BLOCK_M < 64 and BLOCK_N >= 64:
-            factors = factor[None, :]
+            factors = factors[None, :]
+        else:
+            factors = factors[:, None]
         if _INTERPRETED or target_info.is_hip():
             acc += product * factors
         else:
@@ -323,7 +332,8 @@ def _tile_scales(strides, row, rows, tile_n, N, BLOCK_M: tl.constexpr, BLOCK_N: 
 def _factor(
     strides, row, rows, tile_n, at, last, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of each row of a tile, for the product from column `at` of A on; zeros for rows, and columns, outside."""
+    """(of each row of a tile, of all its columns), for the product from column `at` of A on; zeros outside. Not
+    multiplied: that would wait for both."""
     if ALONG.scaled == _BLOCKS:
         # All columns of a tile are in one block.
         tl.static_assert(BLOCK_N <= _SCALED)
@@ -333,7 +343,7 @@ def _factor(
         of_columns = (
             strides.scale_b + block * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
         )
-        factor = tl.load(of_rows, mask=i < rows, other=0.0) * tl.load(of_columns, mask=at < last, other=0.0)
+        factor = tl.load(of_rows, mask=i < rows, other=0.0), tl.load(of_columns, mask=at < last, other=0.0)
     else:
-        factor = 1.0
+        factor = 1.0, 1.0
     return factor

@@ -127,17 +127,23 @@ def test_scales_that_begin_anywhere(multiplied: list[str]) -> None:
 
 
 def test_scales_are_laid_out_for_the_blas() -> None:
-    scale = torch.rand(14, 3, device=DEVICE)
-    units = blas._by_columns(blas._in_units(scale))
-    assert (units.shape, units.stride()) == ((16, 3), (1, 16))
-    assert torch.equal(units[:14], scale)
-    assert not units[14:].any()
-    whole = scale[:12].t().contiguous().t()
-    assert blas._by_columns(blas._in_units(whole)) is whole
+    whole = torch.rand(3, 12, device=DEVICE).t()
+    assert blas._by_columns(whole) is whole
     later = torch.rand(9, 1, device=DEVICE)[1:]
     moved = blas._by_columns(later)
     assert moved.data_ptr() % 16 == 0
     assert torch.equal(moved, later)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_plan_takes_other_scales(multiplied: list[str]) -> None:
+    """Whose places behind the last block of K it keeps."""
+    a, b = operands(M, N, 640)
+    for _ in range(3):
+        scales = scales_of("blockwise", M, N, 640)
+        out = stream_k.gemm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=RESULT)
+        assert worst_ratio(out, a, b, scales, "blockwise", EPS) <= 1
+    assert multiplied == ["blas"] * 3
 
 
 REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
@@ -240,6 +246,18 @@ def test_choices_of_an_h200(
         assert choose_scaled("gemm", *size, 1, h200, scheme, mode).placement == "after"
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_few_rows_in_wide_tiles(recipe: Any, h200: torch.device) -> None:
+    """Where narrow ones are more than the SMs: a step takes as long whatever its columns."""
+    for columns, wide in ((64 * 132, 64), (64 * 132 + 1, 128)):
+        for rows in (1, 20, 64):
+            config = choose_scaled(
+                "gemm", rows, columns, 4096, 1, h200, Scheme(recipe, False), invariance.NONE
+            )
+            assert config.block_n == wide
+
+
 FUSED = [
     ("all_gather_gemm", "rowwise", (8192, 4096, 4096), "blas_blocks"),
     ("all_gather_gemm", "blockwise", (8192, 4096, 4096), "blas_blocks"),
@@ -250,7 +268,10 @@ FUSED = [
     ("gemm_all_scatter", "rowwise", (256, 8192, 4096), "unfused"),
     ("gemm_all_scatter", "rowwise", (8192, 8192, 4096), "copy_engine"),
     ("gemm_all_scatter", "blockwise", (8192, 8192, 4096), "unfused"),
-    ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "messages"),
+    ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "unfused"),
+    ("gemm_reduce_scatter", "rowwise", (8192, 4096, 4096), "copy_engine"),
+    ("all_gather_gemm", "rowwise", (256, 16384, 4096), "unfused"),
+    ("all_gather_gemm", "rowwise", (256, 8192, 4096), "messages"),
     ("gemm_all_reduce", "blockwise", (8196, 4096, 4096), "unfused"),
     ("gemm_all_reduce", "blockwise", (8192, 4096, 5376), "unfused"),
     ("gemm_all_reduce", "tensorwise", (8192, 4096, 4096), "unfused"),
