@@ -299,6 +299,9 @@ class MessagesPlan(FusedPlan):
             K, dtype = self.scaled.width, WORD
             own = workspace.buffer("own rows", len(x) * K, WORD, local=True)
             self.own = x = own[: len(x) * K].view(len(x), K)
+            a = operands_of(call.a, call.b, scaling)[0]
+            assert isinstance(a, Scaled)
+            self.put = self.scaled.launch(len(x), a, x)
         held = workspace.buffer("own gathered", rows * K, dtype, local=True)
         self.gathered = held[: M * K].view(M, K)
         self.operand: Operand = self.gathered
@@ -324,7 +327,8 @@ class MessagesPlan(FusedPlan):
         """Enqueue the call."""
         if isinstance(a, Scaled):
             assert self.scaled is not None
-            self.scaled.put(a, self.own)
+            if len(self.own) > 0:
+                self.put(self.scaled.arguments(a, self.own))
             a = self.own
         self.exchange.run(a, self.gathered)
         if self.gemm is not None:

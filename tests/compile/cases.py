@@ -274,6 +274,7 @@ _FLOAT8 = [
         ("gemm", LARGE),
         ("gemm", SMALL),
         ("all_gather_gemm", LARGE),
+        ("all_gather_gemm", SMALL),
         ("gemm_reduce_scatter", LARGE),
         ("gemm_all_reduce", LARGE),
         ("gemm_all_scatter", LARGE),

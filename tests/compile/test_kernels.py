@@ -40,13 +40,13 @@ SQUARES_BYTES = 128 * 4
 # Kernels that wait and tell, but move nothing.
 GATES = ("gate_kernel", "step_kernel")
 GEMMS = ("stream_k_kernel", "gemm_kernel")
-# What makes copies of operands whose alignment is lost.
-COPIES = "copy_kernel"
+# What makes copies of operands whose alignment is lost, and what puts scales, wherever they lie, behind rows.
+COPIES = ("copy_kernel", "put_kernel")
 PARTS = "sum_parts_kernel"
 # These tell nobody.
 QUANTIZING = ("quantize_kernel", "quantize_norm_kernel")
 SILENT = (
-    COPIES,
+    *COPIES,
     PARTS,
     *QUANTIZING,
     "swiglu_kernel",
@@ -125,7 +125,7 @@ def _faults(case: Case, kernel: Compiled) -> list[str]:
         wide = r"\bst\.global\.v4\.b32" if kernel.nvidia else r"\b(?:global|buffer)_store_dwordx4"
         if not kernel.count(wide):
             wrong.append("no 16-byte stores")
-        if kernel.kernel != COPIES:
+        if kernel.kernel not in COPIES:
             wrong += rules.narrow_accesses(kernel)
     return wrong
 
