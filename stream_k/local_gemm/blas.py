@@ -95,13 +95,21 @@ def _of_blocks(b: Operand) -> bool:
     return along_k > 1 or along_n not in (1, b.data.shape[1])
 
 
-def _units(b: Operand) -> torch.Tensor | None:
-    """Where scales of B get zeros behind the last block of K, up to a multiple of UNIT: cuBLAS looks for the scales of
-    a column where such a multiple ends. None: there is nothing to add."""
+def _missing(b: Operand) -> torch.Tensor | None:
+    """Zeros to go behind the scales of B of each column, up to a multiple of UNIT: cuBLAS looks for those of the next
+    column where such a multiple ends. None: nothing is missing."""
     if not _of_blocks(b) or len(b.scale) % UNIT == 0:
         return None
     blocks, columns = b.scale.shape
-    return b.scale.new_zeros(columns, -(-blocks // UNIT) * UNIT).t()
+    return b.scale.new_zeros(columns, -blocks % UNIT)
+
+
+def _completed(b: Operand, missing: torch.Tensor | None) -> Operand:
+    """`b` with as many scales as the BLAS takes."""
+    if missing is None:
+        return b
+    assert isinstance(b, Scaled)
+    return Scaled(b.data, torch.cat((b.scale.t(), missing), 1).t())
 
 
 def rows_taken(a: Operand, b: Operand) -> int:
@@ -139,8 +147,7 @@ def _is_taken(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
     if out.device.type == "cpu":
         return True
     try:
-        of_b = _units(b)
-        _multiply(a, b if of_b is None else Scaled(b.data, of_b), None, torch.empty_like(out), fast)
+        _multiply(a, _completed(b, _missing(b)), None, torch.empty_like(out), fast)
     except (RuntimeError, ValueError, NotImplementedError):
         return False
     return True
@@ -211,10 +218,10 @@ class BlasPlan:
         self._exact = _check_of(data_of(a).dtype)
         self._own = None if self._exact is None else own()
         self._fast = fast
-        self._of_b = _units(b)
+        self._missing = _missing(b)
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
-            x = rows_in(a, self._taken)
-            _multiply(x, self._with_units(b), bias, torch.empty_like(out[self._taken]), fast)
+            like = torch.empty_like(out[self._taken])
+            _multiply(rows_in(a, self._taken), _completed(b, self._missing), bias, like, fast)
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""
@@ -238,15 +245,7 @@ class BlasPlan:
             rest = slice(self._taken.stop, None)
             self._tail.run(rows_in(a, rest), b, bias, out[rest])
             a, out = rows_in(a, self._taken), out[self._taken]
-        _multiply(a, self._with_units(b), bias, out, self._fast)
-
-    def _with_units(self, b: Operand) -> Operand:
-        """`b` with as many scales as the BLAS takes."""
-        if self._of_b is None:
-            return b
-        assert isinstance(b, Scaled)
-        self._of_b[: len(b.scale)].copy_(b.scale)
-        return Scaled(b.data, self._of_b)
+        _multiply(a, _completed(b, self._missing), bias, out, self._fast)
 
 
 def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> None:

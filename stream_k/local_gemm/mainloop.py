@@ -202,7 +202,8 @@ def _promoted_chain(
         there, there_ahead = k + 1 < k_end, k + 2 < k_end
         at_late = tl.where(there, k + 1, behind) * BLOCK_K
         rows_late = tl.where(there, rows, 0)
-        # Both are read in the next turn, and on their way while this one's products are made.
+        # Both are read in the next turn, and on their way while this one's products are made. Neither may be handed on
+        # for a turn more: Triton would load no block ahead.
         next_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
         factor_ahead = _factor(
             strides, row, tl.where(there_ahead, rows, 0), tile_n, tl.where(there_ahead, k + 2, behind) * BLOCK_K,

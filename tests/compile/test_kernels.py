@@ -19,6 +19,7 @@ from tests.compile.cases import (
     FULL_PIPELINE_BYTES,
     GATHERED_PIPELINE_BYTES,
     LARGE,
+    SMALL,
     STRICT,
     UNEVEN,
     Case,
@@ -314,6 +315,19 @@ def test_tiles_that_share_a_multiprocessor_fit(shape: tuple[int, int, int], comp
     assert gemm.programs > PROCESSORS
     assert _fits([gemm] * 2)
     assert gemm.spills == 0
+
+
+@pytest.mark.every_triton
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
+def test_promoted_products_find_their_blocks_loaded(
+    shape: tuple[int, int, int], recipe: str, compiled: Compile
+) -> None:
+    """Besides the loads of a turn, four, there are those before the loop. Triton has none where a value is handed on
+    for two turns: blocks are then loaded one by one."""
+    case = Case("gemm", shape=shape, world_size=2, layouts=("row", "column"), recipe=recipe)
+    for gemm in _gemms(compiled(case, "sm_90")):
+        assert gemm.count(r"cp\.async\.bulk\.tensor\S*shared::(?:cluster|cta)\.global") >= 8
 
 
 @pytest.mark.parametrize(("layout", "target"), [("row", "sm_90"), ("column", "sm_90"), ("row", "gfx942")])

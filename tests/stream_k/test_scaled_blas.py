@@ -137,12 +137,20 @@ def test_scales_are_laid_out_for_the_blas() -> None:
 
 @pytest.mark.usefixtures("chosen")
 def test_a_plan_takes_other_scales(multiplied: list[str]) -> None:
-    """Whose places behind the last block of K it keeps."""
+    """It writes to none of its tensors, which another stream's call may be reading, and which may be of inference mode:
+    new scales are in new memory."""
     a, b = operands(M, N, 640)
-    for _ in range(3):
-        scales = scales_of("blockwise", M, N, 640)
-        out = stream_k.gemm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=RESULT)
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            scales = scales_of("blockwise", M, N, 640)
+            out = stream_k.gemm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=RESULT)
         assert worst_ratio(out, a, b, scales, "blockwise", EPS) <= 1
+        (made,) = (plan for plan in local_workspace(DEVICE).plans.values() if isinstance(plan, blas.BlasPlan))
+        held = [x for x in vars(made).values() if isinstance(x, torch.Tensor)]
+        before = before or [(x, x.clone()) for x in held]
+        assert all(torch.equal(now, then) for now, then in before)
+    assert before
     assert multiplied == ["blas"] * 3
 
 
