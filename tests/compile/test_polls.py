@@ -52,8 +52,8 @@ def repeated_polls(case: Case, kernel: Compiled) -> list[str]:
     sums = constants["SUMS"] == "True"
     wide = sums and case.op.startswith("gemm") and case.dtype != "float32" and {*STRICT} <= {*case.changes}
     hops = (2 if wide else 1) + (sums and constants["GATHERS"] == "True")
-    if "int" in case.dtype:
-        hops *= 2  # each has marks
+    if "int" in case.dtype or (case.recipe and case.op == "all_gather_gemm"):
+        hops *= 2  # each has marks, as words of 8-bit rows have
     first = constants.get("TILES") == "True"
     units = max(1, int(constants["STEP"]) * int(constants["RANKS"]) // (32 * kernel.num_warps))
     # Where rows have scales there are two of each program.
