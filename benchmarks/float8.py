@@ -107,23 +107,20 @@ def providers(x: Quantized) -> dict[str, Call]:
 
 
 def _ours(x: Quantized, fast: bool, **given: Any) -> Call:
-    op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
-    more |= given
-    more |= {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype, "use_fast_accum": fast}
-    return _into_what_is_there(lambda **out: op(x.a8, x.b8, **more, **out))
+    given |= {"scale_a": x.scale_a, "scale_b": x.scale_b, "out_dtype": x.dtype, "use_fast_accum": fast}
+    return _call_of_ours(x, x.a8, x.b8, **given)
 
 
 def _in_16_bits(x: Quantized) -> Call:
+    return _call_of_ours(x, x.a.to(x.dtype), x.b.to(x.dtype))
+
+
+def _call_of_ours(x: Quantized, a: torch.Tensor, b: torch.Tensor, **given: Any) -> Call:
+    """Into one result for all calls, as a layer's come to lie: elsewhere most samples would be those in which a graph
+    is captured."""
     op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
-    a, b = x.a.to(x.dtype), x.b.to(x.dtype)
-    return _into_what_is_there(lambda **out: op(a, b, **more, **out))
-
-
-def _into_what_is_there(call: Callable[..., torch.Tensor]) -> Call:
-    """The same with one result for all calls, as a layer's come to lie: elsewhere most samples would be those in which
-    a graph is captured."""
-    out = call()
-    return lambda: call(out=out)
+    out = op(a, b, **more, **given)
+    return lambda: op(a, b, **more, **given, out=out)
 
 
 def _vendor(x: Quantized, fast: bool) -> Call:

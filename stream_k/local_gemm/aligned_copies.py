@@ -40,10 +40,10 @@ _INTERPRETED = (64, 512, 1)
 
 
 @triton.jit
-def _copy_block(
-    x, copy, block, lines, length, stride, step, pitch, LINES: tl.constexpr, ELEMENTS: tl.constexpr
+def copy_block(
+    x, copy, block, lines, length, stride, step, pitch, width, LINES: tl.constexpr, ELEMENTS: tl.constexpr
 ):
-    """Block number `block` of `lines` lines of `x`, zeros behind them, to lines `pitch` apart."""
+    """Block number `block` of `lines` lines of `x`, and zeros behind each up to `width`, to lines `pitch` apart."""
     wide = tl.cdiv(length, ELEMENTS)
     i = block // wide * LINES + tl.arange(0, LINES)
     j = block % wide * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -53,8 +53,7 @@ def _copy_block(
         mask=inside & (j < length)[None, :],
         other=0.0,
     )
-    # Up to the pitch, so that no store is less than 16 bytes.
-    tl.store(copy + i * pitch + j[None, :], value, mask=inside & (j < pitch)[None, :])
+    tl.store(copy + i * pitch + j[None, :], value, mask=inside & (j < width)[None, :])
 
 
 @triton.jit(
@@ -74,11 +73,12 @@ def copy_kernel(
     dependent_launch.allow_next()
     block = tl.program_id(0)
     trace.mark(events, trace.STORE, -1)
+    # Up to the pitch, so that no store is less than 16 bytes.
     if block < x_blocks:
-        _copy_block(x, x_copy, block, x_lines, x_length, x_stride, x_step, x_pitch, LINES, ELEMENTS)
+        copy_block(x, x_copy, block, x_lines, x_length, x_stride, x_step, x_pitch, x_pitch, LINES, ELEMENTS)
     else:
         block -= x_blocks
-        _copy_block(y, y_copy, block, y_lines, y_length, y_stride, y_step, y_pitch, LINES, ELEMENTS)
+        copy_block(y, y_copy, block, y_lines, y_length, y_stride, y_step, y_pitch, y_pitch, LINES, ELEMENTS)
     trace.mark(events, trace.END, -1)
 
 

@@ -198,17 +198,12 @@ def _promoted_chain(
     factor = _factor(strides, row, rows, tile_n, k_begin * BLOCK_K, last, ALONG, BLOCK_M, BLOCK_N)
     behind = tl.cdiv(last, BLOCK_K)
     for k in range(k_begin, k_end, 2):
-        # Behind the last step there are zeros.
-        there, there_ahead = k + 1 < k_end, k + 2 < k_end
-        at_late = tl.where(there, k + 1, behind) * BLOCK_K
-        rows_late = tl.where(there, rows, 0)
+        rows_late, at_late = _step(k + 1, k_end, rows, behind, BLOCK_K)
+        rows_ahead, at_ahead = _step(k + 2, k_end, rows, behind, BLOCK_K)
         # Both are read in the next turn, and on their way while this one's products are made. Neither may be handed on
         # for a turn more: Triton would load no block ahead.
         next_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
-        factor_ahead = _factor(
-            strides, row, tl.where(there_ahead, rows, 0), tile_n, tl.where(there_ahead, k + 2, behind) * BLOCK_K,
-            last, ALONG, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        factor_ahead = _factor(strides, row, rows_ahead, tile_n, at_ahead, last, ALONG, BLOCK_M, BLOCK_N)
         product = _add_step(
             _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, k * BLOCK_K, last, problem, strides, A_HOW, B_HOW,
             ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -225,8 +220,16 @@ def _promoted_chain(
 
 
 @triton.jit
+def _step(k, k_end, rows, behind, BLOCK_K: tl.constexpr):
+    """(rows of A, its column) of step k; from k_end on no rows, and a column behind K, where there are zeros."""
+    there = k < k_end
+    return tl.where(there, rows, 0), tl.where(there, k, behind) * BLOCK_K
+
+
+@triton.jit
 def _promoted(acc, product, factor, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`acc` and the product of a step, each row times its factor."""
+    """`acc` and the product of a step, each row times its factor: with scales of blocks in this place, on NVIDIA. Put
+    off, it would keep the product in registers that the next one needs."""
     if ALONG.scaled == _BLOCKS:
         of_rows, of_columns = factor
         factors = of_rows * of_columns

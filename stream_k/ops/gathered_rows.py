@@ -294,14 +294,14 @@ class MessagesPlan(FusedPlan):
         # Rounded up to whole tiles, so that the GEMM may read rows behind the last.
         rows, K, dtype, x = -(-M // config.block_m) * config.block_m, call.a.shape[1], call.a.dtype, call.a
         scaling = request.scaling
-        self.scaled = None if scaling is None else ScaledRows.of(x, scaling.a)
-        if self.scaled is not None:
+        self.scaled: ScaledRows | None = None
+        if scaling is not None:
+            self.scaled = ScaledRows.of(x, scaling.a)
             K, dtype = self.scaled.width, WORD
             own = workspace.buffer("own rows", len(x) * K, WORD, local=True)
             self.own = x = own[: len(x) * K].view(len(x), K)
-            a = operands_of(call.a, call.b, scaling)[0]
-            assert isinstance(a, Scaled)
-            self.put = self.scaled.launch(len(x), a, x)
+            self.own_operand = self.scaled.operand(x)
+            self.put = self.scaled.launch(Scaled(call.a, scaling.a), self.own_operand)
         held = workspace.buffer("own gathered", rows * K, dtype, local=True)
         self.gathered = held[: M * K].view(M, K)
         self.operand: Operand = self.gathered
@@ -311,7 +311,7 @@ class MessagesPlan(FusedPlan):
         self.gemm: GemmPlan | BlasPlan | None = None
         if N > 0:
             options = (request.allow_tf32, request.bias, request.activation)
-            a, b = self.operand, operands_of(call.a, call.b, request.scaling)[1]
+            a, b = self.operand, operands_of(call.a, call.b, scaling)[1]
             self.gemm = plan_gemm(a, b, config, *options, call.out, workspace, scheme=call.scheme)
             if isinstance(self.gemm, BlasPlan):
                 self.blas = True
@@ -328,7 +328,7 @@ class MessagesPlan(FusedPlan):
         if isinstance(a, Scaled):
             assert self.scaled is not None
             if len(self.own) > 0:
-                self.put(self.scaled.arguments(a, self.own))
+                self.put(self.scaled.arguments(a, self.own_operand))
             a = self.own
         self.exchange.run(a, self.gathered)
         if self.gemm is not None:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from pyrocshmem import target
 from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.stream_k.local_gemm.aligned_copies import copy_block
 from pyrocshmem.stream_k.local_gemm.scales import Scaled, scales_a_row
 from pyrocshmem.torch_contexts import on_device
 
@@ -25,26 +26,17 @@ _UNIT, _LINE = 4, 32
 _COLUMNS, _ROWS, _INTERPRETED_ROWS, _WARPS = 1024, 4, 64, 4
 
 
-@triton.jit(do_not_specialize=["M", "across"])
+@triton.jit(do_not_specialize=["M"])
 def put_kernel(
-    x, y, scales, places, M, K, across, count, x_pitch, x_step, y_pitch, scale_m, scale_k, place_m,
+    x, y, scales, places, M, K, count, x_pitch, x_step, y_pitch, scale_m, scale_k, place_m,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A block [ROWS, COLUMNS] of the bytes x [M, K], `across` of which lie side by side, to y; the first one of its
-    rows takes the `count` scales of each to `places`. x_pitch, x_step: from a row, and a column, to the next."""
-    block = tl.program_id(0) % across
-    i = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    row, there = i.to(tl.int64)[:, None], (i < M)[:, None]
-    j = (block * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    inside = there & (j < K)
-    moved = tl.load(x + row * x_pitch + j.to(tl.int64) * x_step, mask=inside)
-    tl.store(y + row * y_pitch + j, moved, mask=inside)
-    if block == 0:
-        k = tl.arange(0, SCALES)[None, :]
-        held = there & (k < count)
-        tl.store(
-            places + row * place_m + k, tl.load(scales + row * scale_m + k * scale_k, mask=held), mask=held
-        )
+    """A block [ROWS, COLUMNS] of the bytes x [M, K] to y; the first one of its rows takes the `count` scales of each to
+    `places`. x_pitch, x_step: from a row, and a column, to the next."""
+    block, across = tl.program_id(0), tl.cdiv(K, COLUMNS)
+    copy_block(x, y, block, M, K, x_pitch, x_step, y_pitch, K, ROWS, COLUMNS)
+    if block % across == 0:
+        copy_block(scales, places, block // across, M, count, scale_m, scale_k, place_m, count, ROWS, SCALES)
 
 
 class ScaledRows:
@@ -69,28 +61,26 @@ class ScaledRows:
         """Rows of `a` and their scales, as a new tensor."""
         words = torch.empty(len(a.data), self.width, dtype=WORD, device=a.data.device)
         if len(words) > 0:
+            to = self.operand(words)
             with on_device(words.device):
-                self.launch(len(words), a, words)(self.arguments(a, words))
+                self.launch(a, to)(self.arguments(a, to))
         return words
 
-    def launch(self, M: int, a: Scaled, words: torch.Tensor) -> Launch:
-        """What puts M rows like `a`, and their scales, into tensors like `words`, with `arguments`; compiled."""
+    def launch(self, a: Scaled, to: Scaled) -> Launch:
+        """What puts as many rows as `a` has, and their scales, into an `operand` like `to`, with `arguments`;
+        compiled."""
         rows = _INTERPRETED_ROWS if target.interpreted() else _ROWS
         constants = {"ROWS": rows, "COLUMNS": _COLUMNS, "SCALES": triton.next_power_of_2(self.num_scales)}
-        found = Launch(put_kernel, -(-M // rows) * self._across, constants, _WARPS, 1)
-        found.compile(self.arguments(a, words))
+        programs = -(-len(a.data) // rows) * -(-self.K // _COLUMNS)
+        found = Launch(put_kernel, programs, constants, _WARPS, 1)
+        found.compile(self.arguments(a, to))
         return found
 
-    @property
-    def _across(self) -> int:
-        return -(-self.K // _COLUMNS)
-
-    def arguments(self, a: Scaled, words: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, a: Scaled, to: Scaled) -> tuple[Any, ...]:
         """Of a launch."""
-        to = self.operand(words)
         of_one = a.scale.numel() == 1
         return (
-            a.data.view(torch.uint8), to.data.view(torch.uint8), a.scale, to.scale, len(a.data), self.K, self._across,
+            a.data.view(torch.uint8), to.data.view(torch.uint8), a.scale, to.scale, len(a.data), self.K,
             self.num_scales, *a.data.stride(), to.data.stride(0), *((0, 0) if of_one else a.scale.stride()),
             to.scale.stride(0),
         )  # fmt: skip

@@ -65,13 +65,13 @@ def test_bit_by_bit() -> None:
 
 @triton.jit
 def one_element_short(
-    x, copy, block, lines, length, stride, step, pitch, LINES: tl.constexpr, ELEMENTS: tl.constexpr
+    x, copy, block, lines, length, stride, step, pitch, width, LINES: tl.constexpr, ELEMENTS: tl.constexpr
 ):
     wide = tl.cdiv(length, ELEMENTS)
     i = (block // wide * LINES + tl.arange(0, LINES))[:, None]
     j = (block % wide * ELEMENTS + tl.arange(0, ELEMENTS))[None, :]
     value = tl.load(x + i * stride + j * step, mask=(i < lines) & (j < length - 1), other=0.0)
-    tl.store(copy + i * pitch + j, value, mask=(i < lines) & (j < pitch))
+    tl.store(copy + i * pitch + j, value, mask=(i < lines) & (j < width))
 
 
 def exact_bits(layouts: tuple[str, str], M: int = 70, N: int = 49, K: int = 131) -> None:
@@ -98,7 +98,7 @@ def test_the_product_of_copies(layouts: tuple[str, str]) -> None:
 
 @pytest.mark.cpu
 def test_a_lost_element_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aligned_copies, "_copy_block", one_element_short)
+    monkeypatch.setattr(aligned_copies, "copy_block", one_element_short)
     assert unlike(laid_out(random(3, 7, DTYPE), "misaligned")) == "other elements"
     with pytest.raises(AssertionError, match="bad"):
         exact_bits(("row", "row"))

@@ -36,11 +36,12 @@ def test_every_byte_and_scale(K: int) -> None:
 
 
 def test_nothing_else_is_written() -> None:
-    """What lies between rows, and behind their scales, stays: of 8 words of a row of 130 bytes one is a scale."""
+    """What lies between a row of 130 bytes and its scale, and behind that, stays."""
     rows = ScaledRows(130, E4M3, 1)
     words = torch.full((3, rows.width), -1, dtype=torch.int32, device=DEVICE)
     a = Scaled(some_bytes(3, 130), torch.zeros(3, 1, device=DEVICE))
-    rows.launch(3, a, words)(rows.arguments(a, words))
+    to = rows.operand(words)
+    rows.launch(a, to)(rows.arguments(a, to))
     found = words.view(torch.uint8)
     assert (found[:, 130:144] == 255).all()
     assert (found[:, 144:148] == 0).all()
