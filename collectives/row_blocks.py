@@ -170,6 +170,19 @@ def _in_rank_order(own, blocks, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
+def over_ranks(
+    own, partials, rank, row, col, N, height, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The sum in fp32 of `own`, a block [BLOCK_M, WIDTH] at (row, col) of this rank's rows, and of what the peers have
+    there. partials, of `height` rows a peer: as in `OwnRows`."""
+    blocks = ()
+    for peer in tl.static_range(WORLD - 1):
+        block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, WIDTH)
+        blocks = blocks + (block,)  # type: ignore[assignment]
+    return pair_sums.of_terms(_in_rank_order(own, blocks, rank, WORLD))
+
+
+@triton.jit
 def sum_rows(
     parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPTIONS: tl.constexpr,
@@ -179,7 +192,6 @@ def sum_rows(
     are `SumOptions`."""
     M, N, partials = problem.M, problem.N, extra.partials
     PART_N: tl.constexpr = BLOCK_N // len(parts)
-    PEERS: tl.constexpr = WORLD - 1
     rank = tl.load(context.control + signal.RANK)
     residual = extra.finish.residual
     if residual is not None:
@@ -192,11 +204,7 @@ def sum_rows(
     for part in tl.static_range(len(parts)):
         col = tile_n * BLOCK_N + part * PART_N
         own = partial_sum(parts[part], partials.dtype.element_ty)
-        blocks = ()
-        for peer in tl.static_range(PEERS):
-            block = _sent(partials, peer, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
-            blocks = blocks + (block,)  # type: ignore[assignment]
-        total = pair_sums.of_terms(_in_rank_order(own, blocks, rank, WORLD))
+        total = over_ranks(own, partials, rank, row, col, N, height, WORLD, BLOCK_M, PART_N)
         total = finished(total, extra.finish, col, N, PART_N, OPTIONS.activation)
         total = add_residual(total, residual, row, row_end, col, N, BLOCK_M, PART_N)
         store_block(

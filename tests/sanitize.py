@@ -42,7 +42,7 @@ from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.collectives.exchange import _KINDS, exchange
 from pyrocshmem.doctor import ring_kernel
 from pyrocshmem.message_slots import SENTINEL
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS
+from pyrocshmem.stream_k.choice.config import BY_BLOCKS, BY_MESSAGE, BY_ROWS
 from pyrocshmem.stream_k.choice.placement import placement_names, placements_by_op
 from pyrocshmem.stream_k.local_gemm import product
 from pyrocshmem.stream_k.nn import pointwise
@@ -423,14 +423,15 @@ def _calls() -> Iterator[tuple[str, Facts]]:
             sums = name in ("gemm_all_reduce", "gemm_reduce_scatter")
             modes: tuple[Facts, ...] = ({}, {"partial_dtype": "float32"}) if sums else ({},)
             for placement, mode in itertools.product(placement_names(name), modes):
-                both = name == "gemm_all_reduce" and placement not in BY_ROWS
+                both = name == "gemm_all_reduce" and placement not in (*BY_ROWS, *BY_BLOCKS)
                 for more in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}) if both else ({},):
                     yield name, {**_FACTS, **_PRODUCT, "config": {"placement": placement, **more, **mode}}
                     if name == "all_gather_gemm":  # unequal blocks of rows take other kernels
                         yield name, {**_FACTS, **_PRODUCT, "M": 97, "config": {"placement": placement}}
         elif name == "gemm_all_reduce_rms_norm":
-            # By copy engines the GEMM that sums adds the residual.
-            ways = [*itertools.product(BY_MESSAGE, ("one_shot", "two_shot")), ("copy_engine", "two_shot")]
+            # Of blocks of rows what sums adds the residual.
+            ways = [*itertools.product(BY_MESSAGE, ("one_shot", "two_shot"))]
+            ways += [(placement, "two_shot") for placement in ("copy_engine", *BY_BLOCKS)]
             for (placement, algorithm), wire in itertools.product(ways, (None, "fp32")):
                 config = {"placement": placement, "algorithm": algorithm}
                 yield name, {**_FACTS, **_NORM, "wire": wire, "residual": True, "config": config}

@@ -54,6 +54,7 @@ _KERNELS = {
     "gemm_kernel": "GEMM",
     "sum_parts_kernel": "sums of parts",
     "sum_rows": "GEMM + sums",
+    "sum_blocks_kernel": "sums",
     "step_kernel": "stream",
     "consumer_kernel": "consumer",
     "gate_kernel": "gate",

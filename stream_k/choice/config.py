@@ -22,6 +22,8 @@ from pyrocshmem.stream_k.local_gemm.schedule import SPLITS
 
 # Those whose results move in blocks of rows, beside a GEMM that leaves SMs free.
 BY_ROWS = ("copy_engine", "pull")
+# Those whose results move in blocks of rows, of which each is a product of its own.
+BY_BLOCKS = ("blas_blocks",)
 # Those that overlap nothing: a GEMM, and an exchange of its operand or result by messages.
 BY_MESSAGE = ("messages", "unfused")
 # Those whose GEMM is the vendor's BLAS's, where that computes the same (`stream_k.local_gemm.blas`).

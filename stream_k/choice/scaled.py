@@ -11,6 +11,7 @@ from pyrocshmem.collectives.float8 import BLOCK
 from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
+from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
 from pyrocshmem.stream_k.local_gemm.scales import UNIT, Scheme, promoted
 
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
@@ -24,6 +25,10 @@ _MOST_OF_A_PART = 8192
 _BLAS_TILES, _GATHERED_BLOCKS, _GATHERED_ROWS = 0.55, 0.45, 1.5
 # Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
 _TAIL_ROWS = 1024
+# Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
+# its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce; and
+# multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks.
+_BLOCK_ROWS, _SUMMED_K, _SM_MULTIPLY_ADDS = 1024, 3072, 5.15e6
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -52,7 +57,7 @@ def choose_scaled(
         # The BLAS stores bfloat16, unless there is one scale.
         stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
         if stored and not invariance and target.backend() == "cuda":
-            placement = _where(op, M, N, world_size, target.num_sms(device), scheme, placement)
+            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
     if placement != config.placement:
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
@@ -63,9 +68,9 @@ def choose_scaled(
     return changed(config, subtiles=max(config.subtiles, parts))
 
 
-def _where(op: str, M: int, N: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
+def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. As measured
-    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused, and with scales of rows on two H200 (docs/log.md)."""
+    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused, and on two H200 with scales of rows, and of sums (docs/log.md)."""
     one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
@@ -83,9 +88,33 @@ def _where(op: str, M: int, N: int, world_size: int, num_sms: int, scheme: Schem
         if own == "copy_engine":
             return "blas_blocks"
         return "unfused" if tiles >= (_GATHERED_BLOCKS if of_blocks else _GATHERED_ROWS) * num_sms else own
+    if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
+        reduces = op == "gemm_all_reduce"
+        if _copies_blocks(M, N, K, world_size, num_sms, scheme, reduces):
+            return own if reduces and own == "copy_engine" and K < _SUMMED_K else "blas_blocks"
+        if reduces and K >= _SUMMED_K:
+            return "unfused"
     if of_blocks or own == "messages":
         return "unfused"
     return "unfused" if one and op != "gemm_all_scatter" else own
+
+
+def _copies_blocks(
+    M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, reduces: bool
+) -> bool:
+    """Whether partial sums are copied, a block of rows for each owner, while the next one is multiplied: where that
+    takes longer than it costs to begin, and the last waves of so many products."""
+    rows = -(-M // world_size)
+    least = least_copied_us(world_size, reduces)
+    if scheme.recipe == "rowwise" and rows < _BLOCK_ROWS:
+        return False
+    if scheme.recipe == "blockwise":
+        if rows % UNIT != 0 and rows < _TAIL_ROWS:
+            return False
+        columns = -(-N // 128)
+        waves = [-(-(-(-each // 128) * columns) // num_sms) for each in (rows, M)]
+        least += (world_size * waves[0] - waves[1]) * 128 * 128 * K / _SM_MULTIPLY_ADDS
+    return peers_us(2 * M * N, world_size) > least
 
 
 def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from pyrocshmem.stream_k.choice.config import SPARE
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 
@@ -149,6 +150,73 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
     return _low(facts, _block_rows(facts), several if facts.world_size > 2 else 0, cut)
 
 
+# Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
+# each peer; and so many times as long in an all-reduce, whose sums are pulled by a kernel of its own. Inner sizes of
+# the GEMM from which the BLAS gains more than the sums cost: of a reduce-scatter, and of an all-reduce. And below them:
+# tiles for which ours has room in its waves, over tiles that there are (2 and 4 x H200, docs/log.md).
+_COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 2.5
+_SCATTERED_K, _REDUCED_K = 6144, 12288
+_FULL = 1.3
+
+
+def blocks_to_scatter(facts: Facts) -> Verdict:
+    """The BLAS, a block of rows after another, each copied while the next is multiplied."""
+    long = _long_copies(facts)
+    if not long.suits:
+        return long
+    for verdict in (_leaves_late(facts), _long_k(facts, _SCATTERED_K), _unfilled(facts)):
+        if verdict.suits:
+            return Verdict(True, f"{long.why}, and {verdict.why}")
+    return verdict
+
+
+def blocks_to_reduce(facts: Facts) -> Verdict:
+    """The same for an all-reduce."""
+    long = _long_copies(facts, reduces=True)
+    if not long.suits:
+        return long
+    deep = _long_k(facts, _REDUCED_K)
+    return Verdict(True, f"{long.why}, and {deep.why}") if deep.suits else deep
+
+
+def _long_copies(facts: Facts, reduces: bool = False) -> Verdict:
+    first = _by_blas(facts, _SENT_ROWS)
+    if not first.suits:
+        return first
+    if not facts.in_16_bits or not facts.is_narrow or facts.wire is None:
+        return Verdict(False, "it was measured in 16 bits alone")
+    took = hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
+    least = least_copied_us(facts.world_size, reduces)
+    what = f"copies of partial blocks take {took:.0f} us"
+    if took > least:
+        return Verdict(True, f"{what}, more than {least:.0f}")
+    return Verdict(False, f"{what}, of up to {least:.0f} an exchange behind the GEMM is as fast")
+
+
+def least_copied_us(world_size: int, reduces: bool) -> float:
+    """Microseconds that copies of partial blocks must take to be worth their while: in an all-reduce or a
+    reduce-scatter."""
+    return (_COPIES_US + _PEER_US * (world_size - 1)) * (_PULLED_TOO if reduces else 1.0)
+
+
+def _long_k(facts: Facts, least: int) -> Verdict:
+    if least <= facts.K:
+        return Verdict(True, f"K = {facts.K} is at least {least}: the BLAS gains more than sums cost")
+    return Verdict(False, f"K = {facts.K} is less than {least}: sums cost more than the BLAS gains")
+
+
+def _unfilled(facts: Facts) -> Verdict:
+    """Whether our GEMMs, of the peers' rows and of a rank's own, leave many SMs without a tile in their last waves."""
+    num_sms, tile_rows = facts.num_sms - SPARE, -(-facts.M // facts.block_m)
+    block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
+    waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
+    full = facts.M / facts.block_m * facts.tiles / tile_rows
+    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {full:.0f} tiles"
+    if waves * num_sms > _FULL * full:
+        return Verdict(True, f"{what}, of which {_FULL:g} times as many have room")
+    return Verdict(False, f"{what}, of which fewer than {_FULL:g} times as many have room")
+
+
 _WIDE = Verdict(False, "partial sums travel in fp32, and it was measured of 16 bits")
 
 
@@ -159,7 +227,12 @@ def gemm_us(facts: Facts) -> float:
 
 def hop_us(facts: Facts, nbytes: int) -> float:
     """Of the peers' share of so many bytes of all ranks, on its way."""
-    return nbytes * (facts.world_size - 1) / facts.world_size / _HOP_BYTES
+    return peers_us(nbytes, facts.world_size)
+
+
+def peers_us(nbytes: int, world_size: int) -> float:
+    """The same of so many ranks."""
+    return nbytes * (world_size - 1) / world_size / _HOP_BYTES
 
 
 def _idles(facts: Facts, hops: int) -> Verdict:

@@ -37,6 +37,7 @@ from pyrocshmem.stream_k.ops.op import (
 )
 from pyrocshmem.stream_k.ops.planned import ByRole, FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
+from pyrocshmem.stream_k.ops.summed_blocks import SummedBlocksPlan
 
 
 def gemm_all_reduce(
@@ -63,18 +64,19 @@ def gemm_all_reduce(
     a: [M, K/R] or [.., M, K/R], whose dimensions the results have then, b: [K/R, N]: this rank's shares, any strides;
     float16, bfloat16 or float32. M and N are the same on all ranks, shares of K may differ. From call to call, at the
     same M and N, a share may change on some ranks alone, without a config as long as it stays the same multiple of 64
-    when rounded, and where no tile is split: with split="none", or placement "copy_engine", "messages" or "unfused" (on
-    H200 every default is one of these). Otherwise change it on all ranks in the same call: ranks compare a call that is
-    new, and a rank that is alone with one ends in `PeerTimeout`.
+    when rounded, and where no tile is split: with split="none", or placement "copy_engine", "blas_blocks", "messages"
+    or "unfused" (on H200 every default is one of these). Otherwise change it on all ranks in the same call: ranks
+    compare a call that is new, and a rank that is alone with one ends in `PeerTimeout`.
     group: a ProcessGroup, a 1-D DeviceMesh, a Heap; None: the default process group. All its ranks call
     together, in the same order.
     out: [M, N]. None: a new tensor, the caller's own like any other. A contiguous tensor on the group's heap
     (the same one on every rank): peers write it directly, with no copy; it must not be read on another stream
-    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows needs no copy.
+    while a later call writes it. In placement "copy_engine" any tensor with contiguous rows needs no copy, in
+    "blas_blocks" none does.
     bias: [N], of the operands' dtype or float32, added once, to the sum. activation: "none", "relu", "gelu" (exact),
     "silu". allow_tf32: as in `gemm`.
     squared_partials: also return fp32 [M, tiles_n]: for each tile column and row, the sum of the squares of the result
-    before it is rounded. Not in placements "copy_engine", "messages" and "unfused".
+    before it is rounded. Not in placements "copy_engine", "blas_blocks", "messages" and "unfused".
     config: as `stream_k.choose` makes it; None: its choice. partial_dtype: what partial sums travel in where there is
     no config. None: the result's dtype, to which each rank's is rounded once; in float16 one beyond its range makes the
     sum infinite. torch.float32: the strict mode, at twice the bytes. More in `Config`. workspace: see `Workspace`.
@@ -99,6 +101,8 @@ def gemm_all_reduce(
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, OP, call.config.algorithm)
+    if call.config.placement == "blas_blocks":
+        return SummedBlocksPlan(call, everywhere=True)
     return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
 
 
@@ -174,6 +178,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
+    Placement("blas_blocks", verdicts.blocks_to_reduce),
     Placement("unfused", verdicts.short_sum_for_blas, completed.fewest_hops),
     Placement("messages", verdicts.few_tiles, completed.fewest_hops, variants=variants.half_tiles),
     Placement(

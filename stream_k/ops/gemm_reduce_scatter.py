@@ -24,6 +24,7 @@ from pyrocshmem.stream_k.ops.gradients import (
 from pyrocshmem.stream_k.ops.op import NO_SCALES, Call, GemmOp, Request, call, register_gemm
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.rows import RowsPlan
+from pyrocshmem.stream_k.ops.summed_blocks import SummedBlocksPlan
 
 
 def gemm_reduce_scatter(
@@ -67,6 +68,8 @@ def gemm_reduce_scatter(
 def _make_plan(call: Call) -> FusedPlan:
     if call.config.placement in BY_MESSAGE:
         return MessagePlan(call, OP, "reduce_scatter")
+    if call.config.placement == "blas_blocks":
+        return SummedBlocksPlan(call, everywhere=False)
     return RowsPlan(call, everywhere=False)
 
 
@@ -95,6 +98,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
+    Placement("blas_blocks", verdicts.blocks_to_scatter),
     Placement("unfused", verdicts.few_cut_tiles_for_blas),
     Placement("messages", verdicts.few_tiles, variants=variants.nothing),
     Placement(

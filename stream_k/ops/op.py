@@ -38,6 +38,7 @@ from pyrocshmem.hosts import Hosts
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import (
     BY_BLAS,
+    BY_BLOCKS,
     BY_MESSAGE,
     BY_ROWS,
     Config,
@@ -76,7 +77,8 @@ _ENDLESS_K = 1 << 40
 _AS_LONG = 64
 # Of an sm_90's 65,536 registers, those that a GEMM of 8 warps and 192 a thread leaves; and what a consumer needs.
 _BESIDE_A_GEMM, _FEWEST = 16_384, 48
-_WITHOUT_SQUARES = (*BY_ROWS, *BY_MESSAGE)
+# Where a rank's schedule is its own affair; and there are no squared partials.
+_WHOLE = (*BY_ROWS, *BY_BLOCKS, *BY_MESSAGE)
 
 
 class Request(NamedTuple):
@@ -538,14 +540,14 @@ def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Confi
         size = (op.name, M, max(N, 1), K, heap.world_size, heap.device)
         more = (scheme, mode, request.scaling.result, partial_dtype)
         config = choose_scaled(*size, *more)
-        if request.squared_partials and config.placement in _WITHOUT_SQUARES:
+        if request.squared_partials and config.placement in _WHOLE:
             config = choose_scaled(*size, *more, placement=_with_squares(config))
         return config
     if request.squared_partials:
         # They have fewer placements than the table was made with.
         facts = (*sizes, heap.world_size, heap.device, partial_dtype)
         config = cost_model(*facts, allow_tf32=request.allow_tf32)
-        if config.placement not in _WITHOUT_SQUARES:
+        if config.placement not in _WHOLE:
             return config
         return cost_model(*facts, placement=_with_squares(config), allow_tf32=request.allow_tf32)
     found = choose_together(heap, *sizes, partial_dtype, request.allow_tf32, mode)
@@ -610,7 +612,7 @@ def _make_plan(
             op.name, config, M, N, K, dtype, heap.world_size, heap.device, invariance.current(workspace)
         )
     config = with_a_free_multiprocessor(config, heap.device)
-    if request.squared_partials and config.placement in _WITHOUT_SQUARES:
+    if request.squared_partials and config.placement in _WHOLE:
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
@@ -694,7 +696,7 @@ def _depends_on_k(config: Config, M: int, N: int, device: torch.device) -> bool:
     """Whether ranks must agree on the longest of their inner sizes: where tiles may be split, it says which program
     finishes which tile, and who waits for whom. Whole tiles have one order, and what consumes row blocks and whole
     products waits for the own rank's tiles alone: there a share of K is its rank's own affair."""
-    if config.placement in (*BY_ROWS, *BY_MESSAGE):
+    if config.placement in _WHOLE:
         return False
     return schedule_of(config, M, N, _ENDLESS_K, device, _comm_programs(config)).has_shared_tiles
 

@@ -44,12 +44,14 @@ SUMMED: dict[str, Need] = dict.fromkeys(("after", "beside", "own_stream", "insid
 NEEDS: dict[str, dict[str, Need]] = {
     "gemm_reduce_scatter": {
         "copy_engine": slots,
+        "blas_blocks": lambda width: slots(width) + M * N // R * width,
         "messages": lambda width: messages(M * N * width),
         "unfused": lambda width: messages(M * N * width) + M * N * width,
     },
     "gemm_all_reduce": SUMMED
     | {
         "copy_engine": lambda width: slots(width) + RESULT // R,
+        "blas_blocks": lambda width: slots(width) + M * N // R * width + RESULT // R,
         "messages": lambda width: messages(R * M * N * width),
         "unfused": lambda width: messages(R * M * N * width) + M * N * width,
     },

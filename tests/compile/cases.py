@@ -78,6 +78,20 @@ SUMMING = Case(
     "gemm_reduce_scatter", world_size=2, changes=_COPIED, arguments=(("activation", "silu"), ("bias", True))
 )
 
+# Sums of products of the BLAS.
+_BY_BLAS = (("placement", "blas_blocks"),)
+SUMMED = [
+    *(Case("gemm_all_reduce", changes=(*_BY_BLAS, *changes)) for changes in ((), STRICT)),
+    Case("gemm_all_reduce", world_size=2, changes=_BY_BLAS),
+    Case("gemm_all_reduce", shape=UNEVEN, world_size=8, changes=_BY_BLAS),
+    Case(
+        "gemm_reduce_scatter",
+        world_size=2,
+        changes=_BY_BLAS,
+        arguments=(("activation", "silu"), ("bias", True)),
+    ),
+]
+
 # One-shot differs by a constant of what communicates: as a kernel of its own, and in the GEMM's.
 _ONE_SHOT = [
     Case("gemm_all_reduce", changes=(("placement", placement), ("algorithm", "one_shot")), hot=True)
@@ -328,6 +342,7 @@ CASES = [
     # Where a tile is whole before it is communicated, and where it is communicated as it is made.
     *_shipped("float32", ("own_stream",)),
     *BLOCKS,
+    *SUMMED,
     # Consumers on a stream of their own are how large products ship on sm_90.
     Case("gemm_all_reduce", changes=(("placement", "own_stream"), *STRICT), hot=True),
     *_ONCE,

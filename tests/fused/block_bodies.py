@@ -20,6 +20,8 @@ from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.order import block_tiles
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.stream_k.ops.pulls import Programs
+from pyrocshmem.stream_k.ops.summed_blocks import SummedBlocksPlan
+from tests.fused.block_sum_bodies import keep_back_partials
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import integers, small_config
@@ -79,7 +81,8 @@ def ahead(
                 "all_gather": (plan, "gemm"), "reduce_scatter": (plan, "own_gemm")
             }.get(op, (Programs if placement == "pull" else RowCopy, "__call__"))  # fmt: skip
             if placement == "blas_blocks":
-                place, reader = plan.blocks[-1][-1], "run"  # of the peer's rows
+                # Of the peer's rows, or partials.
+                place, reader = (plan.blocks[-1][-1], "run") if op == "all_gather" else (plan, "sum")
             honest = getattr(place, reader)
             if rank == 1:
                 setattr(place, reader, stalling(plan, honest))
@@ -251,6 +254,8 @@ def keep_back_copies(plan: Any) -> None:
     """From now on the flags that copy engines raise are raised nowhere."""
     if hasattr(plan, "pieces"):
         plan.pieces = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces]
+    elif isinstance(plan, SummedBlocksPlan):
+        keep_back_partials(plan)
 
 
 def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) -> tuple[str, str, int | None]:

@@ -1,10 +1,12 @@
 """The protocol of the fused ops: epochs, slots, flags and groups, each guard with the test that fails without it."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from pyrocshmem.reference.problems import PROBLEMS
-from tests.fused import block_bodies, bodies
+from tests.fused import block_bodies, block_sum_bodies, bodies
 from tests.fused.cases import Case, assert_right
 from tests.ranks import run_ranks, values
 
@@ -20,7 +22,7 @@ BLOCKS = [
         for op in ("all_gather", "reduce_scatter", "all_reduce", "all_scatter")
     ),
     ("all_scatter", "pull", "two_shot"),
-    ("all_gather", "blas_blocks", "two_shot"),
+    *((op, "blas_blocks", "two_shot") for op in ("all_gather", "reduce_scatter", "all_reduce")),
 ]
 MESSAGES = [
     *(("all_reduce", "messages", algorithm) for algorithm in ("one_shot", "two_shot")),
@@ -98,19 +100,26 @@ def test_a_rank_that_is_in_the_next_op() -> None:
         assert values(run) == [0, 0] if guarded else values(run)[1] > 0, guarded
 
 
+BODIES = pytest.mark.parametrize(
+    "bodies", [block_bodies, block_sum_bodies], ids=["copy_engine", "blas_blocks"]
+)
+
+
+@BODIES
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 @pytest.mark.cpu
-def test_partials_that_come_late(op: str) -> None:
+def test_partials_that_come_late(op: str, bodies: Any) -> None:
     """Sums are made when the peers' partials are there."""
-    assert values(run_ranks(block_bodies.late_partials, 2, op, True, timeout=TIMEOUT_S)) == [0, 0]
+    assert values(run_ranks(bodies.late_partials, 2, op, True, timeout=TIMEOUT_S)) == [0, 0]
 
 
+@BODIES
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 @pytest.mark.cpu
 @pytest.mark.alone
-def test_sums_that_do_not_wait_are_caught(op: str) -> None:
+def test_sums_that_do_not_wait_are_caught(op: str, bodies: Any) -> None:
     """The control of the test above."""
-    assert values(run_ranks(block_bodies.late_partials, 2, op, False, timeout=TIMEOUT_S))[0] > 0
+    assert values(run_ranks(bodies.late_partials, 2, op, False, timeout=TIMEOUT_S))[0] > 0
 
 
 @pytest.mark.parametrize("sent", [False, True], ids=["nothing sent", "sent after giving up"])
@@ -122,6 +131,25 @@ def test_no_sums_of_partials_that_were_given_up(sent: bool) -> None:
         ends = run_ranks(block_bodies.sums_without_partials, 2, sent, heeds, timeout=TIMEOUT_S)
         written, _ = values(ends)
         assert (written == 0) if heeds else (written > 0), heeds
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["nothing sent", "sent after giving up"])
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.cpu
+def test_no_sums_of_blocks_that_were_given_up(op: str, sent: bool) -> None:
+    """The same of products that are in memory."""
+    for heeds in (True, False):
+        ends = run_ranks(block_sum_bodies.sums_without_partials, 2, op, sent, heeds, timeout=TIMEOUT_S)
+        written, _ = values(ends)
+        assert (written == 0) if heeds else (written > 0), heeds
+
+
+@pytest.mark.cpu
+def test_no_sums_of_blocks_that_were_not_announced() -> None:
+    """Programs that pull leave alone what a peer has said nothing of. Then the control, in which they don't wait."""
+    for waits in (True, False):
+        written = values(run_ranks(block_sum_bodies.rows_without_word, 2, waits, timeout=TIMEOUT_S))[0]
+        assert (written == 0) if waits else (written > 0), waits
 
 
 @pytest.mark.cpu
@@ -146,6 +174,8 @@ def test_no_rows_that_were_not_announced() -> None:
     [
         ("all_gather", "copy_engine", "flags"),
         ("all_gather", "blas_blocks", "flags"),
+        ("reduce_scatter", "blas_blocks", "flags"),
+        ("all_reduce", "blas_blocks", "flags"),
         ("reduce_scatter", "copy_engine", "flags"),
         ("reduce_scatter", "copy_engine", "local flags"),
         ("all_reduce", "copy_engine", "flags"),

@@ -169,11 +169,11 @@ def test_batch_invariant() -> None:
         ),
         (
             ("-c", "reduce_scatter", "--placement", "within"),
-            "is 'within', allowed unfused, messages, copy_engine, auto",
+            "is 'within', allowed blas_blocks, unfused, messages, copy_engine, auto",
         ),
         (
             ("-c", "all_reduce", "--placement", "within"),
-            "is 'within', allowed unfused, messages, copy_engine, own_stream, beside, inside, after, auto",
+            "is 'within', allowed blas_blocks, unfused, messages, copy_engine, own_stream, beside, inside, after, auto",
         ),
         (("-c", "all_gather", "--partial-dtype", "bfloat16"), "all_gather has no partial sums to travel in"),
         (

@@ -117,10 +117,10 @@ CROSSED = [
     ),
     (
         "gemm_reduce_scatter",
-        (2560, 4096, 1408, 2, None),
-        (2560, 4096, 2048, 2, None),
-        "a GEMM of 38 us is too short",
-        "1280 rows, which end with a tile, are enough",
+        (2048, 8192, 1100, 2, None),
+        (2048, 8192, 1200, 2, None),
+        "a GEMM of 47 us is too short",
+        "1024 rows, which end with a tile, are enough",
     ),
     (
         "gemm_reduce_scatter",
@@ -131,10 +131,38 @@ CROSSED = [
     ),
     (
         "gemm_reduce_scatter",
-        (4088, 8192, 4096, 8, None),
-        (4104, 8192, 4096, 8, None),
+        (4088, 6400, 4096, 8, None),
+        (4104, 6400, 4096, 8, None),
         "511 rows, which end inside a tile, are fewer than 512",
         "513 rows, which end inside a tile, are enough",
+    ),
+    (
+        "gemm_reduce_scatter",
+        (1440, 4096, 4096, 2, None),
+        (1456, 4096, 4096, 2, None),
+        "copies of partial blocks take 18 us, of up to 18",
+        "copies of partial blocks take 18 us, more than 18",
+    ),
+    (
+        "gemm_reduce_scatter",
+        (8192, 8192, 6143, 2, None),
+        (8192, 8192, 6144, 2, None),
+        "of which fewer than 1.3 times as many have room",
+        "K = 6144 is at least 6144",
+    ),
+    (
+        "gemm_reduce_scatter",
+        (3328, 5120, 2560, 2, None),
+        (4096, 5120, 2560, 2, None),
+        "of which 1.3 times as many have room",
+        "of which fewer than 1.3 times as many have room",
+    ),
+    (
+        "gemm_all_reduce",
+        (8192, 8192, 12287, 2, None),
+        (8192, 8192, 12288, 2, None),
+        "K = 12287 is less than 12288",
+        "K = 12288 is at least 12288",
     ),
     (
         "all_gather_gemm",
@@ -224,16 +252,16 @@ def test_placements_in_their_order(h200: torch.device) -> None:
     """Those before say why not; the next one that suits is the next best, of which no time is known."""
     found = stream_k.explain("gemm_all_reduce", 4096, 4096, 3584, BF16, 2, h200)
     assert found.config.placement == "copy_engine"
-    assert [name for name, _ in found.refused] == ["unfused", "messages"]
+    assert [name for name, _ in found.refused] == ["blas_blocks", "unfused", "messages"]
     assert found.next_best is not None
     assert found.next_best[0] == "own_stream"
     assert "own_stream (it suits any sizes on sm_90), of unknown time" in found.line()
 
 
 def test_row_blocks_have_tiles_of_their_own(h200: torch.device) -> None:
-    found = stream_k.explain("gemm_reduce_scatter", 5121, 4096, 3584, BF16, 4, h200)
+    found = stream_k.explain("gemm_reduce_scatter", 6145, 4096, 3584, BF16, 4, h200)
     assert found.schedule is not None
-    assert found.schedule.tiles_m == 4 * 11
+    assert found.schedule.tiles_m == 4 * 13
 
 
 def test_an_entry_of_the_table(table: Put) -> None:
@@ -311,7 +339,7 @@ def test_an_op_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked.placement == "by_carrier"
         assert len(candidates("gemm_carried", (65, 64, 64), HALF, 2, CPU)) == 2
         # The library's ops don't have it.
-        with pytest.raises(ValueError, match="'by_carrier', gemm_all_reduce has unfused"):
+        with pytest.raises(ValueError, match="'by_carrier', gemm_all_reduce has blas_blocks, unfused"):
             stream_k.choose("gemm_all_reduce", 64, 64, 64, HALF, 2, CPU, placement="by_carrier")
     choice.cache_clear()
     with pytest.raises(ValueError, match=r"Config\.placement is 'by_carrier', allowed are"):

@@ -24,8 +24,8 @@ M, N, K = 96, 64, 64
 WORLD = 2
 GEMMS = ("GEMM", "GEMM + sums")
 OPS = {
-    "gemm_all_reduce": ("after", "beside", "own_stream", "inside", "copy_engine", *BY_MESSAGE),
-    "gemm_reduce_scatter": ("copy_engine", *BY_MESSAGE),
+    "gemm_all_reduce": ("after", "beside", "own_stream", "inside", "copy_engine", "blas_blocks", *BY_MESSAGE),
+    "gemm_reduce_scatter": ("copy_engine", "blas_blocks", *BY_MESSAGE),
     "gemm_all_scatter": ("beside", "own_stream", "inside", *BY_ROWS, *BY_MESSAGE),
     "all_gather_gemm": ("blas_blocks", "copy_engine", *BY_MESSAGE),
 }

@@ -1,0 +1,152 @@
+"""What ranks do in the tests of sums of blocks that the BLAS multiplies (`collectives.block_sums`)."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pyrocshmem import Heap, signal, stream_k
+from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.collectives import block_sums
+from pyrocshmem.errors import ShmemError
+from tests.fused.bodies import integer_call
+from tests.fused.cases import HEAP_BYTES
+from tests.stream_k.products import integers, small_config
+
+SHORT_S, LONG_S, PAUSE_S = 0.5, 20.0, 0.1
+CALLS = 3
+CANARY = 77.0
+CONFIG = small_config(placement="blas_blocks")
+
+
+@triton.jit
+def came_at_once(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
+    """`block_sums._came` as it must not be: without the wait."""
+    return epoch > 0
+
+
+@triton.jit
+def came_but_for_aborts(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
+    """`block_sums._came` as it must not be: it heeds no abort."""
+    lanes = tl.arange(0, signal.MAX_WORLD)
+    peers = (lanes < WORLD) & (lanes != tl.load(context.control + signal.RANK))
+    return signal.wait(signal.word(flags, 0, lanes), peers, epoch, 0, lanes, context, OP, WORLD)
+
+
+def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
+    """Rank 1 is in the call, but multiplies rank 0's rows when that has made its sums, or, where these wait, can't."""
+    if not waits:
+        block_sums._came = came_at_once
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        shape = (151, 40, 24)
+        wrong = not integer_call(heap, 50, shape, CONFIG, workspace, op)
+        (plan,) = workspace.plans.values()
+        summed = heap.zeros(1, dtype=torch.int32)
+        at_1, honest = heap.peer_view(summed, 1), plan.sum
+
+        def sums(arguments: Any) -> None:
+            honest(arguments)
+            at_1.fill_(workspace.epoch())
+
+        def late(run: Callable[..., None], *arguments: Any) -> None:
+            deadline = time.monotonic() + (PAUSE_S if waits else LONG_S / 2)
+            while int(summed) != workspace.epoch() + 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            run(*arguments)
+
+        if rank == 0:
+            plan.sum = sums
+        else:
+            multiplies = plan.blocks[0].gemm.run
+            plan.blocks[0].gemm.run = lambda *arguments: late(multiplies, *arguments)
+        for call in range(CALLS):
+            wrong += not integer_call(heap, call, shape, CONFIG, workspace, op)
+        heap.vote("done")
+    return wrong
+
+
+def sums_without_partials(rank: int, world_size: int, op: str, sent: bool, heeds: bool) -> int:
+    """Elements of rank 0's result that are written though rank 1 has not announced its partials, or, sent, announced
+    them after it had given up; -1: no fault, though it heeds them."""
+    if not heeds:
+        block_sums._came = came_but_for_aborts if sent else came_at_once
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        a, b = integers(151, 24, torch.float32, rank), integers(24, 70, torch.float32, 2 + rank)
+        out = torch.zeros(76 - rank if op == "gemm_reduce_scatter" else 151, 70)
+        options: dict[str, Any] = {"group": heap, "config": CONFIG, "workspace": workspace, "out": out}
+        getattr(stream_k, op)(a, b, **options)
+        heap.vote("planned")
+        (plan,) = workspace.plans.values()
+        if rank == 1 and not sent:
+            keep_back_partials(plan)
+        if rank == sent:
+            workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+        if rank == 0 and sent:
+            # Rank 1 waits in vain for this one to enter the call, and sends what it has.
+            deadline = time.monotonic() + LONG_S / 2
+            while int(plan.flags[1]) != workspace.epoch() + 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+        out.fill_(CANARY)
+        try:
+            if rank == 0 and sent:
+                # As if it had entered before that gave up: a call that begins later is refused.
+                plan.run(a, b, None, out)
+            else:
+                getattr(stream_k, op)(a, b, **options)
+            heap.vote("done")
+        except ShmemError:
+            pass
+        else:
+            if heeds:
+                return -1
+        return int((out != CANARY).sum())
+
+
+def rows_without_word(rank: int, world_size: int, waits: bool) -> int:
+    """Elements of rank 1's rows that rank 0 has pulled though rank 1 has not announced its sums."""
+    with Heap(HEAP_BYTES) as heap:
+        workspace = Workspace(heap, wait_seconds=LONG_S)
+        a, b = integers(40, 24, torch.float32, rank), integers(24, 33, torch.float32, 2 + rank)
+        out = torch.zeros(40, 33)
+        options: dict[str, Any] = {"group": heap, "config": CONFIG, "workspace": workspace, "out": out}
+        stream_k.gemm_all_reduce(a, b, **options)
+        heap.vote("planned")
+        if rank == 0:
+            workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
+            if not waits:
+                signal.wait = lambda *args, **more: True
+        else:
+            keep_back_sums(*workspace.plans.values())
+        out.fill_(CANARY)
+        with contextlib.suppress(ShmemError):
+            stream_k.gemm_all_reduce(a, b, **options)
+            heap.vote("done")
+        return int((out[20:] != CANARY).sum())
+
+
+def keep_back_partials(plan: Any) -> None:
+    """From now on this rank's partials are announced to nobody."""
+    plan.blocks = [
+        block
+        if block.sent is None
+        else block._replace(sent=(*block.sent[:-1], torch.empty_like(block.sent[-1])))
+        for block in plan.blocks
+    ]
+
+
+def keep_back_sums(plan: Any) -> None:
+    """From now on this rank's programs announce no sums."""
+    first = plan.flags.data_ptr() + 4 * int(signal.MAX_WORLD.value)
+    last, honest = plan.flags.data_ptr() + 4 * plan.flags.numel(), signal.publish
+
+    def silent(flag: Any, *args: Any, **more: Any) -> Any:
+        places = flag.handle.data
+        return None if ((places >= first) & (places < last)).all() else honest(flag, *args, **more)
+
+    signal.publish = silent
