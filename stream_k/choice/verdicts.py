@@ -151,35 +151,29 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 
 
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
-# each peer; and so many times as long in an all-reduce, whose sums are pulled by a kernel of its own. Inner sizes of
-# the GEMM from which the BLAS gains more than the sums cost: of a reduce-scatter, and of an all-reduce. And below them:
-# tiles for which ours has room in its waves, over tiles that there are (2 and 4 x H200, docs/log.md).
-_COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 2.5
+# each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
+_COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
+# Tiles for which our waves have room, over tiles that there are, where the BLAS gains more than the sums cost: where K
+# is long, and elsewhere in a reduce-scatter and in an all-reduce; and where it is long in these.
+_LONG_ROOM, _SCATTERED_ROOM, _REDUCED_ROOM = 1.03, 1.3, 1.5
 _SCATTERED_K, _REDUCED_K = 6144, 12288
-_FULL = 1.3
 
 
 def blocks_to_scatter(facts: Facts) -> Verdict:
     """The BLAS, a block of rows after another, each copied while the next is multiplied."""
-    long = _long_copies(facts)
-    if not long.suits:
-        return long
-    for verdict in (_leaves_late(facts), _long_k(facts, _SCATTERED_K), _unfilled(facts)):
-        if verdict.suits:
-            return Verdict(True, f"{long.why}, and {verdict.why}")
-    return verdict
+    room = _LONG_ROOM if facts.K >= _SCATTERED_K else _SCATTERED_ROOM
+    return _partial_blocks(facts, False, _leaves_late, room)
 
 
 def blocks_to_reduce(facts: Facts) -> Verdict:
     """The same for an all-reduce."""
-    long = _long_copies(facts, reduces=True)
-    if not long.suits:
-        return long
-    deep = _long_k(facts, _REDUCED_K)
-    return Verdict(True, f"{long.why}, and {deep.why}") if deep.suits else deep
+    room = _LONG_ROOM if facts.K >= _REDUCED_K else _REDUCED_ROOM
+    return _partial_blocks(facts, True, _short_sum, room)
 
 
-def _long_copies(facts: Facts, reduces: bool = False) -> Verdict:
+def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verdict], room: float) -> Verdict:
+    """Whether to copy partial blocks: in the place of an exchange, where that is `unfused`, and of our GEMMs that leave
+    SMs idle."""
     first = _by_blas(facts, _SENT_ROWS)
     if not first.suits:
         return first
@@ -188,9 +182,12 @@ def _long_copies(facts: Facts, reduces: bool = False) -> Verdict:
     took = hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
     least = least_copied_us(facts.world_size, reduces)
     what = f"copies of partial blocks take {took:.0f} us"
-    if took > least:
-        return Verdict(True, f"{what}, more than {least:.0f}")
-    return Verdict(False, f"{what}, of up to {least:.0f} an exchange behind the GEMM is as fast")
+    if took <= least:
+        return Verdict(False, f"{what}, of up to {least:.0f} an exchange behind the GEMM is as fast")
+    second = unfused(facts)
+    if not second.suits:
+        second = _unfilled(facts, room)
+    return Verdict(True, f"{what}, more than {least:.0f}, and {second.why}") if second.suits else second
 
 
 def least_copied_us(world_size: int, reduces: bool) -> float:
@@ -199,22 +196,17 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
     return (_COPIES_US + _PEER_US * (world_size - 1)) * (_PULLED_TOO if reduces else 1.0)
 
 
-def _long_k(facts: Facts, least: int) -> Verdict:
-    if least <= facts.K:
-        return Verdict(True, f"K = {facts.K} is at least {least}: the BLAS gains more than sums cost")
-    return Verdict(False, f"K = {facts.K} is less than {least}: sums cost more than the BLAS gains")
-
-
-def _unfilled(facts: Facts) -> Verdict:
-    """Whether our GEMMs, of the peers' rows and of a rank's own, leave many SMs without a tile in their last waves."""
+def _unfilled(facts: Facts, room: float) -> Verdict:
+    """Whether our GEMMs, of the peers' rows and of a rank's own, have room in their waves for more than `room` times
+    the tiles that there are."""
     num_sms, tile_rows = facts.num_sms - SPARE, -(-facts.M // facts.block_m)
     block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
     waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
-    full = facts.M / facts.block_m * facts.tiles / tile_rows
-    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {full:.0f} tiles"
-    if waves * num_sms > _FULL * full:
-        return Verdict(True, f"{what}, of which {_FULL:g} times as many have room")
-    return Verdict(False, f"{what}, of which fewer than {_FULL:g} times as many have room")
+    tiles = facts.M / facts.block_m * facts.tiles / tile_rows
+    what = f"with K = {facts.K} our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
+    if waves * num_sms > room * tiles:
+        return Verdict(True, f"{what} more than {room:g} times as many")
+    return Verdict(False, f"{what} at most {room:g} times as many")
 
 
 _WIDE = Verdict(False, "partial sums travel in fp32, and it was measured of 16 bits")
@@ -339,8 +331,9 @@ def _little_gathered(facts: Facts) -> Verdict:
     return low if low.suits else Verdict(False, f"{few.why}, and {low.why}")
 
 
-# Tile rows of a block of sums below which consumers beside the GEMM are as fast.
-_PULLED_TILES = 8
+# Tile rows of a block of sums below which consumers beside the GEMM are as fast: in general, and where two ranks' sums
+# travel in 16 bits.
+_PULLED_TILES, _PULLED_BY_TWO = 8, 4
 
 
 def tall_blocks(facts: Facts) -> Verdict:
@@ -348,10 +341,11 @@ def tall_blocks(facts: Facts) -> Verdict:
     where = on_sm_90(facts)
     if not where.suits:
         return where
-    rows, least = -(-facts.M // facts.world_size), _PULLED_TILES * facts.block_m
+    tiles = _PULLED_BY_TWO if facts.is_narrow and facts.world_size == 2 else _PULLED_TILES
+    rows, least = _block_rows(facts), tiles * facts.block_m
     if rows >= least:
-        return Verdict(True, f"a rank's block has {rows} rows, at least {least}: {_PULLED_TILES} tiles")
-    return Verdict(False, f"a rank's block has {rows} rows, fewer than {least}: {_PULLED_TILES} tiles")
+        return Verdict(True, f"a rank's block has {rows} rows, at least {least}: {tiles} tiles")
+    return Verdict(False, f"a rank's block has {rows} rows, fewer than {least}: {tiles} tiles")
 
 
 # Inner size, over the number of peers, below which links are busier than SMs. Programs pull faster there than copy

@@ -291,7 +291,7 @@ FUSED = [
     ("gemm_all_reduce", "blockwise", (2048, 4096, 5376), "unfused"),
     ("gemm_all_reduce", "tensorwise", (8192, 4096, 4096), "blas_blocks"),
     ("gemm_all_reduce", "tensorwise", (8192, 4096, 2560), "copy_engine"),
-    ("gemm_all_reduce", "rowwise", (2304, 6144, 3072), "unfused"),
+    ("gemm_all_reduce", "rowwise", (2048, 4096, 3072), "unfused"),
     ("gemm_all_reduce", "rowwise", (2304, 6144, 3000), "copy_engine"),
     ("gemm_all_reduce", "tensorwise", (64, 4096, 4096), "messages"),
 ]
