@@ -48,9 +48,8 @@ def _pull(
     programs = tl.num_programs(0)
     one = tl.arange(0, 1)
     word = signal.word(flags, 1 + turn * programs + tl.program_id(0), owner)
-    came = signal.wait(word + one, one == 0, epoch, turn, owner, context, OP, WORLD)
-    # As in `_came`.
-    if came & (signal.load_now(context.abort) == 0):
+    # Only sums that are made are announced, whatever happens to their rank then.
+    if signal.wait(word + one, one == 0, epoch, turn, owner, context, OP, WORLD):
         top = block_start(owner, M, WORLD)
         rows, cols = block_start(owner + 1, M, WORLD) - top, tl.cdiv(N, COLS)
         there = remote(sums, owner, context.heap_bases)

@@ -5,6 +5,7 @@ owner, this rank's last, and copy engines bring them while the next one is multi
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,8 @@ class SummedBlocksPlan(FusedPlan):
     """The products, launches and copies of a call of at least two ranks. everywhere: every rank gets all rows, not its
     own block alone.
 
-    partials: blocks of `height` rows: R - 1 for the peers, the next rank's first; R - 1 from them, the previous rank's
-    first; this rank's. sums: [rows, N], this rank's rows of an all-reduce, on the heap.
+    Partials, in blocks of `height` rows: sending: for the peers, the next rank first; received: from them, the previous
+    rank first; own: this rank's. sums: [rows, N], this rank's rows of an all-reduce, on the heap.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -55,8 +56,10 @@ class SummedBlocksPlan(FusedPlan):
         most = -(-self.M // self.world)
         # Whole blocks of rows are read of them.
         self.height = -(-most // _ROWS) * _ROWS
-        count = (2 * self.world - 1) * self.height
-        self.partials = in_passing(workspace, count * self.N, call.wire).view(count, self.N)
+        peers = self.world - 1
+        shape = 2 * peers + 1, self.height, self.N
+        partials = in_passing(workspace, prod(shape), call.wire).view(shape)
+        self.sending, self.received, (self.own,) = partials.split((peers, peers, 1))
         if everywhere:
             # Not in passing: peers may still pull them when this rank has ended the call. The next ones are made when
             # peers have sent their partials for them.
@@ -75,22 +78,19 @@ class SummedBlocksPlan(FusedPlan):
 
     def _block(self, call: Call, turn: int) -> _Block:
         """Of the rank so many behind this one."""
-        heap, world, peers = call.heap, self.world, self.world - 1
-        owner = (self.rank + turn) % world
-        first, last = shard_range(self.M, owner, world)
+        owner = (self.rank + turn) % self.world
+        first, last = shard_range(self.M, owner, self.world)
         # The BLAS may take rows in fours: up to three of the next block are multiplied for nothing.
         rows = slice(first, min(first + -(-(last - first) // UNIT) * UNIT, self.M))
-        top = (turn - 1 if turn else 2 * peers) * self.height
-        place = self.partials[top : top + rows.stop - rows.start]
+        place = (self.sending[turn - 1] if turn else self.own)[: rows.stop - rows.start]
         a, b = operands_of(call.a, call.b, call.request.scaling)
         given = (call.config, call.request.allow_tf32, None, "none", place, call.workspace)
         gemm = plan_gemm(rows_in(a, rows), b, *given, scheme=call.scheme) if first < last else None
         block = _Block(rows, place, gemm)
         if turn == 0:
             return block
-        theirs = (peers + turn - 1) * self.height
-        to = heap.peer_view(self.partials[theirs : theirs + last - first], owner)
-        flag = heap.peer_view(self.flags[self.rank : self.rank + 1], owner)
+        to = call.heap.peer_view(self.received[turn - 1, : last - first], owner)
+        flag = call.heap.peer_view(self.flags[self.rank : self.rank + 1], owner)
         return block._replace(sent=(to, place[: last - first], flag))
 
     @property
@@ -99,9 +99,8 @@ class SummedBlocksPlan(FusedPlan):
         return not self.blas and all(block.gemm is None or block.gemm.replayable for block in self.blocks)
 
     def _sum_arguments(self, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        peers, height = self.world - 1, self.height
         return (
-            self.partials[2 * peers * height :], self.partials[peers * height :], height, self.sums, out, *out.stride(),
+            self.own, self.received, self.height, self.sums, out, *out.stride(),
             PLAIN if bias is None else Finish.of(bias), self.M, self.N, self.flags, self.workspace.context,
         )  # fmt: skip
 

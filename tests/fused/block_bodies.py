@@ -21,7 +21,6 @@ from pyrocshmem.collectives.order import block_tiles
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.stream_k.ops.pulls import Programs
 from pyrocshmem.stream_k.ops.summed_blocks import SummedBlocksPlan
-from tests.fused.block_sum_bodies import keep_back_partials
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import integers, small_config
@@ -255,7 +254,12 @@ def keep_back_copies(plan: Any) -> None:
     if hasattr(plan, "pieces"):
         plan.pieces = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces]
     elif isinstance(plan, SummedBlocksPlan):
-        keep_back_partials(plan)
+        plan.blocks = [
+            block
+            if block.sent is None
+            else block._replace(sent=(*block.sent[:-1], torch.empty_like(block.sent[-1])))
+            for block in plan.blocks
+        ]
 
 
 def kept_back(rank: int, world_size: int, op: str, placement: str, name: str) -> tuple[str, str, int | None]:

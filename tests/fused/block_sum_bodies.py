@@ -13,6 +13,7 @@ from pyrocshmem import Heap, signal, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import block_sums
 from pyrocshmem.errors import ShmemError
+from tests.fused.block_bodies import keep_back, keep_back_copies
 from tests.fused.bodies import integer_call
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import integers, small_config
@@ -37,6 +38,13 @@ def came_but_for_aborts(flags, context, epoch, OP: tl.constexpr, WORLD: tl.const
     return signal.wait(signal.word(flags, 0, lanes), peers, epoch, 0, lanes, context, OP, WORLD)
 
 
+def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Or until they are over."""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
     """Rank 1 is in the call, but multiplies rank 0's rows when that has made its sums, or, where these wait, can't."""
     if not waits:
@@ -47,23 +55,20 @@ def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
         wrong = not integer_call(heap, 50, shape, CONFIG, workspace, op)
         (plan,) = workspace.plans.values()
         summed = heap.zeros(1, dtype=torch.int32)
-        at_1, honest = heap.peer_view(summed, 1), plan.sum
+        at_1, honest, multiplies = heap.peer_view(summed, 1), plan.sum, plan.blocks[0].gemm.run
 
         def sums(arguments: Any) -> None:
             honest(arguments)
             at_1.fill_(workspace.epoch())
 
-        def late(run: Callable[..., None], *arguments: Any) -> None:
-            deadline = time.monotonic() + (PAUSE_S if waits else LONG_S / 2)
-            while int(summed) != workspace.epoch() + 1 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            run(*arguments)
+        def late(*arguments: Any) -> None:
+            wait_until(lambda: int(summed) == workspace.epoch() + 1, PAUSE_S if waits else LONG_S / 2)
+            multiplies(*arguments)
 
         if rank == 0:
             plan.sum = sums
         else:
-            multiplies = plan.blocks[0].gemm.run
-            plan.blocks[0].gemm.run = lambda *arguments: late(multiplies, *arguments)
+            plan.blocks[0].gemm.run = late
         for call in range(CALLS):
             wrong += not integer_call(heap, call, shape, CONFIG, workspace, op)
         heap.vote("done")
@@ -84,14 +89,12 @@ def sums_without_partials(rank: int, world_size: int, op: str, sent: bool, heeds
         heap.vote("planned")
         (plan,) = workspace.plans.values()
         if rank == 1 and not sent:
-            keep_back_partials(plan)
+            keep_back_copies(plan)
         if rank == sent:
             workspace.control[int(signal.BUDGET_US.value)] = int(SHORT_S * 1e6)
         if rank == 0 and sent:
             # Rank 1 waits in vain for this one to enter the call, and sends what it has.
-            deadline = time.monotonic() + LONG_S / 2
-            while int(plan.flags[1]) != workspace.epoch() + 1 and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_until(lambda: int(plan.flags[1]) == workspace.epoch() + 1, LONG_S / 2)
         out.fill_(CANARY)
         try:
             if rank == 0 and sent:
@@ -122,31 +125,10 @@ def rows_without_word(rank: int, world_size: int, waits: bool) -> int:
             if not waits:
                 signal.wait = lambda *args, **more: True
         else:
-            keep_back_sums(*workspace.plans.values())
+            (plan,) = workspace.plans.values()
+            keep_back(plan.flags[int(signal.MAX_WORLD.value) :])
         out.fill_(CANARY)
         with contextlib.suppress(ShmemError):
             stream_k.gemm_all_reduce(a, b, **options)
             heap.vote("done")
         return int((out[20:] != CANARY).sum())
-
-
-def keep_back_partials(plan: Any) -> None:
-    """From now on this rank's partials are announced to nobody."""
-    plan.blocks = [
-        block
-        if block.sent is None
-        else block._replace(sent=(*block.sent[:-1], torch.empty_like(block.sent[-1])))
-        for block in plan.blocks
-    ]
-
-
-def keep_back_sums(plan: Any) -> None:
-    """From now on this rank's programs announce no sums."""
-    first = plan.flags.data_ptr() + 4 * int(signal.MAX_WORLD.value)
-    last, honest = plan.flags.data_ptr() + 4 * plan.flags.numel(), signal.publish
-
-    def silent(flag: Any, *args: Any, **more: Any) -> Any:
-        places = flag.handle.data
-        return None if ((places >= first) & (places < last)).all() else honest(flag, *args, **more)
-
-    signal.publish = silent
