@@ -28,7 +28,7 @@ _TAIL_ROWS = 1024
 # Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
 # its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce; and
 # multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks.
-_BLOCK_ROWS, _SUMMED_K, _SM_MULTIPLY_ADDS = 1024, 3072, 5.15e6
+_BLOCK_ROWS, _SUMMED_K, _BLOCK_MULTIPLY_ADDS = 1024, 3072, 5.15e6
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -113,7 +113,7 @@ def _copies_blocks(
             return False
         columns = -(-N // 128)
         waves = [-(-(-(-each // 128) * columns) // num_sms) for each in (rows, M)]
-        least += (world_size * waves[0] - waves[1]) * 128 * 128 * K / _SM_MULTIPLY_ADDS
+        least += (world_size * waves[0] - waves[1]) * 128 * 128 * K / _BLOCK_MULTIPLY_ADDS
     return peers_us(2 * M * N, world_size) > least
 
 
