@@ -94,6 +94,9 @@ def sum_blocks_kernel(
         residual = finish.residual
         if residual is not None:
             residual += tl.cast(top, tl.int64) * N
+        of_own = c
+        if sums is not None:
+            of_own += tl.cast(top, tl.int64) * stride_m
         for turn in range(ROUNDS + 1):
             first, last = tl.minimum(turn * length, each), tl.minimum((turn + 1) * length, each)
             for number in range(first, last):
@@ -106,13 +109,9 @@ def sum_blocks_kernel(
                     total = over_ranks(term, partials, rank, row, col, N, height, WORLD, ROWS, COLS)
                     total = finished(total, finish, col, N, COLS, ACTIVATION)
                     total = add_residual(total, residual, row, rows, col, N, ROWS, COLS)
+                    store_block(of_own, row, col, total, rows, N, stride_m, stride_n, _POINTER, ROWS, COLS)
                     if sums is not None:
                         store_block(sums, row, col, total, rows, N, N, 1, _POINTER, ROWS, COLS)
-                        store_block(
-                            c, top + row, col, total, top + rows, N, stride_m, stride_n, _POINTER, ROWS, COLS
-                        )
-                    else:
-                        store_block(c, row, col, total, rows, N, stride_m, stride_n, _POINTER, ROWS, COLS)
             if sums is not None:
                 if first < last:
                     word = signal.word(flags, 1 + turn * programs + pid, rank)

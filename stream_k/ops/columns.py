@@ -21,7 +21,7 @@ from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
-from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 
 
 class ColumnsPlan(FusedPlan):
@@ -92,7 +92,8 @@ class ColumnsPlan(FusedPlan):
     def _step_arguments(
         self, step: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0), senders: int = 0
     ) -> tuple[Any, ...]:
-        return (self.flags, self.tile_flags, step, receivers, *tiles, step, senders, self.workspace.context)
+        more = (step, receivers, tiles, step, senders)
+        return step_arguments(self.workspace, self.flags, self.tile_flags, *more)
 
     def _gemm_arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None) -> tuple[Any, ...]:
         extra = row_blocks.OwnColumns(self.tile_flags, PLAIN if bias is None else Finish.of(bias))

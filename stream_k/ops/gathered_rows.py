@@ -36,8 +36,8 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     scales_a_row,
 )
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
-from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
+from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 from pyrocshmem.stream_k.ops.scaled_rows import WORD, ScaledRows
 
 # Streams beside the caller's: of copies to peers, and of those that keep the gathered rows.
@@ -92,7 +92,7 @@ class PiecesPlan(FusedPlan):
             for turn in range(1, world)
             for piece, begin in enumerate(range(0, most, height))
         ]
-        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        self.epoch = call_number(workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
         self.gemm: Launch | None = None
@@ -153,7 +153,7 @@ class PiecesPlan(FusedPlan):
         return product.arguments(a, b, c, self.fix_up, extra, context, self.argument, arrived)
 
     def _step_arguments(self, senders: int = 0) -> tuple[Any, ...]:
-        return (self.flags, self.flags, 0, 0, 0, 0, self.num_pieces - 1, senders, self.workspace.context)
+        return step_arguments(self.workspace, self.flags, awaited=self.num_pieces - 1, senders=senders)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.gemm is not None:

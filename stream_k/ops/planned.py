@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyrocshmem import signal
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.workspace import Workspace
@@ -20,6 +21,11 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
     the call, by peers. All such calls of a workspace share one buffer."""
     size = count * dtype.itemsize
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
+
+
+def call_number(workspace: Workspace) -> torch.Tensor:
+    """[1], on the device: the number of the call in progress, which copy engines raise flags to."""
+    return workspace.control[int(signal.CURRENT.value) :][:1]
 
 
 class ByRole(NamedTuple):

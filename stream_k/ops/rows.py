@@ -19,6 +19,7 @@ from pyrocshmem.calls.graphs import capture
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
+from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.counts import packed
@@ -45,6 +46,21 @@ def step_launch(
     """A launch of `collectives.row_blocks.step_kernel`."""
     constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
     return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
+
+
+def step_arguments(
+    workspace: Workspace,
+    flags: torch.Tensor,
+    tile_flags: torch.Tensor | None = None,
+    raised: int = 0,
+    receivers: int = 0,
+    tiles: tuple[int, int] = (0, 0),
+    awaited: int = 0,
+    senders: int = 0,
+) -> tuple[Any, ...]:
+    """Those of `collectives.row_blocks.step_kernel`. tile_flags: None where it waits for no tiles."""
+    own = flags if tile_flags is None else tile_flags
+    return flags, own, raised, receivers, *tiles, awaited, senders, workspace.context
 
 
 class RowsPlan(FusedPlan):
@@ -191,16 +207,8 @@ class RowsPlan(FusedPlan):
         awaited: int = 0,
         senders: int = 0,
     ) -> tuple[Any, ...]:
-        return (
-            self.flags,
-            self.tile_flags,
-            raised,
-            receivers,
-            *tiles,
-            awaited,
-            senders,
-            self.workspace.context,
-        )
+        more = (raised, receivers, tiles, awaited, senders)
+        return step_arguments(self.workspace, self.flags, self.tile_flags, *more)
 
     def _tiles_of(self, step: int, peer: int) -> tuple[int, int]:
         """[first, last) of the tiles that hold a step's rows of the block of a peer, counted from the neighbour, 0:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import signal, status, trace
+from pyrocshmem import status, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.collectives.block_sums import ROUNDS, sum_blocks_kernel
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
@@ -19,8 +19,8 @@ from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
 from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, operands_of, rows_in
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
-from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
+from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 from pyrocshmem.target import num_sms
 
 # The stream of copies, beside the caller's.
@@ -67,7 +67,7 @@ class SummedBlocksPlan(FusedPlan):
             self.sums = held[: most * self.N].view(most, self.N)
         programs = min(self.height // _ROWS * -(-self.N // _COLS), _SHARE * num_sms(heap.device))
         self.flags = workspace.flags(1 + int(ROUNDS.value) * programs if everywhere else 1)
-        self.epoch = workspace.control[int(signal.CURRENT.value) :][:1]
+        self.epoch = call_number(workspace)
         op = int(status.Op.GEMM_ALL_REDUCE if everywhere else status.Op.GEMM_REDUCE_SCATTER)
         self.enter = step_launch(op, self.world, enters=True)
         activation = activation_number(call.request.activation)
@@ -106,14 +106,14 @@ class SummedBlocksPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load all but the products, which are when they are planned."""
-        self.enter.compile(self._enter_arguments())
+        self.enter.compile(step_arguments(self.workspace, self.flags))
         self.sum.compile(self._sum_arguments(bias, out))
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
         workspace = self.workspace
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.
-        self.enter(self._enter_arguments())
+        self.enter(step_arguments(workspace, self.flags))
         for block in self.blocks:
             if block.gemm is not None:
                 block.gemm.run(rows_in(a, block.rows), b, None, block.place)
@@ -125,6 +125,3 @@ class SummedBlocksPlan(FusedPlan):
                     flag.copy_(self.epoch)
         self.sum(self._sum_arguments(bias, out))
         workspace.join(_COPIES)
-
-    def _enter_arguments(self) -> tuple[Any, ...]:
-        return (self.flags, self.flags, 0, 0, 0, 0, 0, 0, self.workspace.context)

@@ -16,7 +16,7 @@ import triton.language as tl
 from pyrocshmem import Heap, message, signal, stream_k
 from pyrocshmem.calls.row_copy import RowCopy
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.collectives import row_blocks
+from pyrocshmem.collectives import block_sums, row_blocks
 from pyrocshmem.collectives.order import block_tiles
 from pyrocshmem.errors import PeerAborted, PeerTimeout, ShmemError
 from pyrocshmem.stream_k.ops.pulls import Programs
@@ -30,6 +30,13 @@ CALLS = 3
 CANARY = 77.0
 PLANTS = KEPT, ONE_SLOT, NEVER_EMPTIED = "kept", "one slot", "never emptied"
 Way = tuple[str, str, str]
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Or until they are over."""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def without_entering() -> None:
@@ -63,13 +70,9 @@ def ahead(
             def late(*arguments: Any) -> None:
                 nonlocal stalled_in
                 patience = 0.0 if workspace.epoch() == last else AHEAD_S if guarded else LONG_S / 2
-                deadline = time.monotonic() + patience
-                while (
-                    stalled_in != workspace.epoch()
-                    and int(plan.flags[sent]) != workspace.epoch() + 2
-                    and time.monotonic() < deadline
-                ):
-                    time.sleep(0.005)
+                overtaken = workspace.epoch() + 2
+                if stalled_in != workspace.epoch():
+                    wait_until(lambda: int(plan.flags[sent]) == overtaken, patience)
                 stalled_in = workspace.epoch()
                 honest(*arguments)
 
@@ -101,6 +104,12 @@ def came_at_once(
 
 
 @triton.jit
+def blocks_came_at_once(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
+    """`block_sums._came` as it must not be: without the wait."""
+    return epoch > 0
+
+
+@triton.jit
 def came_but_for_aborts(
     tile, epoch, flags, step_tiles, context, problem, OP: tl.constexpr, WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -116,35 +125,41 @@ def came_but_for_aborts(
     return came
 
 
-def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
-    """Rank 1 is in the call, but sends each step's partials when rank 0 has made its sums, or, where these wait,
-    can't."""
+def late_partials(rank: int, world_size: int, op: str, placement: str, waits: bool) -> int:
+    """Rank 1 is in the call, but sends its partials, or each step's, when rank 0 has made its sums, or, where these
+    wait, can't."""
     if not waits:
-        row_blocks._came = came_at_once
-    # Three steps of two tiles, one after another; groups of tile rows, left as they are, would mix two steps.
-    config = small_config(placement="copy_engine", chunk=1, group_m=2, num_programs=1)
+        row_blocks._came, block_sums._came = came_at_once, blocks_came_at_once
+    # By copy engines three steps of two tiles, one after another; groups of tile rows, left as they are, would mix two
+    # steps.
+    config = small_config(placement=placement, chunk=1, group_m=2, num_programs=1)
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
         shape = (151, 40, 24)
         wrong = not integer_call(heap, 50, shape, config, workspace, op)
         (plan,) = workspace.plans.values()
         summed = heap.zeros(1, dtype=torch.int32)
-        at_1, own_gemm = heap.peer_view(summed, 1), plan.own_gemm
+        at_1 = heap.peer_view(summed, 1)
+        by_blas = placement == "blas_blocks"
+        sums = "sum" if by_blas else "own_gemm"
+        sends = [(plan.blocks[0].gemm, "run")] if by_blas else [(plan, "enter"), (plan, "step")]
+        honest = getattr(plan, sums)
 
-        def sums(arguments: Any) -> None:
-            own_gemm(arguments)
-            at_1.fill_(workspace.epoch() + 1)
+        def telling(arguments: Any) -> None:
+            number = workspace.epoch() + 1  # the sums may end the call
+            honest(arguments)
+            at_1.fill_(number)
 
-        def late(launch: Callable[[Any], None], arguments: Any) -> None:
-            deadline = time.monotonic() + (PAUSE_S if waits else LONG_S / 2)
-            while int(summed) != workspace.epoch() + 1 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            launch(arguments)
+        def late(send: Callable[..., None], *arguments: Any) -> None:
+            number = workspace.epoch() + 1
+            wait_until(lambda: int(summed) == number, PAUSE_S if waits else LONG_S / 2)
+            send(*arguments)
 
         if rank == 0:
-            plan.own_gemm = sums
+            setattr(plan, sums, telling)
         else:
-            plan.enter, plan.step = partial(late, plan.enter), partial(late, plan.step)
+            for place, name in sends:
+                setattr(place, name, partial(late, getattr(place, name)))
         for call in range(CALLS):
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")
@@ -169,9 +184,7 @@ def sums_without_partials(rank: int, world_size: int, sent: bool, heeds: bool) -
         own_gemm, last = plan.own_gemm, plan.flags[(plan.num_steps - 1) * int(signal.MAX_WORLD.value) + 1 :]
 
         def when_sent(*arguments: Any) -> None:
-            deadline = time.monotonic() + LONG_S / 2
-            while int(last[0]) != workspace.epoch() + 1 and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_until(lambda: int(last[0]) == workspace.epoch() + 1, LONG_S / 2)
             own_gemm(*arguments)
 
         if rank == 0 and sent:
@@ -321,9 +334,8 @@ def _wrong_behind(way: Way, plant: str, restore: Any) -> int:
         late = heap.rank == 1
 
         def behind(*quads: Any) -> None:
-            deadline = time.monotonic() + SHORT_S / 2
-            while late and ahead == own and time.monotonic() < deadline:
-                time.sleep(0.005)
+            if late:
+                wait_until(lambda: bool(ahead != own), SHORT_S / 2)
             time.sleep(PAUSE_S if late else 0.0)
             restore(*quads)
 

@@ -1,8 +1,6 @@
 """What ranks do in the tests of sums of blocks that the BLAS multiplies (`collectives.block_sums`)."""
 
 import contextlib
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +11,19 @@ from pyrocshmem import Heap, signal, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import block_sums
 from pyrocshmem.errors import ShmemError
-from tests.fused.block_bodies import keep_back, keep_back_copies
-from tests.fused.bodies import integer_call
+from tests.fused.block_bodies import (
+    CANARY,
+    LONG_S,
+    SHORT_S,
+    blocks_came_at_once,
+    keep_back,
+    keep_back_copies,
+    wait_until,
+)
 from tests.fused.cases import HEAP_BYTES
 from tests.stream_k.products import integers, small_config
 
-SHORT_S, LONG_S, PAUSE_S = 0.5, 20.0, 0.1
-CALLS = 3
-CANARY = 77.0
 CONFIG = small_config(placement="blas_blocks")
-
-
-@triton.jit
-def came_at_once(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
-    """`block_sums._came` as it must not be: without the wait."""
-    return epoch > 0
 
 
 @triton.jit
@@ -38,48 +34,11 @@ def came_but_for_aborts(flags, context, epoch, OP: tl.constexpr, WORLD: tl.const
     return signal.wait(signal.word(flags, 0, lanes), peers, epoch, 0, lanes, context, OP, WORLD)
 
 
-def wait_until(done: Callable[[], bool], seconds: float) -> None:
-    """Or until they are over."""
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
-def late_partials(rank: int, world_size: int, op: str, waits: bool) -> int:
-    """Rank 1 is in the call, but multiplies rank 0's rows when that has made its sums, or, where these wait, can't."""
-    if not waits:
-        block_sums._came = came_at_once
-    with Heap(HEAP_BYTES) as heap:
-        workspace = Workspace(heap, wait_seconds=LONG_S)
-        shape = (151, 40, 24)
-        wrong = not integer_call(heap, 50, shape, CONFIG, workspace, op)
-        (plan,) = workspace.plans.values()
-        summed = heap.zeros(1, dtype=torch.int32)
-        at_1, honest, multiplies = heap.peer_view(summed, 1), plan.sum, plan.blocks[0].gemm.run
-
-        def sums(arguments: Any) -> None:
-            honest(arguments)
-            at_1.fill_(workspace.epoch())
-
-        def late(*arguments: Any) -> None:
-            wait_until(lambda: int(summed) == workspace.epoch() + 1, PAUSE_S if waits else LONG_S / 2)
-            multiplies(*arguments)
-
-        if rank == 0:
-            plan.sum = sums
-        else:
-            plan.blocks[0].gemm.run = late
-        for call in range(CALLS):
-            wrong += not integer_call(heap, call, shape, CONFIG, workspace, op)
-        heap.vote("done")
-    return wrong
-
-
 def sums_without_partials(rank: int, world_size: int, op: str, sent: bool, heeds: bool) -> int:
     """Elements of rank 0's result that are written though rank 1 has not announced its partials, or, sent, announced
     them after it had given up; -1: no fault, though it heeds them."""
     if not heeds:
-        block_sums._came = came_but_for_aborts if sent else came_at_once
+        block_sums._came = came_but_for_aborts if sent else blocks_came_at_once
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
         a, b = integers(151, 24, torch.float32, rank), integers(24, 70, torch.float32, 2 + rank)

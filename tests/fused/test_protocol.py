@@ -1,7 +1,5 @@
 """The protocol of the fused ops: epochs, slots, flags and groups, each guard with the test that fails without it."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -100,26 +98,24 @@ def test_a_rank_that_is_in_the_next_op() -> None:
         assert values(run) == [0, 0] if guarded else values(run)[1] > 0, guarded
 
 
-BODIES = pytest.mark.parametrize(
-    "bodies", [block_bodies, block_sum_bodies], ids=["copy_engine", "blas_blocks"]
-)
+OF_SUMS = pytest.mark.parametrize("placement", ["copy_engine", "blas_blocks"])
 
 
-@BODIES
+@OF_SUMS
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 @pytest.mark.cpu
-def test_partials_that_come_late(op: str, bodies: Any) -> None:
+def test_partials_that_come_late(op: str, placement: str) -> None:
     """Sums are made when the peers' partials are there."""
-    assert values(run_ranks(bodies.late_partials, 2, op, True, timeout=TIMEOUT_S)) == [0, 0]
+    assert values(run_ranks(block_bodies.late_partials, 2, op, placement, True, timeout=TIMEOUT_S)) == [0, 0]
 
 
-@BODIES
+@OF_SUMS
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 @pytest.mark.cpu
 @pytest.mark.alone
-def test_sums_that_do_not_wait_are_caught(op: str, bodies: Any) -> None:
+def test_sums_that_do_not_wait_are_caught(op: str, placement: str) -> None:
     """The control of the test above."""
-    assert values(run_ranks(bodies.late_partials, 2, op, False, timeout=TIMEOUT_S))[0] > 0
+    assert values(run_ranks(block_bodies.late_partials, 2, op, placement, False, timeout=TIMEOUT_S))[0] > 0
 
 
 @pytest.mark.parametrize("sent", [False, True], ids=["nothing sent", "sent after giving up"])
