@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class RowsPlan(FusedPlan):
         self.flags = workspace.flags(2 * self.num_steps)
         num_tiles = self.world * self.tiles * product.schedule.tiles_n
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
+        self._step_arguments = partial(step_arguments, workspace, self.flags, self.tile_flags)
         block = self.tiles * config.block_m
         half = peers * block * N
         self.partials = in_passing(workspace, 2 * half, dtype)
@@ -198,17 +200,6 @@ class RowsPlan(FusedPlan):
             self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
         )
         return product.arguments(a, b, c, self.no_fix_up, extra, self.workspace.context)
-
-    def _step_arguments(
-        self,
-        raised: int = 0,
-        receivers: int = 0,
-        tiles: tuple[int, int] = (0, 0),
-        awaited: int = 0,
-        senders: int = 0,
-    ) -> tuple[Any, ...]:
-        more = (raised, receivers, tiles, awaited, senders)
-        return step_arguments(self.workspace, self.flags, self.tile_flags, *more)
 
     def _tiles_of(self, step: int, peer: int) -> tuple[int, int]:
         """[first, last) of the tiles that hold a step's rows of the block of a peer, counted from the neighbour, 0:
