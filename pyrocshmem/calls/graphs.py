@@ -50,16 +50,23 @@ class Graphs:
     """The graphs of a plan's calls, for the KEPT places of tensors that came last. They go with the plan, when a buffer
     that they name grows or the heap recovers.
 
-    A graph holds addresses, not PyTorch's memory: it runs only when the caller brings tensors that lie there. It takes
-    0.1 to 0.6 MB of the driver's memory.
-    replayable: False where no call may have a graph: where operands are copied to new memory each time, which a graph
-    would keep, and where the vendor's BLAS multiplies, whose memory belongs to the capturing stream, of which PyTorch
-    gives one to several workspaces.
+    A graph holds the addresses of the caller's tensors, not their memory: it runs only when the caller brings tensors
+    that lie there. It takes 0.1 to 0.6 MB of the driver's memory. What calls allocate under capture, all graphs of a
+    workspace share: of the vendor's BLAS 32 MB on Hopper.
+    replayable: False where no call may have a graph: where operands are copied to new memory each time, and where a
+    call returns memory that it allocates. switch: whether the vendor's BLAS multiplies, where switches of the
+    process say so at each call; None: they don't.
     by_places: graphs, the latest last; None: these places came once. captures: graphs made so far.
     """
 
-    def __init__(self, workspace: Workspace, replayable: bool = True, kept: int = KEPT) -> None:
-        self.workspace, self.kept = workspace, kept
+    def __init__(
+        self,
+        workspace: Workspace,
+        replayable: bool = True,
+        kept: int = KEPT,
+        switch: Callable[[], bool] | None = None,
+    ) -> None:
+        self.workspace, self.kept, self.switch = workspace, kept, switch
         # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
         self.allowed = os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
         self.allowed &= replayable
@@ -85,6 +92,8 @@ class Graphs:
             return None
         self.calls += 1
         places = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        if self.switch is not None:
+            places = (*places, self.switch())
         seen = places in self.by_places
         graph = self.by_places.pop(places, None)
         if seen and graph is None and self.captures < self.kept + self.calls // CALLS_A_CAPTURE:
@@ -117,7 +126,8 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
         # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer. Its stream is one
         # for all threads, too, whatever their device.
         with normal_tensors():  # the random generator's state, which the next capture writes
-            graph.capture_begin(capture_error_mode="thread_local")
+            pool = None if workspace.captured is None else workspace.captured.pool()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             enqueue()
         except BaseException:
@@ -126,4 +136,6 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
             raise
         graph.capture_end()
     workspace.join(CALLS)
+    if workspace.captured is None:
+        workspace.captured = graph
     return graph

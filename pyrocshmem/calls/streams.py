@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,6 +13,10 @@ import torch
 from pyrocshmem import target
 
 CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
+# Of cuda.h.
+_STREAM_NON_BLOCKING = 1
+# Streams for CALLS that nobody has any more, by device.
+_spare: dict[int, list[torch.cuda.Stream]] = {}
 
 
 class _Side(NamedTuple):
@@ -26,7 +32,11 @@ class Streams:
 
     A call under capture becomes part of a graph, which runs whenever its owner says: it is ordered after those of the
     same capture, and no other call is ordered after it.
+
+    captured: the first graph that was captured on CALLS; later ones share its memory, which goes with the last of them.
     """
+
+    captured: torch.cuda.CUDAGraph | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,12 +131,39 @@ class Streams:
         """A stream that is not the caller's: PyTorch has 32 of a priority, and hands them out again and again. On the
         caller's own the rows that an all-gather sends would lie behind the GEMM that waits for the peers' rows."""
         if number not in self._sides:
-            priority = 0 if number == CALLS else -1
-            stream = torch.cuda.Stream(self.device, priority=priority)
-            if stream.cuda_stream == self._callers:
-                stream = torch.cuda.Stream(self.device, priority=priority)
+            if number == CALLS:
+                stream = _nobody_elses(self.device)
+                weakref.finalize(self, _spare[self.device.index].append, stream)
+            else:
+                stream = torch.cuda.Stream(self.device, priority=-1)
+                if stream.cuda_stream == self._callers:
+                    stream = torch.cuda.Stream(self.device, priority=-1)
             self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
         return self._sides[number]
+
+
+def _nobody_elses(device: torch.device) -> torch.cuda.Stream:
+    """A stream that PyTorch gives to nobody. Memory in which the BLAS adds up parts of a product belongs to a stream:
+    a graph that was captured there must not use it beside the products of somebody else."""
+    spare = _spare.setdefault(device.index, [])
+    if target.backend() == "hip":  # where nothing is captured (`pyrocshmem.calls.graphs`)
+        return torch.cuda.Stream(device)
+    return spare.pop() if spare else _made(device)
+
+
+def _made(device: torch.device) -> torch.cuda.Stream:
+    """By the driver, whatever context this thread has."""
+    torch.cuda.init()
+    cuda, context, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+    codes = (
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index),
+        cuda.cuCtxPushCurrent_v2(context),
+        cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING),
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context)),
+    )
+    if any(codes) or stream.value is None:
+        raise RuntimeError(f"no stream on {device}: the driver's calls returned {codes}")
+    return torch.cuda.ExternalStream(stream.value, device)
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

@@ -291,13 +291,13 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
     return Verdict(False, f"{gathered}, more than {most} for {facts.M} rows")
 
 
-# Microseconds that evenly cut rows must take to gather: their products by the BLAS cost the host 100 us more.
-_LATE_US = 60.0
+# Gathered rows, unevenly cut, from which their copies take longer than another wave of the GEMM; and inner size up to
+# which our GEMM multiplies evenly cut ones as fast.
+_BLOCKS_OF_ROWS, _BLOCKS_K = 1500, 2048
 
 
 def blocks_for_blas(facts: Facts) -> Verdict:
-    """The BLAS, a block of rows at a time, where they take long to gather (2 x H200, docs/log.md). Here, too, columns
-    must not matter."""
+    """The BLAS, a block of rows at a time (2 x H200 and 2 x H100, docs/log.md). Here, too, columns must not matter."""
     blas, few = _by_blas(facts, _SENT_ROWS), few_gathered_bytes(facts)
     if not blas.suits:
         return blas
@@ -305,14 +305,12 @@ def blocks_for_blas(facts: Facts) -> Verdict:
         return Verdict(False, "it was measured in 16 bits alone, between 2 ranks")
     if few.suits:
         return Verdict(False, few.why)
-    # Each block ends with a wave of its own, half of whose SMs idle.
-    ends = (facts.world_size - 1) * 128 * 256 / 2 * facts.K / _SM_MULTIPLY_ADDS
-    took = hop_us(facts, facts.M * facts.K * facts.dtype.itemsize)
-    least = ends if _little_gathered(facts).suits else max(ends, _LATE_US)
-    what = f"the peers' rows come in {took:.0f} us"
-    if took > least:
-        return Verdict(True, f"{what}, longer than the {least:.0f} us of a product for each block")
-    return Verdict(False, f"{what}, a product for each block takes {least:.0f} us")
+    little = _little_gathered(facts)
+    if little.suits:
+        found, what, most = facts.M > _BLOCKS_OF_ROWS, f"{little.why}; M = {facts.M}", _BLOCKS_OF_ROWS
+    else:
+        found, what, most = facts.K > _BLOCKS_K, f"K = {facts.K}", _BLOCKS_K
+    return Verdict(found, f"{what} is {'more than' if found else 'at most'} {most}")
 
 
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:

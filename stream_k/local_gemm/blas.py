@@ -41,6 +41,9 @@ _taken: dict[Hashable, bool] = {}
 class OwnGemm(Protocol):
     """Our GEMM for the same operands: `stream_k.local_gemm.plan.GemmPlan`."""
 
+    @property
+    def replayable(self) -> bool: ...
+
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue it."""
 
@@ -198,10 +201,8 @@ class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
     loads: whether the BLAS multiplies once here: it loads its kernels before those of the op wait for peers, and all
-    ranks wait until all are ready. fast: not `promoted`. tail: our GEMM of the rows behind `rows_taken`."""
-
-    # The library's memory belongs to the stream that captures, and PyTorch gives one stream to several workspaces.
-    replayable = False
+    ranks wait until all are ready. fast: not `promoted`. tail: our GEMM of the rows behind `rows_taken`.
+    switch: whether the process lets the BLAS multiply; None: no switch forbids it."""
 
     def __init__(
         self,
@@ -215,17 +216,22 @@ class BlasPlan:
         tail: OwnGemm | None = None,
     ) -> None:
         self._tail, self._taken = tail, slice(rows_taken(a, b))
-        self._exact = _check_of(data_of(a).dtype)
-        self._own = None if self._exact is None else own()
+        self.switch = _check_of(data_of(a).dtype)
+        self._own = None if self.switch is None else own()
         self._fast = fast
         self._missing = _missing(b)
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
             like = torch.empty_like(out[self._taken])
             _multiply(rows_in(a, self._taken), _completed(b, self._missing), bias, like, fast)
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a graph of a call can be replayed, while `multiplies` says the same."""
+        return all(gemm is None or gemm.replayable for gemm in (self._own, self._tail))
+
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""
-        return self._exact is None or self._exact()
+        return self.switch is None or self.switch()
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue a call on tensors of this kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,7 +119,9 @@ class GemmPlan:
     dtype.
     bias: [N], or a residual [M, N], which follows the activation, not with either of these two.
     squares: fp32 [tiles_n, M], gets of each row of each tile the sum of the squares of what is stored.
-    scheme: of 8-bit operands' scales."""
+    scheme: of 8-bit operands' scales. switch: as of a `BlasPlan`."""
+
+    switch: Callable[[], bool] | None = None
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ class MessagePlan(FusedPlan):
             call.scheme,
         )
         if isinstance(self.sent.gemm, BlasPlan):
-            self.blas = True
+            self.blas = self.sent.gemm
         else:
             self.product = self.sent.gemm.product
 

@@ -240,14 +240,15 @@ class BlocksPlan(PiecesPlan):
             more = (call.config, request.allow_tf32, request.bias, request.activation)
             block = a if theirs is None else theirs
             gemm = plan_gemm(block, b, *more, call.out[rows], self.workspace, scheme=call.scheme)
-            self.blas |= isinstance(gemm, BlasPlan)
+            if isinstance(gemm, BlasPlan):
+                self.blas = gemm
             self.blocks = (*self.blocks, (owner, rows, theirs, gemm))
         self.senders &= ~(1 << self.rank)
 
     @property
     def replayable(self) -> bool:
         # A graph would keep the same rows' memory for every call.
-        return not self.blas and not self.keeps and all(gemm.replayable for *_, gemm in self.blocks)
+        return not self.keeps and all(gemm.replayable for *_, gemm in self.blocks)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         waits = [self.wait] if self.blocks else []
@@ -314,7 +315,7 @@ class MessagesPlan(FusedPlan):
             a, b = self.operand, operands_of(call.a, call.b, scaling)[1]
             self.gemm = plan_gemm(a, b, config, *options, call.out, workspace, scheme=call.scheme)
             if isinstance(self.gemm, BlasPlan):
-                self.blas = True
+                self.blas = self.gemm
             else:
                 self.product = self.gemm.product
         op = status.Op.ALL_GATHER_GEMM

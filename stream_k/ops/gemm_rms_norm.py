@@ -534,7 +534,7 @@ class _Plan:
             after,
             scheme=scheme,
         )
-        self.graphs = Graphs(workspace, self.sent.gemm.replayable)
+        self.graphs = Graphs(workspace, self.sent.gemm.replayable, switch=self.sent.gemm.switch)
 
     def run(
         self,

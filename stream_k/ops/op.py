@@ -23,7 +23,6 @@ from torch.nn import functional
 from pyrocshmem import trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
-from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.invariance import TP
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.op import Op, Sizes, register
@@ -642,7 +641,7 @@ def _make_plan(
         made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k)
         plan = op.plan(made)
         plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
-        plan.graphs = Graphs(workspace, plan.replayable)
+        plan.make_graphs()
         plan.compile(*operands_of(a, b, request.scaling), request.bias, example)
         return plan
 

@@ -10,6 +10,7 @@ from pyrocshmem import signal
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.product import Product
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 
@@ -40,14 +41,14 @@ class ByRole(NamedTuple):
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies (blas). launches: each a
-    `Launch`. result: a buffer of the workspace, to be copied to `out`; None: the op writes `out` itself.
-    squares: fp32 [tiles x M], where asked for. called: the call as the ranks compared it. shape, dtype: of the
-    result. graphs: of repeated calls.
+    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies. blas: its GEMM there; of several
+    one, since all heed the same switches. launches: each a `Launch`. result: a buffer of the workspace, to be copied to
+    `out`; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. called: the call as the ranks
+    compared it. shape, dtype: of the result. graphs: of repeated calls.
     """
 
     product: Product
-    blas: bool = False
+    blas: BlasPlan | None = None
     launches: ByRole
     result: torch.Tensor | None
     squares: torch.Tensor
@@ -60,8 +61,13 @@ class FusedPlan:
     @property
     def replayable(self) -> bool:
         """Whether a graph of a call can be replayed."""
-        product = getattr(self, "product", None)
-        return not self.blas and (product is None or product.replayable)
+        product = getattr(self, "product", None) if self.blas is None else self.blas
+        return product is None or product.replayable
+
+    def make_graphs(self) -> None:
+        """Of its calls, none so far."""
+        switch = None if self.blas is None else self.blas.switch
+        self.graphs = Graphs(self.workspace, self.replayable, switch=switch)
 
     def arguments(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> ByRole:
         """Arguments of each launch."""

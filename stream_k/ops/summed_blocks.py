@@ -74,7 +74,7 @@ class SummedBlocksPlan(FusedPlan):
         constants = {"OP": op, "WORLD": self.world, "ROWS": _ROWS, "COLS": _COLS, "ACTIVATION": activation}
         self.sum = Launch(sum_blocks_kernel, programs, constants, _WARPS, 1)
         self.blocks = [self._block(call, turn % self.world) for turn in range(1, self.world + 1)]
-        self.blas = any(isinstance(block.gemm, BlasPlan) for block in self.blocks)
+        self.blas = next((block.gemm for block in self.blocks if isinstance(block.gemm, BlasPlan)), None)
 
     def _block(self, call: Call, turn: int) -> _Block:
         """Of the rank so many behind this one."""
@@ -96,7 +96,7 @@ class SummedBlocksPlan(FusedPlan):
     @property
     def replayable(self) -> bool:
         """Whether a graph of a call can be replayed."""
-        return not self.blas and all(block.gemm is None or block.gemm.replayable for block in self.blocks)
+        return all(block.gemm is None or block.gemm.replayable for block in self.blocks)
 
     def _sum_arguments(self, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
         return (

@@ -77,6 +77,39 @@ def test_every_placement(recipe: str) -> None:
     check(values(run_ranks(every_op, 2, recipe, 12, True, timeout=TIMEOUT_S)))
 
 
+def repeated(rank: int, world_size: int, recipe: str) -> list[str]:
+    """What is wrong of calls by the BLAS with the same tensors, in which other data come each time: on a GPU they are
+    replayed from the third on."""
+    wrong, (M, N, K) = [], (1026, 256, 512)
+    with Heap(HEAP_BYTES) as heap:
+        for op, placement in itertools.product(OPS, ("unfused", "blas_blocks")):
+            if placement not in placement_names(op):
+                continue
+            wholes = [Whole(op, recipe, M, N, K, world_size, heap.device, seed) for seed in range(4)]
+            tensors = [torch.empty_like(x) for x in wholes[0].of_rank(rank)]
+            config = stream_k.choose(op, M, N, K, BF16, world_size, heap.device, placement=placement)
+            more: dict[str, Any] = {"group": heap, "config": config, "out_dtype": BY_BLAS_RESULT}
+            if op == "all_gather_gemm":
+                more["num_rows"] = M
+            out = None
+            for whole in wholes:
+                for mine, given in zip(tensors, whole.of_rank(rank), strict=True):
+                    mine.copy_(given)
+                a, b, of_a, of_b = tensors
+                out = getattr(stream_k, op)(a, b, out=out, scale_a=of_a, scale_b=of_b, **more)
+                heap.synchronize()
+                wrong += [f"{op}, {placement}"] * (not whole.ratio(out, rank) <= 1)
+                heap.barrier()
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_repeated_calls(recipe: str) -> None:
+    assert values(run_ranks(repeated, 2, recipe, timeout=TIMEOUT_S)) == [[]] * 2
+
+
 def check(ends: list[list[tuple[str, bytes]]]) -> None:
     for of_call in zip(*ends, strict=True):
         assert [wrong for wrong, _ in of_call] == [""] * len(of_call)

@@ -6,11 +6,30 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, spawn_threads, target
+from pyrocshmem.calls.streams import CALLS, Streams
 from tests.ranks import run_ranks, values
 
 TIER = 2
 MIB = 1 << 20
 pytestmark = pytest.mark.gpu
+
+
+def test_the_stream_of_captures_is_nobody_elses():
+    """PyTorch hands out 32 of a priority in turn."""
+    device = torch.device("cuda", 0)
+    several = [Streams(device) for _ in range(40)]
+    own = [each._side(CALLS).stream for each in several]
+    others = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1) for _ in range(33)]
+    handles = {stream.cuda_stream for stream in own}
+    assert len(handles) == 40
+    assert not handles & {0, *(stream.cuda_stream for stream in others)}
+    x = torch.ones(1, device=device)
+    for streams in several:
+        streams.fork(CALLS)
+        with streams.beside(CALLS):
+            x += 1
+        streams.join(CALLS)
+    assert x.item() == 41
 
 
 def test_capture_refuses_allocation_and_leaves_the_heap_usable():

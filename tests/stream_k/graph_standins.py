@@ -65,9 +65,14 @@ class Graph:
         self.commands: list[tuple[int, str, Callable[[], object]]] = []
         self.streams: set[int] = set()
         self.unjoined: set[int] = set()
+        self.shares: Graph | None = None
         device.graphs.append(self)
 
-    def capture_begin(self, capture_error_mode: str) -> None:
+    def pool(self) -> "Graph":
+        return self
+
+    def capture_begin(self, pool: "Graph | None", capture_error_mode: str) -> None:
+        self.shares = pool
         assert capture_error_mode == "thread_local"
         # PyTorch makes the random generator's state here, or writes what an earlier capture made.
         assert not torch.is_inference_mode_enabled()
@@ -92,6 +97,7 @@ class Streams:
     """What `Graphs` and `Pulls` need of a workspace."""
 
     device = torch.device("cuda")
+    captured: Graph | None = None
 
     def __init__(self, standin: Device) -> None:
         self.standin = standin

@@ -187,10 +187,17 @@ CROSSED = [
     ),
     (
         "all_gather_gemm",
-        (1801, 4096, 4096, 2, None),
-        (4097, 4096, 4096, 2, None),
-        "1801 rows are not equally many on each of 2",
-        "longer than the 23 us of a product for each block",
+        (1499, 4096, 4096, 2, None),
+        (1501, 4096, 4096, 2, None),
+        "M = 1499 is at most 1500",
+        "M = 1501 is more than 1500",
+    ),
+    (
+        "all_gather_gemm",
+        (2048, 4096, 2048, 2, None),
+        (2048, 4096, 2056, 2, None),
+        "K = 2048 is at most 2048",
+        "K = 2056 is more than 2048",
     ),
     (
         "all_gather_gemm",

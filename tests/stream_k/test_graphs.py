@@ -242,6 +242,27 @@ def test_calls_that_copy_operands(device: Device) -> None:
         assert [call.run(out, float(n)) for n in range(3)] == found
 
 
+def test_what_graphs_share(device: Device) -> None:
+    """All of a workspace's the memory of the first, which outlives its plan."""
+    calls = [Call(device), Call(device)]
+    calls[1].graphs.workspace = calls[0].graphs.workspace
+    for call, (out,) in zip(calls, (places(1), places(1)), strict=True):
+        assert [call.run(out, float(n)) for n in range(3)] == ["e", "c", "r"]
+    first, second = device.graphs
+    assert (first.shares, second.shares) == (None, first)
+    del calls[0]
+    assert calls[0].graphs.workspace.captured is first
+
+
+def test_a_switch_that_is_turned(device: Device) -> None:
+    """What the BLAS may do differs: calls as they were captured come back with it."""
+    call, (out,), allowed = Call(device), places(1), [True]
+    call.graphs = Graphs(call.graphs.workspace, kept=KEPT, switch=lambda: allowed[0])
+    turns = ((True, "ecr"), (False, "ecr"), (True, "r"), (False, "r"))
+    for allowed[0], found in turns:
+        assert "".join(call.run(out, float(n)) for n in range(len(found))) == found
+
+
 def test_a_capture_that_fails(device: Device) -> None:
     """Ends, raises what went wrong, and leaves the place to be enqueued again."""
     call, (out,) = Call(device), places(1)
@@ -311,7 +332,9 @@ class Crowd:
         self.patience_s, self.met = patience_s, threading.Event()
         self.now = self.most = 0
 
-    def capture_begin(self, capture_error_mode: str) -> None:
+    def pool(self) -> None: ...
+
+    def capture_begin(self, pool: None, capture_error_mode: str) -> None:
         self.now += 1
         self.most = max(self.most, self.now)
         if self.now == 2:

@@ -1,5 +1,6 @@
 """What a call waits for, by the stream that it comes on: stand-ins for streams note it."""
 
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from pyrocshmem import target
-from pyrocshmem.calls.streams import Streams
+from pyrocshmem.calls import streams
+from pyrocshmem.calls.streams import CALLS, Streams
 from pyrocshmem.stream_k.ops import gathered_rows
 
 TIER = 0
@@ -108,6 +110,20 @@ def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None
     # A helper that is made where its turn has come to be the caller's.
     calls.make(calls.stream(second + 1, capture))
     assert calls.streams._side(2).stream.cuda_stream not in (second, second + 1)
+
+
+def test_nobody_else_has_the_stream_of_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While anybody has it; then it may be another's, whose memory of the BLAS is not made once more."""
+    monkeypatch.setattr(target, "backend", lambda: "cuda")
+    monkeypatch.setattr(streams, "_made", lambda device: calls.stream(64 + next(calls.made)))
+    monkeypatch.setattr(streams, "_spare", {})
+    several = [calls.streams, *(Streams(calls.streams.device) for _ in range(40))]
+    handles = [each._side(CALLS).stream.cuda_stream for each in several]
+    assert len({*handles, several[0]._side(CALLS).stream.cuda_stream}) == 41
+    assert min(handles) >= 64  # not of those that PyTorch hands out in turn
+    del several[20]
+    gc.collect()
+    assert Streams(calls.streams.device)._side(CALLS).stream.cuda_stream == handles[20]
 
 
 @pytest.mark.parametrize(

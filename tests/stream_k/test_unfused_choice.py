@@ -69,6 +69,42 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
     ("all_gather_gemm", 1024, 4096, 3584, None): {"copy_engine": 68.7, "unfused": 58.2, "messages": 57.1},
     ("all_gather_gemm", 2048, 3584, 8192, None): {"copy_engine": 175.4, "unfused": 234.6, "messages": 239.8},
     ("all_gather_gemm", 4096, 4096, 1024, None): {"copy_engine": 58.3, "unfused": 71.3, "messages": 70.9},
+    ("all_gather_gemm", 2864, 3072, 5120, None): {
+        "copy_engine": 173.0,
+        "unfused": 164.6,
+        "blas_blocks": 136.3,
+    },
+    ("all_gather_gemm", 1718, 3584, 5120, None): {
+        "copy_engine": 117.5,
+        "unfused": 117.8,
+        "blas_blocks": 106.0,
+    },
+    ("all_gather_gemm", 1536, 3072, 4096, None): {"copy_engine": 90.0, "unfused": 75.6, "blas_blocks": 71.0},
+    ("all_gather_gemm", 1792, 4608, 4096, None): {
+        "copy_engine": 102.5,
+        "unfused": 119.5,
+        "blas_blocks": 110.6,
+    },
+    ("all_gather_gemm", 2304, 4608, 7168, None): {
+        "copy_engine": 229.1,
+        "unfused": 247.9,
+        "blas_blocks": 221.8,
+    },
+    ("all_gather_gemm", 1456, 13824, 5120, None): {
+        "copy_engine": 317.1,
+        "unfused": 287.4,
+        "blas_blocks": 293.7,
+    },
+    ("all_gather_gemm", 3072, 8192, 2048, None): {
+        "copy_engine": 149.0,
+        "unfused": 163.6,
+        "blas_blocks": 159.2,
+    },
+    ("all_gather_gemm", 3226, 4096, 3584, None): {
+        "copy_engine": 167.4,
+        "unfused": 166.6,
+        "blas_blocks": 146.1,
+    },
     ("gemm_all_scatter", 64, 4096, 3584, None): {"messages": 14.0, "unfused": 16.0},
     ("gemm_all_scatter", 200, 8192, 7168, None): {"messages": 70.4, "unfused": 55.9},
     ("gemm_all_scatter", 256, 4096, 3584, None): {"messages": 29.9, "unfused": 26.4},

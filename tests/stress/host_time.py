@@ -22,7 +22,6 @@ import torch
 import typer
 
 from pyrocshmem import collectives, stream_k
-from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.ops.planned import FusedPlan
@@ -109,7 +108,7 @@ class Calls:
     def prepare(self, way: str) -> None:
         """The next calls, as many as a sample has, are made this way."""
         if way != "repeated":
-            self.plan.graphs = Graphs(self.workspace, self.plan.replayable)
+            self.plan.make_graphs()
         if way == "captured":
             self.into(0)
 
