@@ -126,8 +126,8 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
         # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer. Its stream is one
         # for all threads, too, whatever their device.
         with normal_tensors():  # the random generator's state, which the next capture writes
-            pool = None if workspace.captured is None else workspace.captured.pool()
-            graph.capture_begin(pool, capture_error_mode="thread_local")
+            first = workspace.captures.first
+            graph.capture_begin(None if first is None else first.pool(), capture_error_mode="thread_local")
         try:
             enqueue()
         except BaseException:
@@ -136,6 +136,6 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
             raise
         graph.capture_end()
     workspace.join(CALLS)
-    if workspace.captured is None:
-        workspace.captured = graph
+    if first is None:
+        workspace.captures.first = graph
     return graph

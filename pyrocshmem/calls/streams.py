@@ -15,8 +15,6 @@ from pyrocshmem import target
 CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
 # Of cuda.h.
 _STREAM_NON_BLOCKING = 1
-# Streams for CALLS that nobody has any more, by device.
-_spare: dict[int, list[torch.cuda.Stream]] = {}
 
 
 class _Side(NamedTuple):
@@ -27,16 +25,33 @@ class _Side(NamedTuple):
     joined: torch.cuda.Event
 
 
+class Captures:
+    """What graphs are captured with: a stream, and the first one of them, None so far, whose memory all others share.
+
+    Memory in which the BLAS adds up parts of a product belongs to a stream, and a graph that was captured there has its
+    address. So PyTorch must give the stream to nobody else, whose products may run beside a replay; and the memory is
+    there as long as the first graph is, even where PyTorch is told to drop what the BLAS has.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.first: torch.cuda.CUDAGraph | None = None
+
+
+# Those whose owner is gone, by device.
+_spare: dict[int, list[Captures]] = {}
+
+
 class Streams:
     """Orders calls that come on several streams of a device, and forks others from the current one.
 
     A call under capture becomes part of a graph, which runs whenever its owner says: it is ordered after those of the
     same capture, and no other call is ordered after it.
 
-    captured: the first graph that was captured on CALLS; later ones share its memory, which goes with the last of them.
+    captures: those on stream CALLS, from the first fork to it on.
     """
 
-    captured: torch.cuda.CUDAGraph | None = None
+    captures: Captures
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -132,8 +147,8 @@ class Streams:
         caller's own the rows that an all-gather sends would lie behind the GEMM that waits for the peers' rows."""
         if number not in self._sides:
             if number == CALLS:
-                stream = _nobody_elses(self.device)
-                weakref.finalize(self, _spare[self.device.index].append, stream)
+                self.captures = _nobody_elses(self)
+                stream = self.captures.stream
             else:
                 stream = torch.cuda.Stream(self.device, priority=-1)
                 if stream.cuda_stream == self._callers:
@@ -142,13 +157,17 @@ class Streams:
         return self._sides[number]
 
 
-def _nobody_elses(device: torch.device) -> torch.cuda.Stream:
-    """A stream that PyTorch gives to nobody. Memory in which the BLAS adds up parts of a product belongs to a stream:
-    a graph that was captured there must not use it beside the products of somebody else."""
-    spare = _spare.setdefault(device.index, [])
+def _nobody_elses(owner: Streams) -> Captures:
+    device = owner.device
     if target.backend() == "hip":  # where nothing is captured (`pyrocshmem.calls.graphs`)
-        return torch.cuda.Stream(device)
-    return spare.pop() if spare else _made(device)
+        return Captures(torch.cuda.Stream(device))
+    spare = _spare.setdefault(device.index, [])
+    try:
+        captures = spare.pop()
+    except IndexError:
+        captures = Captures(_made(device))
+    weakref.finalize(owner, spare.append, captures)
+    return captures
 
 
 def _made(device: torch.device) -> torch.cuda.Stream:

@@ -241,6 +241,17 @@ def piece_rows(facts: Facts) -> int:
     return -(-max(rows, 1) // (pieces * multiple)) * multiple
 
 
+def sent(first: Tiling, facts: Facts) -> Tiling:
+    """Whole tiles of few rows that leave as messages: equally many for each program."""
+    config = first.config
+    tiles = -(-facts.M // config.block_m) * -(-facts.N // config.block_n)
+    if not facts.in_16_bits or facts.M > FEW_ROWS or config.split != "none" or tiles <= facts.num_sms:
+        return first
+    programs = balanced_programs(tiles, facts.num_sms)
+    why = f"{first.why}; as many for each of {programs} programs"
+    return Tiling(changed(config, num_programs=programs), why, first.estimates)
+
+
 def gathered(first: Tiling, facts: Facts) -> Tiling:
     """The tile with which the GEMM of an all-gather by copy engines ends first, and its programs."""
     if not facts.in_16_bits:

@@ -193,7 +193,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> Gradients:
 _PLACEMENTS = (
     Placement("blas_blocks", verdicts.blocks_for_blas),
     Placement("unfused", verdicts.few_gathered_bytes_for_blas),
-    Placement("messages", verdicts.few_gathered_bytes, variants=variants.nothing),
+    Placement("messages", verdicts.few_gathered_bytes, tile=tilings.sent, variants=variants.nothing),
     Placement(
         "copy_engine",
         verdicts.otherwise,

@@ -14,7 +14,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles as tiles
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice import completed, variants, verdicts
+from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.scales import Operand, scaling_of
@@ -180,7 +180,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 _PLACEMENTS = (
     Placement("blas_blocks", verdicts.blocks_to_reduce),
     Placement("unfused", verdicts.short_sum_for_blas, completed.fewest_hops),
-    Placement("messages", verdicts.few_tiles, completed.fewest_hops, variants=variants.half_tiles),
+    Placement(
+        "messages", verdicts.few_tiles, completed.fewest_hops, tilings.sent, variants=variants.half_tiles
+    ),
     Placement(
         "copy_engine",
         verdicts.tall_blocks,

@@ -14,7 +14,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import scatter_tiles as tiles
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice import completed, variants, verdicts
+from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, BY_ROWS, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.scales import Operand, scaling_of
@@ -168,7 +168,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
     Placement("unfused", verdicts.low_for_blas),
-    Placement("messages", verdicts.few_tiles, variants=variants.half_tiles),
+    Placement("messages", verdicts.few_tiles, tile=tilings.sent, variants=variants.half_tiles),
     Placement(
         "pull",
         verdicts.busy_links,

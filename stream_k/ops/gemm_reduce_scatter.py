@@ -9,7 +9,7 @@ import torch
 
 from pyrocshmem.calls.operators import once, ops
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.stream_k.choice import completed, variants, verdicts
+from pyrocshmem.stream_k.choice import completed, tilings, variants, verdicts
 from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config
 from pyrocshmem.stream_k.choice.placement import Placement
 from pyrocshmem.stream_k.local_gemm.scales import scaling_of
@@ -100,7 +100,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 _PLACEMENTS = (
     Placement("blas_blocks", verdicts.blocks_to_scatter),
     Placement("unfused", verdicts.few_cut_tiles_for_blas),
-    Placement("messages", verdicts.few_tiles, variants=variants.nothing),
+    Placement("messages", verdicts.few_tiles, tile=tilings.sent, variants=variants.nothing),
     Placement(
         "copy_engine",
         verdicts.otherwise,

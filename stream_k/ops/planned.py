@@ -41,10 +41,10 @@ class ByRole(NamedTuple):
 class FusedPlan:
     """The launches of an op for operands of one kind, and the buffers that they share. Ops derive from it.
 
-    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies. blas: its GEMM there; of several
-    one, since all heed the same switches. launches: each a `Launch`. result: a buffer of the workspace, to be copied to
-    `out`; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. called: the call as the ranks
-    compared it. shape, dtype: of the result. graphs: of repeated calls.
+    product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies. blas: its GEMM there; of
+    several one, since all heed the same switches. launches: each a `Launch`. result: a buffer of the workspace, to be
+    copied to `out`; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. called: the call as
+    the ranks compared it. shape, dtype: of the result. graphs: of repeated calls.
     """
 
     product: Product

@@ -97,10 +97,10 @@ class Streams:
     """What `Graphs` and `Pulls` need of a workspace."""
 
     device = torch.device("cuda")
-    captured: Graph | None = None
 
     def __init__(self, standin: Device) -> None:
         self.standin = standin
+        self.captures = SimpleNamespace(first=None)
 
     @contextmanager
     def beside(self, side: int) -> Iterator[None]:

@@ -251,7 +251,7 @@ def test_what_graphs_share(device: Device) -> None:
     first, second = device.graphs
     assert (first.shares, second.shares) == (None, first)
     del calls[0]
-    assert calls[0].graphs.workspace.captured is first
+    assert calls[0].graphs.workspace.captures.first is first
 
 
 def test_a_switch_that_is_turned(device: Device) -> None:

@@ -113,17 +113,20 @@ def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None
 
 
 def test_nobody_else_has_the_stream_of_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While anybody has it; then it may be another's, whose memory of the BLAS is not made once more."""
+    """While anybody has it; then it is another's, with the graph whose memory is the BLAS'."""
     monkeypatch.setattr(target, "backend", lambda: "cuda")
     monkeypatch.setattr(streams, "_made", lambda device: calls.stream(64 + next(calls.made)))
     monkeypatch.setattr(streams, "_spare", {})
-    several = [calls.streams, *(Streams(calls.streams.device) for _ in range(40))]
+    several: list[Any] = [calls.streams, *(Streams(calls.streams.device) for _ in range(40))]
     handles = [each._side(CALLS).stream.cuda_stream for each in several]
     assert len({*handles, several[0]._side(CALLS).stream.cuda_stream}) == 41
     assert min(handles) >= 64  # not of those that PyTorch hands out in turn
+    several[20].captures.first = first = object()
     del several[20]
     gc.collect()
-    assert Streams(calls.streams.device)._side(CALLS).stream.cuda_stream == handles[20]
+    heir: Any = Streams(calls.streams.device)
+    assert heir._side(CALLS).stream.cuda_stream == handles[20]
+    assert heir.captures.first is first
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrocshmem import stream_k
-from pyrocshmem.stream_k.choice import gemm_model
+from pyrocshmem.stream_k.choice import gemm_model, rules
 from pyrocshmem.stream_k.choice.gemm_model import COHORTS, DEEP, FOUR_WARPS, TILES, fastest_tile
 from pyrocshmem.stream_k.local_gemm.product import schedule_of
 
@@ -141,3 +141,17 @@ def test_who_brings_columns(h200: torch.device) -> None:
     assert pulled.num_programs + pulled.num_comm_programs == NUM_SMS
     # Rows that don't start at multiples of 16 bytes take programs many narrow loads.
     assert odd.placement == "copy_engine"
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    "op", ["all_gather_gemm", "gemm_all_scatter", "gemm_all_reduce", "gemm_reduce_scatter"]
+)
+def test_few_rows_that_leave_as_messages_have_even_waves(op: str) -> None:
+    """144 tiles on 132 SMs left 120 of them idle for half of the time."""
+    wire = torch.bfloat16 if "reduce" in op else None
+    for M, N, programs in ((7, 9216, 72), (2, 10240, 80), (16, 17408, 91), (7, 8448, 0), (48, 16384, 128)):
+        found = rules.cost_model(op, M, N, 4096, torch.bfloat16, 2, torch.device("cpu"), wire)
+        assert (found.placement, found.split, found.num_programs) == ("messages", "none", programs)
+    found = rules.cost_model(op, 7, 9216, 4096, torch.float32, 2, torch.device("cpu"), wire, "messages")
+    assert found.num_programs == 0

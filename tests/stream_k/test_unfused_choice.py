@@ -67,7 +67,11 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
     ("all_gather_gemm", 512, 8192, 7168, None): {"copy_engine": 116.2, "unfused": 97.5, "messages": 99.0},
     ("all_gather_gemm", 1024, 1792, 4096, None): {"copy_engine": 56.7, "unfused": 41.4, "messages": 42.3},
     ("all_gather_gemm", 1024, 4096, 3584, None): {"copy_engine": 68.7, "unfused": 58.2, "messages": 57.1},
-    ("all_gather_gemm", 2048, 3584, 8192, None): {"copy_engine": 179.8, "unfused": 221.2, "blas_blocks": 173.2},
+    ("all_gather_gemm", 2048, 3584, 8192, None): {
+        "copy_engine": 179.8,
+        "unfused": 221.2,
+        "blas_blocks": 173.2,
+    },
     ("all_gather_gemm", 4096, 4096, 1024, None): {"copy_engine": 58.3, "unfused": 71.3, "messages": 70.9},
     ("all_gather_gemm", 2864, 3072, 5120, None): {
         "copy_engine": 173.0,
