@@ -126,8 +126,10 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
         # Not torch.cuda.graph, which waits for the device: the call before may wait there for a peer. Its stream is one
         # for all threads, too, whatever their device.
         with normal_tensors():  # the random generator's state, which the next capture writes
-            first = workspace.captures.first
-            graph.capture_begin(None if first is None else first.pool(), capture_error_mode="thread_local")
+            captures = workspace.captures
+            assert captures is not None
+            pool = None if captures.first is None else captures.first.pool()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             enqueue()
         except BaseException:
@@ -136,6 +138,6 @@ def capture(workspace: Workspace, enqueue: Callable[[], None]) -> torch.cuda.CUD
             raise
         graph.capture_end()
     workspace.join(CALLS)
-    if first is None:
-        workspace.captures.first = graph
+    if captures.first is None:
+        captures.first = graph
     return graph

@@ -12,7 +12,9 @@ import torch
 
 from pyrocshmem import target
 
-CALLS = 6  # the stream beside the caller's on which calls are captured; helpers' have priority over it
+# Streams beside the caller's without the priority that helpers have: where calls are captured, and for what a caller
+# computes beside a call.
+CALLS, LOCAL = 6, 7
 # Of cuda.h.
 _STREAM_NON_BLOCKING = 1
 
@@ -31,11 +33,13 @@ class Captures:
     Memory in which the BLAS adds up parts of a product belongs to a stream, and a graph that was captured there has its
     address. So PyTorch must give the stream to nobody else, whose products may run beside a replay; and the memory is
     there as long as the first graph is, even where PyTorch is told to drop what the BLAS has.
+    last: the stream of the call that came last, which may still replay one.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.first: torch.cuda.CUDAGraph | None = None
+        self.last: torch.cuda.Stream | None = None
 
 
 # Those whose owner is gone, by device.
@@ -51,7 +55,7 @@ class Streams:
     captures: those on stream CALLS, from the first fork to it on.
     """
 
-    captures: Captures
+    captures: Captures | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,6 +111,8 @@ class Streams:
         if self._stream is not None:
             stream.wait_stream(self._stream)
         self._handle, self._stream = handle, stream
+        if self.captures is not None:
+            self.captures.last = stream
 
     @contextmanager
     def beside(self, side: int) -> Iterator[None]:
@@ -147,12 +153,15 @@ class Streams:
         caller's own the rows that an all-gather sends would lie behind the GEMM that waits for the peers' rows."""
         if number not in self._sides:
             if number == CALLS:
-                self.captures = _nobody_elses(self)
-                stream = self.captures.stream
+                self.captures = captures = _nobody_elses(self)
+                if captures.last is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(captures.last)
+                stream, captures.last = captures.stream, self._stream
             else:
-                stream = torch.cuda.Stream(self.device, priority=-1)
+                priority = 0 if number == LOCAL else -1
+                stream = torch.cuda.Stream(self.device, priority=priority)
                 if stream.cuda_stream == self._callers:
-                    stream = torch.cuda.Stream(self.device, priority=-1)
+                    stream = torch.cuda.Stream(self.device, priority=priority)
             self._sides[number] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
         return self._sides[number]
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from pyrocshmem.calls.operators import local_name, ops, ranks
-from pyrocshmem.calls.streams import CALLS, Streams
+from pyrocshmem.calls.streams import LOCAL, Streams
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -99,17 +99,17 @@ def overlapped(
         return communicating(), local()
     streams = _streams(grad.device, threading.get_ident())
     # Either stream waits for all that the other held, so memory that one frees is safe in the other's hands.
-    streams.fork(CALLS)
+    streams.fork(LOCAL)
     first = communicating()
-    with streams.beside(CALLS):
+    with streams.beside(LOCAL):
         second = local()
-    streams.join(CALLS)
+    streams.join(LOCAL)
     return first, second
 
 
 @functools.cache
 def _streams(device: torch.device, thread: int) -> Streams:
-    """A thread's own: between a record of an event and the wait for it there could be another's. Only the stream CALLS
+    """A thread's own: between a record of an event and the wait for it there could be another's. Only the stream LOCAL
     of these is used: it has no priority over the op that communicates."""
     return Streams(device)
 

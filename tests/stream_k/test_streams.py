@@ -121,12 +121,20 @@ def test_nobody_else_has_the_stream_of_captures(calls: Calls, monkeypatch: pytes
     handles = [each._side(CALLS).stream.cuda_stream for each in several]
     assert len({*handles, several[0]._side(CALLS).stream.cuda_stream}) == 41
     assert min(handles) >= 64  # not of those that PyTorch hands out in turn
-    several[20].captures.first = first = object()
-    del several[20]
+    calls.streams, own = several[20], several[20].captures
+    own.first = first = object()
+    calls.make(calls.stream(5), calls.stream(7))
+    del calls.waits[:], several[20]
+    calls.streams = heir = Streams(calls.streams.device)  # type: ignore[assignment]
     gc.collect()
-    heir: Any = Streams(calls.streams.device)
-    assert heir._side(CALLS).stream.cuda_stream == handles[20]
-    assert heir.captures.first is first
+    with calls.on(calls.stream(9)):
+        heir.order()
+        assert heir._side(CALLS).stream.cuda_stream == handles[20]
+    # Of the one before a graph may still run.
+    assert calls.waits == ["9 for 7"]
+    assert heir.captures is own
+    assert own.first is first
+    assert own.last.handle == 9
 
 
 @pytest.mark.parametrize(
