@@ -291,8 +291,8 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
     return Verdict(False, f"{gathered}, more than {most} for {facts.M} rows")
 
 
-# Gathered rows, unevenly cut, from which their copies take longer than another wave of the GEMM; and inner size up to
-# which our GEMM multiplies evenly cut ones as fast.
+# Gathered rows, unevenly cut, up to which one product behind an exchange is as fast as one for each block; and inner
+# size up to which our GEMM multiplies evenly cut ones as fast.
 _BLOCKS_OF_ROWS, _BLOCKS_K = 1500, 2048
 
 
