@@ -19,7 +19,7 @@ from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_n
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan
+from pyrocshmem.stream_k.ops.planned import FusedPlan, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
 from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 
@@ -66,19 +66,21 @@ class ColumnsPlan(FusedPlan):
             step_rows = self.chunk * config.block_m
             programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         out = call.out if self.result is None else self.result
-        steps = [self._pull(step, call, out, programs is None) for step in range(num_steps)]
+        columns = on_all_ranks(call.heap, self.columns) if programs is None else []
+        steps = [self._pull(step, call, out, columns) for step in range(num_steps)]
         self.pulls = Pulls(workspace, self.step, steps, programs)
 
-    def _pull(self, step: int, call: Call, out: torch.Tensor, by_copies: bool) -> Pull:
+    def _pull(self, step: int, call: Call, out: torch.Tensor, columns: list[torch.Tensor]) -> Pull:
         """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
-        the columns come first; and, by_copies, the copies of all ranks' columns, the neighbour's first."""
+        the columns come first; and the copies of all ranks' `columns`, the neighbour's first, none where programs
+        pull."""
         config, schedule, N = call.config, self.product.schedule, self.product.N
         first, last = step * self.chunk, min((step + 1) * self.chunk, schedule.tiles_m)
         begin = first // config.group_m * config.group_m
         end = min(-(-last // config.group_m) * config.group_m, schedule.tiles_m)
         tiles = begin * schedule.tiles_n, end * schedule.tiles_n
         everyone = (1 << self.world) - 1
-        if not by_copies:
+        if not columns:
             return Pull(self._step_arguments(step, everyone, tiles))
         peers = everyone ^ (1 << self.rank)
         rows = slice(first * config.block_m, last * config.block_m)
@@ -86,7 +88,7 @@ class ColumnsPlan(FusedPlan):
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
             block = out[rows, owner * N : (owner + 1) * N]
-            copies.append(RowCopy.of(block, out, call.heap.peer_view(self.columns[rows], owner)))
+            copies.append(RowCopy.of(block, out, columns[owner][rows]))
         return Pull(self._step_arguments(step, peers, tiles, peers), copies[:-1], copies[-1:])
 
     def _step_arguments(

@@ -29,7 +29,7 @@ from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import WAITS, Pull, Pulls
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
@@ -113,9 +113,11 @@ class RowsPlan(FusedPlan):
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
-            steps = [self._pull(step, call, out, self.sums) for step in range(self.num_steps)]
+            sums = on_all_ranks(heap, self.sums)
+            steps = [self._pull(step, out, sums) for step in range(self.num_steps)]
         rows = self.partials.view(-1, N)
-        self.copies = [self._copies(step, rows, block, call) for step in range(self.num_steps)]
+        there = on_all_ranks(heap, rows)
+        self.copies = [self._copies(step, rows, there, block) for step in range(self.num_steps)]
         self._make_launches(call, rows[: peers * block])
         together = self.num_steps if _BUSY_K * peers > product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
@@ -127,19 +129,20 @@ class RowsPlan(FusedPlan):
         return min(step * height, last - first), min((step + 1) * height, last - first)
 
     def _copies(
-        self, step: int, rows: torch.Tensor, block: int, call: Call
+        self, step: int, rows: torch.Tensor, there: list[torch.Tensor], block: int
     ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles."""
+        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles. there:
+        `rows` of all ranks."""
         copies, peers = [], self.world - 1
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
             begin, end = self._rows_of(step, owner)
             source = rows[peer * block + begin : peer * block + end]
             place = (peers + peer) * block
-            copies.append((owner, call.heap.peer_view(rows[place + begin : place + end], owner), source))
+            copies.append((owner, there[owner][place + begin : place + end], source))
         return copies
 
-    def _pull(self, step: int, call: Call, out: torch.Tensor, sums: torch.Tensor) -> Pull:
+    def _pull(self, step: int, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
         """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
         call too early: it needs this rank's partials for them, which come when this call is over."""
         columns, before = self.product.schedule.tiles_n, (self.world - 1) * self.tiles
@@ -151,8 +154,7 @@ class RowsPlan(FusedPlan):
             top, _ = shard_range(self.product.M, owner, self.world)
             begin, end = self._rows_of(step, owner)
             if begin < end:
-                source = call.heap.peer_view(sums[begin:end], owner)
-                copies[owner] = RowCopy.of(out[top + begin : top + end], out, source)
+                copies[owner] = RowCopy.of(out[top + begin : top + end], out, sums[owner][begin:end])
         own = [copies.pop(self.rank)] if self.rank in copies else []
         word = self.num_steps + step
         return Pull(
