@@ -197,6 +197,12 @@ def keeps_own(dtype: torch.dtype) -> bool:
     return _check_of(dtype) is not None
 
 
+def _outlives_its_capture(device: torch.device) -> bool:
+    """Whether what PyTorch allocates under capture, where the library adds up parts, is there for other graphs, too.
+    `cudaMallocAsync` gives it to that graph alone."""
+    return device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
+
+
 class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
@@ -218,7 +224,7 @@ class BlasPlan:
         self._tail, self._taken = tail, slice(rows_taken(a, b))
         self.switch = _check_of(data_of(a).dtype)
         self._own = None if self.switch is None else own()
-        self._fast = fast
+        self._fast, self._device = fast, out.device
         self._missing = _missing(b)
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
             like = torch.empty_like(out[self._taken])
@@ -227,7 +233,8 @@ class BlasPlan:
     @property
     def replayable(self) -> bool:
         """Whether a graph of a call can be replayed, while `multiplies` says the same."""
-        return all(gemm is None or gemm.replayable for gemm in (self._own, self._tail))
+        own = all(gemm is None or gemm.replayable for gemm in (self._own, self._tail))
+        return own and _outlives_its_capture(self._device)
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""

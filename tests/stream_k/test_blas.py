@@ -445,3 +445,16 @@ def test_operands_that_are_copied_first_are_ours(
     check_product(stream_k.gemm(a, b), a, b)
     check_product(stream_k.gemm(a, b, config=BLAS), a, b)
     assert multiplied == ["own", "blas"]
+
+
+@pytest.mark.cpu
+def test_graphs_need_memory_that_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch allocates what the library adds up parts in when the first product is captured."""
+    a, b = integers(M, K, BF16, 1), integers(K, N, BF16, 2)
+    made = plan.plan_gemm(a, b, BLAS, False, None, "none", a.new_empty(M, N), local_workspace(a.device))
+    assert isinstance(made, blas.BlasPlan)
+    assert made.replayable
+    made._device = torch.device("cuda")
+    for backend, replayable in (("native", True), ("cudaMallocAsync", False)):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
+        assert made.replayable == replayable
