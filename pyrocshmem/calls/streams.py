@@ -167,14 +167,12 @@ class Streams:
 
 
 def _nobody_elses(owner: Streams) -> Captures:
-    device = owner.device
-    if target.backend() == "hip":  # where nothing is captured (`pyrocshmem.calls.graphs`)
-        return Captures(torch.cuda.Stream(device))
-    spare = _spare.setdefault(device.index, [])
+    # On NVIDIA: nothing is captured on AMD (`pyrocshmem.calls.graphs`).
+    spare = _spare.setdefault(owner.device.index, [])
     try:
         captures = spare.pop()
     except IndexError:
-        captures = Captures(_made(device))
+        captures = Captures(_made(owner.device))
     weakref.finalize(owner, spare.append, captures)
     return captures
 

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 
 def test_the_stream_of_captures_is_nobody_elses():
     """PyTorch hands out 32 of a priority in turn."""
+    if target.backend() == "hip":
+        pytest.skip("on AMD nothing is captured")
     device = torch.device("cuda", 0)
     several = [Streams(device) for _ in range(40)]
     own = [each._side(CALLS).stream for each in several]

@@ -114,7 +114,6 @@ def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None
 
 def test_nobody_else_has_the_stream_of_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """While anybody has it; then it is another's, with the graph whose memory is the BLAS'."""
-    monkeypatch.setattr(target, "backend", lambda: "cuda")
     monkeypatch.setattr(streams, "_made", lambda device: calls.stream(64 + next(calls.made)))
     monkeypatch.setattr(streams, "_spare", {})
     several: list[Any] = [calls.streams, *(Streams(calls.streams.device) for _ in range(40))]
