@@ -4,9 +4,9 @@ another number of rows costs the host.
     python -m pyrocshmem.benchmarks.first_calls -n 2 --shape 8192,8192,3584      # most rows, N and K of a rank's GEMM
 
 Prints a table in Markdown: seconds of a first call, to the end of what it launched, of ranks that were started for it
-and have formed their heap; then microseconds of the host, medians over 100 calls: of calls with rows that were not seen
-before, and of the same calls for the third time, which replay no graph of a whole call; the second time some capture
-what copy engines do. All are of the slowest rank. "gemm" is each rank's own.
+and have formed their heap; then microseconds of the host, medians over 100 calls, none of which replays a graph: of
+calls with rows that were not seen before, and of the same calls once more. All are of the slowest rank. "gemm" is each
+rank's own. Last comes what `torch.mm` takes of the host: cuBLAS looks for a kernel for each new number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from pyrocshmem import Heap, options, target
 from pyrocshmem.benchmarks.records import NO_MULTICAST
 from pyrocshmem.calls.op import Sizes, find
 from pyrocshmem.calls.workspace import local_workspace, workspace_for
-from pyrocshmem.launching import run_ranks
+from pyrocshmem.launching import RankResult, run_ranks
 from pyrocshmem.warming import WarmedUp
 
 OPS = (
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 class Took(NamedTuple):
     """Of a rank. warm_up_s: 0 without. first_s: of the first call. kernels: that `warm_up` had compiled. new_us,
-    again_us: of the host, a call with new rows and the same for the third time; 0 where not asked for."""
+    again_us: of the host, a call with new rows and the same once more; 0 where not asked for."""
 
     warm_up_s: float
     first_s: float
@@ -92,10 +92,24 @@ def measure(rank: int, world_size: int, case: Case) -> Took:
         first = time.perf_counter() - begin
         new = again = 0.0
         if case.warms_up:
-            draw = random.Random(case.op)
-            numbers = draw.sample(range(1, case.rows), min(_NEW_ROWS, case.rows - 1))
-            new, _, again = (_host_us(make, numbers, heap) for _ in range(3))
+            new, again = _new_and_again(make, case, heap)
         return Took(done.seconds, first, done.kernels, new, again)
+
+
+def measure_blas(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """us of the host that `torch.mm` takes in the place of the op: with new rows, and with the same once more."""
+    dtype = getattr(torch, case.dtype)
+    with Heap() as heap, torch.no_grad():
+        a = torch.zeros(case.rows, case.K, dtype=dtype, device=heap.device)
+        b = torch.zeros(case.N, case.K, dtype=dtype, device=heap.device).t()
+        torch.mm(a, b)
+        return _new_and_again(lambda rows: torch.mm(a[:rows], b), case, heap)
+
+
+def _new_and_again(make: Callable[[int], object], case: Case, heap: Heap) -> tuple[float, float]:
+    draw = random.Random(case.op)
+    numbers = draw.sample(range(1, case.rows), min(_NEW_ROWS, case.rows - 1))
+    return _host_us(make, numbers, heap), _host_us(make, numbers, heap)
 
 
 def _host_us(make: Callable[[int], object], numbers: list[int], heap: Heap) -> float:
@@ -121,7 +135,7 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
         "with a warm cache, s",
         "kernels",
         "new rows, us of the host",
-        "the same, third time, us",
+        "the same once more, us",
     )
     yield from (f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for op in ops:
@@ -137,15 +151,26 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
             f"{warmed_cached.new_us:.0f}", f"{warmed_cached.again_us:.0f}",
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
+    blas = _slowest(run_ranks(measure_blas, num_ranks, case, timeout=_LIMIT_S), "torch.mm")
+    yield ""
+    yield "`torch.mm` in their place: {:.0f} us of the host with new rows, {:.0f} with the same once more.".format(
+        *blas
+    )
 
 
 def _of_fresh_ranks(case: Case, num_ranks: int) -> Took:
     """Of the slowest rank, in each figure."""
-    ends = run_ranks(measure, num_ranks, case, timeout=_LIMIT_S)
+    warm_up, first, kernels, new, again = _slowest(
+        run_ranks(measure, num_ranks, case, timeout=_LIMIT_S), case.op
+    )
+    return Took(warm_up, first, int(kernels), new, again)
+
+
+def _slowest(ends: Sequence[RankResult], what: str) -> list[float]:
     for end in ends:
         if not end.ok:
-            raise RuntimeError(f"{case.op} failed: {end.exception!r}")
-    return Took(*(max(figures) for figures in zip(*(end.value for end in ends), strict=True)))
+            raise RuntimeError(f"{what} failed: {end.exception!r}")
+    return [max(figures) for figures in zip(*(end.value for end in ends), strict=True)]
 
 
 def main(

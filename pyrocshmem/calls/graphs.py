@@ -46,6 +46,12 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
+def are_wanted() -> bool:
+    """Whether calls, or parts of them, may be graphs at all."""
+    # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
+    return os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
+
+
 class Graphs:
     """The graphs of a plan's calls, for the KEPT places of tensors that came last. They go with the plan, when a buffer
     that they name grows or the heap recovers.
@@ -67,9 +73,7 @@ class Graphs:
         switch: Callable[[], bool] | None = None,
     ) -> None:
         self.workspace, self.kept, self.switch = workspace, kept, switch
-        # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
-        self.allowed = os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
-        self.allowed &= replayable
+        self.allowed = are_wanted() and replayable
         # Whoever knows this need not ask: no call will ever have a graph.
         self.never = not self.allowed or workspace.device.type == "cpu"
         self.by_places: dict[Places, torch.cuda.CUDAGraph | None] = {}

@@ -7,7 +7,7 @@ what copy engines move, and programs of a GEMM and of what runs beside it.
 from __future__ import annotations
 
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
+from pyrocshmem.stream_k.choice.config import SPARE, SPARE_FOR_COPIES, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
@@ -56,6 +56,13 @@ def beside(config: Config, facts: Facts) -> Config:
     return _balanced(config, facts, facts.num_sms - SPARE, comm, 4, rows)
 
 
+def _beside_copies(config: Config, facts: Facts) -> Config:
+    """All SMs but those of the waits: fewer programs that take as many waves are 3% slower here (docs/log.md)."""
+    if not _shares_sms(facts):
+        return config
+    return changed(config, split="none", num_programs=max(facts.num_sms - SPARE_FOR_COPIES, 1))
+
+
 def pushed_beside(config: Config, facts: Facts) -> Config:
     """Pushing takes an eighth of the SMs, three programs each, for itself."""
     if not _shares_sms(facts):
@@ -79,7 +86,7 @@ def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, ro
 # Elements that a step of copies should move: of fewer the gaps between copies count, of more what follows the last.
 _STEP_ELEMENTS = 4 << 20
 # Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce and of an
-# all-scatter at least, unless there are so few.
+# all-scatter at least.
 _MOST_REDUCED, _FEWEST_SUMMED, _FEWEST_SCATTERED = 8, 4, 8
 # Tile rows that share columns of B in L2.
 _GROUP, _MOST_GROUP = 8, 16
@@ -93,7 +100,7 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
     if hop_us(facts, facts.M * facts.N * facts.wire.itemsize) > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
-    return beside(in_steps(config, -(-tile_rows // steps)), facts)
+    return _beside_copies(in_steps(config, -(-tile_rows // steps)), facts)
 
 
 def summed_row_blocks(config: Config, facts: Facts) -> Config:
@@ -103,14 +110,17 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
-    return beside(in_steps(config, max(least, -(-tile_rows // steps))), facts)
+    return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
 
 
 def copied_columns(config: Config, facts: Facts) -> Config:
-    """An all-scatter by copy engines, in steps of all rows."""
+    """An all-scatter by copy engines, in steps of all rows, or of parts of the columns where there are few rows."""
     tile_rows = _tile_rows(config, facts, 1)
-    chunk = -(-tile_rows // max(2, _steps_of(facts, blocks=1)))
-    return beside(in_steps(config, max(chunk, min(_FEWEST_SCATTERED, -(-tile_rows // 2)))), facts)
+    if tile_rows <= _MOST_GROUP:
+        # One group, whatever the rows, for which kernels are compiled anew.
+        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
+    chunk = max(_FEWEST_SCATTERED, -(-tile_rows // max(1, _steps_of(facts, blocks=1))))
+    return _beside_copies(in_steps(config, chunk), facts)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:

@@ -99,12 +99,10 @@ def gathered(config: Config, facts: Facts) -> Iterator[Variant]:
 
 
 def scattered_blocks(config: Config, facts: Facts) -> Iterator[Variant]:
-    """Steps of copies from all ranks' blocks of rows; more SMs left free."""
+    """Steps of copies from all ranks' blocks of rows."""
     tiles = tiles_of_block(facts.M, facts.world_size, config.block_m)
     for chunk in (2, 4, 8, tiles):
-        other = in_steps(config, min(chunk, tiles))
-        yield Variant(other, config.num_programs and _share(facts, 128))
-    yield from _with_more_free(config, facts)
+        yield Variant(in_steps(config, min(chunk, tiles)))
 
 
 def _with_more_free(config: Config, facts: Facts) -> Iterator[Variant]:
@@ -144,17 +142,17 @@ def pulled(config: Config, facts: Facts) -> Iterator[Variant]:
 def summed_blocks(config: Config, facts: Facts) -> Iterator[Variant]:
     """Blocks of rows in as few steps as the rules say, and in one or two."""
     tiles = tiles_of_block(facts.M, facts.world_size, config.block_m)
-    yield from _in_steps(config, facts, tiles if config.chunk < tiles else max(1, tiles // 2))
+    yield from _in_steps(config, tiles if config.chunk < tiles else max(1, tiles // 2))
 
 
 def longer_steps(config: Config, facts: Facts) -> Iterator[Variant]:
     """The rules' steps, and such as move twice as many rows."""
-    yield from _in_steps(config, facts, 2 * config.chunk)
+    yield from _in_steps(config, 2 * config.chunk)
 
 
-def _in_steps(config: Config, facts: Facts, chunk: int) -> Iterator[Variant]:
-    for each in (config, in_steps(config, chunk)):
-        yield Variant(each, config.num_programs and _share(facts, 128))
+def _in_steps(config: Config, chunk: int) -> Iterator[Variant]:
+    yield Variant(config)
+    yield Variant(in_steps(config, chunk))
 
 
 def _has_waves(config: Config, facts: Facts) -> bool:

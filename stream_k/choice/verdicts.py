@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pyrocshmem.stream_k.choice.config import SPARE
+from pyrocshmem.stream_k.choice.config import SPARE_FOR_COPIES
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 
@@ -49,10 +49,10 @@ def few_tiles(facts: Facts) -> Verdict:
 
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
 _SENT_ROWS = 128
-# Tile rows below which the BLAS and an exchange take less time than copies in steps: of columns, of a rank's gathered
-# rows, and of rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers,
-# whole tiles or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
-_COLUMN_TILES, _GATHERED_TILES, _CUT_TILES = 7, 5, 10
+# Tile rows below which the BLAS and an exchange take less time than copies in steps: of a rank's gathered rows, and of
+# rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers, whole tiles
+# or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
+_GATHERED_TILES, _CUT_TILES = 5, 10
 _SCATTERED_TILES, _REDUCED_TILES = 32, 8
 # What an exchange by messages takes: of each hop, microseconds and bytes a microsecond; and multiply-adds of an SM in a
 # microsecond, of 16 bits (2 x H200 and 2 x H100, docs/log.md).
@@ -104,9 +104,31 @@ def low_for_blas(facts: Facts) -> Verdict:
     return _before_messages(facts, _low_columns)
 
 
+# What copies of columns leave when the GEMM is done: microseconds until those of the last step begin, and of each peer.
+_LAST_US, _LAST_COLUMNS_US = 15.0, 25.0
+
+
 def _low_columns(facts: Facts) -> Verdict:
     little = few_tiles(facts)
-    return little if little.suits else _low(facts, facts.M, _COLUMN_TILES)
+    if little.suits:
+        return little
+    num_sms = facts.num_sms - SPARE_FOR_COPIES
+    waves = -(-facts.tiles // num_sms)
+    idle = (waves * num_sms / _tiles_in_full(facts) - 1) * gemm_us(facts)
+    last = _LAST_US + _LAST_COLUMNS_US * (facts.world_size - 1)
+    size = facts.M * facts.N * facts.world_size * facts.dtype.itemsize
+    taken = _HOP_US + hop_us(facts, size)
+    what = (
+        f"{waves} waves on {num_sms} SMs leave some idle for {idle:.0f} us, and copies end {last:.0f} us late"
+    )
+    if idle + last > taken:
+        return Verdict(True, f"{what}: more than an exchange behind the GEMM takes, {taken:.0f} us")
+    return Verdict(False, f"{what}: an exchange behind the GEMM takes {taken:.0f} us")
+
+
+def _tiles_in_full(facts: Facts) -> float:
+    """Tiles, counting of those of the last rows as much as has rows."""
+    return facts.M / facts.block_m * facts.tiles / -(-facts.M // facts.block_m)
 
 
 def _low(facts: Facts, rows: int, whole: int = 0, cut: int = _CUT_TILES) -> Verdict:
@@ -153,10 +175,9 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
-# Tiles for which our waves have room, over tiles that there are, where the BLAS gains more than the sums cost: where K
-# is long, and elsewhere in a reduce-scatter and in an all-reduce; and where it is long in these.
-_LONG_ROOM, _SCATTERED_ROOM, _REDUCED_ROOM = 1.03, 1.3, 1.5
-_SCATTERED_K, _REDUCED_K = 6144, 12288
+# Tiles for which our waves have room, over tiles that there are, where the BLAS gains more than the sums cost: in a
+# reduce-scatter of long K, in others, and in an all-reduce; and K that is long.
+_LONG_ROOM, _SCATTERED_ROOM, _REDUCED_ROOM, _SCATTERED_K = 1.03, 1.3, 1.5, 6144
 
 
 def blocks_to_scatter(facts: Facts) -> Verdict:
@@ -167,8 +188,7 @@ def blocks_to_scatter(facts: Facts) -> Verdict:
 
 def blocks_to_reduce(facts: Facts) -> Verdict:
     """The same for an all-reduce."""
-    room = _LONG_ROOM if facts.K >= _REDUCED_K else _REDUCED_ROOM
-    return _partial_blocks(facts, True, _short_sum, room)
+    return _partial_blocks(facts, True, _short_sum, _REDUCED_ROOM)
 
 
 def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verdict], room: float) -> Verdict:
@@ -199,10 +219,10 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
 def _unfilled(facts: Facts, room: float) -> Verdict:
     """Whether our GEMMs, of the peers' rows and of a rank's own, have room in their waves for more than `room` times
     the tiles that there are."""
-    num_sms, tile_rows = facts.num_sms - SPARE, -(-facts.M // facts.block_m)
+    num_sms, tile_rows = facts.num_sms - SPARE_FOR_COPIES, -(-facts.M // facts.block_m)
     block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
     waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
-    tiles = facts.M / facts.block_m * facts.tiles / tile_rows
+    tiles = _tiles_in_full(facts)
     what = f"with K = {facts.K} our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
     if waves * num_sms > room * tiles:
         return Verdict(True, f"{what} more than {room:g} times as many")

@@ -20,7 +20,7 @@ from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, on_all_ranks
-from pyrocshmem.stream_k.ops.pulls import Programs, Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import Block, Programs, Pull, Pulls, blocks_of
 from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 
 
@@ -44,8 +44,12 @@ class ColumnsPlan(FusedPlan):
         c_how = how_to_write(self.columns)
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
         self.chunk = min(config.chunk, product.schedule.tiles_m)
-        num_steps = -(-product.schedule.tiles_m // self.chunk)
-        self.flags = workspace.flags(num_steps)
+        programs = config.placement == "pull"
+        schedule = product.schedule
+        blocks = [
+            *blocks_of(schedule.tiles_m, schedule.tiles_n, self.chunk, config.group_m, cut=not programs)
+        ]
+        self.flags = workspace.flags(len(blocks))
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
         activation = activation_number(call.request.activation)
@@ -61,35 +65,32 @@ class ColumnsPlan(FusedPlan):
         )
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
-        programs = None
-        if config.placement == "pull":
-            step_rows = self.chunk * config.block_m
-            programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         out = call.out if self.result is None else self.result
-        columns = on_all_ranks(call.heap, self.columns) if programs is None else []
-        steps = [self._pull(step, call, out, columns) for step in range(num_steps)]
-        self.pulls = Pulls(workspace, self.step, steps, programs)
+        pulling, columns = None, []
+        if programs:
+            step_rows = self.chunk * config.block_m
+            pulling = Programs(op, product, workspace, self.columns, self.flags, step_rows)
+        else:
+            columns = on_all_ranks(call.heap, self.columns)
+        steps = [self._pull(step, block, out, columns) for step, block in enumerate(blocks)]
+        self.pulls = Pulls(workspace, self.step, steps, pulling)
 
-    def _pull(self, step: int, call: Call, out: torch.Tensor, columns: list[torch.Tensor]) -> Pull:
-        """A step of tile rows [first, last): the wait for their tiles, whole groups of tile rows, since inside a group
-        the columns come first; and the copies of all ranks' `columns`, the neighbour's first, none where programs
-        pull."""
-        config, schedule, N = call.config, self.product.schedule, self.product.N
-        first, last = step * self.chunk, min((step + 1) * self.chunk, schedule.tiles_m)
-        begin = first // config.group_m * config.group_m
-        end = min(-(-last // config.group_m) * config.group_m, schedule.tiles_m)
-        tiles = begin * schedule.tiles_n, end * schedule.tiles_n
+    def _pull(self, step: int, block: Block, out: torch.Tensor, columns: list[torch.Tensor]) -> Pull:
+        """A step: the wait for its tiles, and the copies of all ranks' `columns`, the neighbour's first, none where
+        programs pull."""
+        config, N = self.product.config, self.product.N
         everyone = (1 << self.world) - 1
         if not columns:
-            return Pull(self._step_arguments(step, everyone, tiles))
+            return Pull(self._step_arguments(step, everyone, block.tiles))
         peers = everyone ^ (1 << self.rank)
-        rows = slice(first * config.block_m, last * config.block_m)
+        top, bottom = (row * config.block_m for row in block.rows)
+        left, right = (min(column * config.block_n, N) for column in block.columns)
         copies = []
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            block = out[rows, owner * N : (owner + 1) * N]
-            copies.append(RowCopy.of(block, out, columns[owner][rows]))
-        return Pull(self._step_arguments(step, peers, tiles, peers), copies[:-1], copies[-1:])
+            place = out[top:bottom, owner * N + left : owner * N + right]
+            copies.append(RowCopy.of(place, out, columns[owner][top:bottom, left:right]))
+        return Pull(self._step_arguments(step, peers, block.tiles, peers), copies[:-1], copies[-1:])
 
     def _step_arguments(
         self, step: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0), senders: int = 0

@@ -22,7 +22,7 @@ from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
-from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
@@ -67,7 +67,7 @@ class PiecesPlan(FusedPlan):
 
     def __init__(self, call: Call) -> None:
         # Split tiles would come first, when only this rank's rows are there.
-        call = replace(call, config=replace(call.config, split="none"))
+        call = replace(call, config=changed(call.config, split="none"))
         heap, workspace = call.heap, call.workspace
         world = heap.world_size
         self.workspace, self.rank, self.world = workspace, heap.rank, world

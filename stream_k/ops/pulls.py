@@ -10,7 +10,7 @@ another copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,35 @@ from pyrocshmem.stream_k.local_gemm.product import Product
 
 # Streams beside those of `stream_k.ops.rows`.
 WAITS, _PULLS = 4, 5
+
+
+# Tiles that a step should have: of fewer the gaps between copies count, of more what follows the last.
+_TILES = 128
+
+
+class Block(NamedTuple):
+    """What a step brings. rows: [first, last) of its tile rows; columns: of its tile columns; tiles: of the tiles to
+    wait for, by number, which may be more."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    tiles: tuple[int, int]
+
+
+def blocks_of(tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool = True) -> Iterator[Block]:
+    """The steps in which `tiles_m` x `tiles_n` tiles are fetched that come in groups of `group` tile rows, column by
+    column: `chunk` tile rows each, the columns of which are cut into about equal parts where one group has just these
+    rows. cut: False where they are not."""
+    for first in range(0, tiles_m, chunk):
+        last = min(first + chunk, tiles_m)
+        begin, end = first // group * group, min(-(-last // group) * group, tiles_m)
+        parts = 1
+        if cut and (begin, end) == (first, last) and last - first <= group:
+            parts = min(tiles_n, max(1, round((last - first) * tiles_n / _TILES)))
+        for part in range(parts):
+            left, right = part * tiles_n // parts, (part + 1) * tiles_n // parts
+            before, height = begin * tiles_n, end - begin
+            yield Block((first, last), (left, right), (before + height * left, before + height * right))
 
 
 class Pull(NamedTuple):

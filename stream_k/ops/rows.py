@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import status, target, trace
-from pyrocshmem.calls.graphs import capture
+from pyrocshmem import status, trace
+from pyrocshmem.calls.graphs import are_wanted, capture
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
@@ -26,11 +26,12 @@ from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_n
 from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.choice.config import changed
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, on_all_ranks
-from pyrocshmem.stream_k.ops.pulls import WAITS, Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
 # copies, the fourth tells owners what has been copied.
@@ -84,14 +85,17 @@ class RowsPlan(FusedPlan):
         self.chunk = min(config.chunk, self.tiles)
         # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
         # within one step.
-        own = replace(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
+        own = changed(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
         # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
         self.product = product = replace(call, config=own).product(
             True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
         self.num_steps = -(-self.tiles // self.chunk)
-        self.flags = workspace.flags(2 * self.num_steps)
+        blocks = (
+            [*blocks_of(self.tiles, product.schedule.tiles_n, self.chunk, own.group_m)] if everywhere else []
+        )
+        self.flags = workspace.flags(self.num_steps + len(blocks))
         num_tiles = self.world * self.tiles * product.schedule.tiles_n
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         self._step_arguments = partial(step_arguments, workspace, self.flags, self.tile_flags)
@@ -114,12 +118,12 @@ class RowsPlan(FusedPlan):
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             sums = on_all_ranks(heap, self.sums)
-            steps = [self._pull(step, out, sums) for step in range(self.num_steps)]
+            steps = [self._pull(self.num_steps + i, block, out, sums) for i, block in enumerate(blocks)]
         rows = self.partials.view(-1, N)
         there = on_all_ranks(heap, rows)
         self.copies = [self._copies(step, rows, there, block) for step in range(self.num_steps)]
         self._make_launches(call, rows[: peers * block])
-        together = self.num_steps if _BUSY_K * peers > product.K else 1
+        together = len(steps) if steps and _BUSY_K * peers > product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
 
     def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
@@ -142,21 +146,22 @@ class RowsPlan(FusedPlan):
             copies.append((owner, there[owner][place + begin : place + end], source))
         return copies
 
-    def _pull(self, step: int, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
+    def _pull(self, word: int, block: Block, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
         """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
         call too early: it needs this rank's partials for them, which come when this call is over."""
-        columns, before = self.product.schedule.tiles_n, (self.world - 1) * self.tiles
-        begin, end = step * self.chunk, min((step + 1) * self.chunk, self.tiles)
-        tiles = (before + begin) * columns, (before + end) * columns
+        config, M, N = self.product.config, self.product.M, self.product.N
+        before = (self.world - 1) * self.tiles * self.product.schedule.tiles_n
+        tiles = before + block.tiles[0], before + block.tiles[1]
+        left, right = (min(column * config.block_n, N) for column in block.columns)
         copies: dict[int, RowCopy] = {}
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            top, _ = shard_range(self.product.M, owner, self.world)
-            begin, end = self._rows_of(step, owner)
-            if begin < end:
-                copies[owner] = RowCopy.of(out[top + begin : top + end], out, sums[owner][begin:end])
+            first, last = shard_range(M, owner, self.world)
+            top, bottom = (min(row * config.block_m, last - first) for row in block.rows)
+            if top < bottom:
+                place = out[first + top : first + bottom, left:right]
+                copies[owner] = RowCopy.of(place, out, sums[owner][top:bottom, left:right])
         own = [copies.pop(self.rank)] if self.rank in copies else []
-        word = self.num_steps + step
         return Pull(
             self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own
         )
@@ -228,9 +233,8 @@ class RowsPlan(FusedPlan):
         self.was_called = True
 
     def _may_capture(self) -> bool:
-        # Not on AMD, where PyTorch waits for the device when the graph goes with the plan (`Graphs`).
-        on_nvidia = self.workspace.device.type == "cuda" and target.backend() != "hip"
-        return on_nvidia and trace.recorder() is None and not torch.cuda.is_current_stream_capturing()
+        on_gpu = self.workspace.device.type == "cuda" and are_wanted()
+        return on_gpu and trace.recorder() is None and not torch.cuda.is_current_stream_capturing()
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace

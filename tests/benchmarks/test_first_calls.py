@@ -24,7 +24,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     app.command()(first_calls.main)
     done = commands.invoke(app, "-n", "2", "--shape", f"{ROWS},{N},{K}", "--ops", "gemm_all_reduce")
     assert done.returncode == 0, done.stdout + done.stderr
-    heads, line, *rows = (
+    heads, line, *rows, _, blas = (
         [cell.strip() for cell in text.strip("|").split("|")] for text in done.stdout.splitlines()
     )
     assert len(heads) == len(line) == 9
@@ -33,6 +33,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter compiles nothing.
     assert figures.pop("kernels") == 0
     assert all(figure > 0 for figure in figures.values()), figures
+    assert len([float(word) for word in blas[0].split() if word.isdigit()]) == 2
 
 
 def agreed(rank: int, world_size: int, case: first_calls.Case) -> tuple[list[str], first_calls.Took]:

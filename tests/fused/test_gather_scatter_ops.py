@@ -5,6 +5,7 @@ not divide; refused calls; inputs that are overwritten at once; replays of a CUD
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pyrocshmem.errors import ShmemError
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.choice.config import BY_ROWS
 from pyrocshmem.stream_k.choice.placement import placement_names
+from pyrocshmem.stream_k.ops import pulls
 from tests.fused import bodies
 from tests.fused.cases import (
     HEAP_BYTES,
@@ -115,6 +117,30 @@ def test_sums_of_five_ranks() -> None:
         cases += [few, odd.with_config(chunk=2, group_m=3, num_programs=2), large]
     cases = [case.with_config(placement="copy_engine") for case in cases]
     assert_right(values(run_ranks(run_cases, 5, cases, timeout=TIMEOUT_S)))
+
+
+def in_parts(rank: int, world_size: int, cases: list[Case]) -> tuple[list[Verdict], int]:
+    """Cases whose steps have two tiles, where they may be cut; and how many parts of rows there were."""
+    parts, honest = [], pulls.Block
+
+    def block(rows: Any, columns: tuple[int, int], tiles: Any) -> pulls.Block:
+        parts.append(columns[0] > 0)
+        return honest(rows, columns, tiles)
+
+    with mock.patch.object(pulls, "_TILES", 2), mock.patch.object(pulls, "Block", block):
+        return run_cases(rank, world_size, cases), sum(parts)
+
+
+@pytest.mark.parametrize(("op", "ranks"), [("all_scatter", 3), ("all_reduce", 3), ("all_reduce", 2)])
+@pytest.mark.num_ranks(3)
+def test_wide_steps_come_in_parts(op: str, ranks: int) -> None:
+    """The last one of columns that end inside a tile; of blocks of rows that differ, and that some ranks have not."""
+    sizes = [(97, 90, 40), (64, 128, 16), (33, 75, 24), (2, 70, 8)]
+    config = {"placement": "copy_engine", "chunk": 2, "group_m": 2, "num_programs": 2}
+    cases = [Case(op, *size, FP16, out, bias="own").with_config(**config) for size in sizes for out in OUTS]
+    for found, parts in values(run_ranks(in_parts, ranks, cases, timeout=TIMEOUT_S)):
+        assert_right([found])
+        assert parts > len(cases)
 
 
 @pytest.mark.num_ranks(1)

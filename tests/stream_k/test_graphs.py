@@ -159,13 +159,17 @@ def test_under_capture_all_is_the_callers(device: Device) -> None:
     assert [call.run(out, 4.0), call.run(other, 5.0)] == ["r", "e"]
 
 
-@pytest.mark.parametrize(("backend", "captured"), [("cuda", True), ("cuda", False), ("hip", False)])
+@pytest.mark.parametrize(
+    ("backend", "captured", "wanted"),
+    [("cuda", True, "1"), ("cuda", False, "1"), ("cuda", False, "0"), ("hip", False, "1")],
+)
 def test_the_second_call_captures_what_is_the_same_for_every_call(
-    device: Device, backend: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+    device: Device, backend: str, captured: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the first, of rows that may never come again; not under capture: the streams are the caller's graph's; nor on
-    AMD, where PyTorch waits for the device when a graph is dropped."""
+    """Not the first, of rows that may never come again; not under capture: the streams are the caller's graph's; not
+    where no graphs are wanted; nor on AMD, where PyTorch waits for the device when a graph is dropped."""
     monkeypatch.setattr(target, "backend", lambda: backend)
+    monkeypatch.setenv("PYROCSHMEM_GRAPHS", wanted)
     done: list[str] = []
     plan: Any = object.__new__(RowsPlan)
     plan.everywhere, plan.was_called, plan.sending = False, False, None
@@ -182,7 +186,7 @@ def test_the_second_call_captures_what_is_the_same_for_every_call(
         return SimpleNamespace(replay=lambda: done.append("replayed"))
 
     monkeypatch.setattr(rows, "capture", capture)
-    by_graph = backend == "cuda" and not captured
+    by_graph = backend == "cuda" and not captured and wanted == "1"
     device.captured_by_the_caller = captured
     for call in range(3):
         plan.run(None, None, None, None)

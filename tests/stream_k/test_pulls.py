@@ -1,4 +1,4 @@
-"""The order of the copies that bring a result from the peers."""
+"""The steps of the copies that bring a result from the peers, and their order."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pyrocshmem import trace
-from pyrocshmem.stream_k.ops.pulls import Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import Block, Pull, Pulls, blocks_of
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -86,3 +88,58 @@ def test_programs_pull_beside_what_announces() -> None:
     assert found == ("tell 0", "tell 1", "tell 2", "pull")
     assert len(set(sides[:3])) == 1
     assert sides[3] not in (sides[0], -1)
+
+
+def counted(tiles_m: int, tiles_n: int, group: int) -> list[tuple[int, int]]:
+    """(row, column) of every tile, in the order in which `collectives.order.tile_coords` counts them."""
+    return [
+        (row, column)
+        for first in range(0, tiles_m, group)
+        for column in range(tiles_n)
+        for row in range(first, min(first + group, tiles_m))
+    ]
+
+
+def wrong(blocks: list[Block], tiles_m: int, tiles_n: int, group: int) -> str:
+    """What is wrong with these steps of so many tiles."""
+    tiles = counted(tiles_m, tiles_n, group)
+    brought = []
+    for block in blocks:
+        awaited = set(tiles[slice(*block.tiles)])
+        inside = [(row, column) for row in range(*block.rows) for column in range(*block.columns)]
+        if not awaited.issuperset(inside):
+            return f"{block} doesn't wait for all that it brings"
+        brought += inside
+    if sorted(brought) != sorted(tiles):
+        return "not every tile is brought once"
+    ends = [block.tiles[1] for block in blocks]
+    return "" if ends == sorted(ends) else "steps wait for one another"
+
+
+counts = st.integers(1, 40)
+
+
+@given(counts, st.integers(1, 200), counts, st.integers(1, 16), st.booleans())
+def test_steps_bring_every_tile_once_it_is_there(
+    tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool
+) -> None:
+    blocks = [*blocks_of(tiles_m, tiles_n, chunk, group, cut)]
+    assert wrong(blocks, tiles_m, tiles_n, group) == ""
+    if not cut:
+        assert {block.columns for block in blocks} == {(0, tiles_n)}
+
+
+def test_wide_steps_are_cut_where_a_group_has_their_rows() -> None:
+    """Into parts of about 128 tiles: 16 x 56 of them into seven."""
+    assert [block.columns for block in blocks_of(16, 56, 16, 16)] == [(n, n + 8) for n in range(0, 56, 8)]
+    assert [block.tiles for block in blocks_of(16, 56, 16, 16)] == [(n, n + 128) for n in range(0, 896, 128)]
+    assert len([*blocks_of(16, 56, 8, 16)]) == len([*blocks_of(16, 56, 8, 4)]) == 2
+
+
+def test_a_tile_that_a_step_forgets_is_caught() -> None:
+    honest = [*blocks_of(14, 56, 7, 7)]
+    assert wrong(honest, 14, 56, 7) == ""
+    first, last = honest[1].tiles
+    for tiles in ((first, last - 1), (first + 1, last)):
+        assert "doesn't wait" in wrong([honest[0], honest[1]._replace(tiles=tiles), *honest[2:]], 14, 56, 7)
+    assert "once" in wrong(honest[:-1], 14, 56, 7)

@@ -117,6 +117,14 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
     ("gemm_all_scatter", 1024, 8192, 2048, None): {"copy_engine": 97.5, "unfused": 116.3, "messages": 141.5},
     ("gemm_all_scatter", 2048, 1792, 4096, None): {"messages": 84.9, "unfused": 71.6},
     ("gemm_all_scatter", 4096, 4096, 3584, None): {"copy_engine": 210.9, "unfused": 260.1, "messages": 282.7},
+    ("gemm_all_scatter", 465, 32768, 5120, None): {"copy_engine": 284, "unfused": 309},
+    ("gemm_all_scatter", 512, 17408, 5120, None): {"copy_engine": 223, "unfused": 185},
+    ("gemm_all_scatter", 651, 7168, 12288, None): {"copy_engine": 319, "unfused": 208},
+    ("gemm_all_scatter", 768, 11008, 4096, None): {"copy_engine": 145, "unfused": 151},
+    ("gemm_all_scatter", 889, 9216, 16384, None): {"copy_engine": 403, "unfused": 404},
+    ("gemm_all_scatter", 1151, 11008, 4096, None): {"copy_engine": 194, "unfused": 229},
+    ("gemm_all_scatter", 1574, 3840, 5120, None): {"copy_engine": 154, "unfused": 130},
+    ("gemm_all_scatter", 2048, 14336, 3584, None): {"copy_engine": 339, "unfused": 451},
 }
 
 
