@@ -176,14 +176,24 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
 # Tiles for which our waves have room, over tiles that there are, where the BLAS gains more than the sums cost: in a
-# reduce-scatter of long K, in others, and in an all-reduce; and K that is long.
-_LONG_ROOM, _SCATTERED_ROOM, _REDUCED_ROOM, _SCATTERED_K = 1.03, 1.3, 1.5, 6144
+# reduce-scatter and in an all-reduce.
+_SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
+# Tile rows of a block below which a reduce-scatter of long K reads B from memory as often as it has time for.
+_BLOCK_TILES, _LONG_K = 5, 6144
 
 
 def blocks_to_scatter(facts: Facts) -> Verdict:
     """The BLAS, a block of rows after another, each copied while the next is multiplied."""
-    room = _LONG_ROOM if facts.K >= _SCATTERED_K else _SCATTERED_ROOM
-    return _partial_blocks(facts, False, _leaves_late, room)
+
+    def alone(facts: Facts) -> Verdict:
+        late, rows, least = _leaves_late(facts), _block_rows(facts), _BLOCK_TILES * facts.block_m
+        if late.suits or facts.K < _LONG_K or rows >= least:
+            return late
+        return Verdict(
+            True, f"blocks of {rows} rows are fewer than {least}, with K = {facts.K} at least {_LONG_K}"
+        )
+
+    return _partial_blocks(facts, False, alone, _SCATTERED_ROOM)
 
 
 def blocks_to_reduce(facts: Facts) -> Verdict:
