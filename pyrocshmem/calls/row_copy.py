@@ -51,6 +51,8 @@ class RowCopy:
     def __call__(self, whole: torch.Tensor) -> None:
         """Copy into `whole`, which lies like the one that this was made for, on the current stream."""
         source = self.source
+        if not source.numel():
+            return
         backend, device, stream = "host", 0, 0
         if source.is_cuda:
             backend, device = target.backend(), source.device.index

@@ -97,6 +97,8 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     least two steps, of few tile rows, since something follows the last one."""
     assert facts.wire is not None
     tile_rows = _tile_rows(config, facts, facts.world_size)
+    if tile_rows <= _MOST_GROUP and facts.world_size == 2:
+        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
     if hop_us(facts, facts.M * facts.N * facts.wire.itemsize) > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
@@ -108,6 +110,8 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     is twice as long."""
     assert facts.wire is not None
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
+    if tile_rows <= _MOST_GROUP and facts.world_size == 2:
+        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)

@@ -1,5 +1,5 @@
 """Blocks of a result that a rank fetches from its peers as they finish, straight into the caller's tensor: by copy
-engine, or by programs on multiprocessors that the GEMM leaves free.
+engine, or by programs on multiprocessors that the GEMM leaves free. And how tiles are cut into the steps of copies.
 
 Copy engines take nothing from the GEMM and want few large copies: on 4 x H200 a rank that copies alone gets 360 GB/s,
 and 220 to 290 when all copy at once. Programs get 320, and move what is there without waiting for more.
@@ -45,15 +45,30 @@ def blocks_of(tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool = Tr
     column: `chunk` tile rows each, the columns of which are cut into about equal parts where one group has just these
     rows. cut: False where they are not."""
     for first in range(0, tiles_m, chunk):
-        last = min(first + chunk, tiles_m)
-        begin, end = first // group * group, min(-(-last // group) * group, tiles_m)
+        rows = first, min(first + chunk, tiles_m)
         parts = 1
-        if cut and (begin, end) == (first, last) and last - first <= group:
-            parts = min(tiles_n, max(1, round((last - first) * tiles_n / _TILES)))
-        for part in range(parts):
-            left, right = part * tiles_n // parts, (part + 1) * tiles_n // parts
-            before, height = begin * tiles_n, end - begin
-            yield Block((first, last), (left, right), (before + height * left, before + height * right))
+        if cut and _is_group(rows, tiles_m, group):
+            parts = max(1, round((rows[1] - first) * tiles_n / _TILES))
+        width = max(1, -(-tiles_n // parts))
+        for left in range(0, tiles_n, width):
+            columns = left, min(left + width, tiles_n)
+            yield Block(rows, columns, tiles_of(rows, columns, tiles_m, tiles_n, group))
+
+
+def tiles_of(
+    rows: tuple[int, int], columns: tuple[int, int], tiles_m: int, tiles_n: int, group: int
+) -> tuple[int, int]:
+    """Numbers [first, last) of tiles that a step of these tile rows and columns waits for: all columns of whole groups,
+    but where one group has just these rows."""
+    begin, end = rows[0] // group * group, min(-(-rows[1] // group) * group, tiles_m)
+    left, right = columns if _is_group(rows, tiles_m, group) else (0, tiles_n)
+    before, height = begin * tiles_n, end - begin
+    return before + height * left, before + height * right
+
+
+def _is_group(rows: tuple[int, int], tiles_m: int, group: int) -> bool:
+    first, last = rows
+    return first % group == 0 and last == min(first + group, tiles_m)
 
 
 class Pull(NamedTuple):

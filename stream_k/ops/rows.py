@@ -31,7 +31,7 @@ from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, on_all_ranks
-from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of
+from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of, tiles_of
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
 # copies, the fourth tells owners what has been copied.
@@ -85,17 +85,19 @@ class RowsPlan(FusedPlan):
         self.chunk = min(config.chunk, self.tiles)
         # No split tiles: they would come before any other, when no peer's partial is here. A group of tile rows lies
         # within one step.
-        own = changed(config, split="none", group_m=math.gcd(config.group_m, self.chunk))
+        at_once = self.chunk == self.tiles
+        group = config.group_m if at_once else math.gcd(config.group_m, self.chunk)
+        own = changed(config, split="none", group_m=group)
         # True: room in shared memory for the fp32 parts of a tile, as for a fix-up.
         self.product = product = replace(call, config=own).product(
             True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
-        self.num_steps = -(-self.tiles // self.chunk)
-        blocks = (
-            [*blocks_of(self.tiles, product.schedule.tiles_n, self.chunk, own.group_m)] if everywhere else []
-        )
-        self.flags = workspace.flags(self.num_steps + len(blocks))
+        cut = partial(blocks_of, self.tiles, product.schedule.tiles_n, self.chunk, group)
+        # What a tile of this rank waits for is told by its number, so that all steps have as many.
+        self.steps = [*cut(cut=at_once)]
+        pulled = [*cut()] if everywhere else []
+        self.flags = workspace.flags(len(self.steps) + len(pulled))
         num_tiles = self.world * self.tiles * product.schedule.tiles_n
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         self._step_arguments = partial(step_arguments, workspace, self.flags, self.tile_flags)
@@ -118,49 +120,48 @@ class RowsPlan(FusedPlan):
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             sums = on_all_ranks(heap, self.sums)
-            steps = [self._pull(self.num_steps + i, block, out, sums) for i, block in enumerate(blocks)]
+            steps = [self._pull(len(self.steps) + i, each, out, sums) for i, each in enumerate(pulled)]
         rows = self.partials.view(-1, N)
         there = on_all_ranks(heap, rows)
-        self.copies = [self._copies(step, rows, there, block) for step in range(self.num_steps)]
+        self.copies = [self._copies(step, rows, there, block) for step in self.steps]
         self._make_launches(call, rows[: peers * block])
         together = len(steps) if steps and _BUSY_K * peers > product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
 
-    def _rows_of(self, step: int, owner: int) -> tuple[int, int]:
-        """[begin, end) of a step's rows, counted from the first one of the owner's block."""
+    def _place(self, step: Block, owner: int) -> tuple[slice, slice]:
+        """Rows, counted from the first one of the owner's block, and columns of a step."""
+        config, N = self.product.config, self.product.N
         first, last = shard_range(self.product.M, owner, self.world)
-        height = self.chunk * self.product.config.block_m
-        return min(step * height, last - first), min((step + 1) * height, last - first)
+        top, bottom = (min(row * config.block_m, last - first) for row in step.rows)
+        left, right = (min(column * config.block_n, N) for column in step.columns)
+        return slice(top, bottom), slice(left, right)
 
     def _copies(
-        self, step: int, rows: torch.Tensor, there: list[torch.Tensor], block: int
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(owner, to, from) of a step: the partial rows of the other ranks' blocks, in the order of their tiles. there:
-        `rows` of all ranks."""
+        self, step: Block, rows: torch.Tensor, there: list[torch.Tensor], block: int
+    ) -> list[tuple[int, RowCopy, torch.Tensor]]:
+        """(owner, copy, into) of a step: of the partial rows of the other ranks' blocks, in the order of their tiles.
+        there: `rows` of all ranks."""
         copies, peers = [], self.world - 1
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
-            begin, end = self._rows_of(step, owner)
-            source = rows[peer * block + begin : peer * block + end]
-            place = (peers + peer) * block
-            copies.append((owner, there[owner][place + begin : place + end], source))
+            own, columns = self._place(step, owner)
+            source = rows[peer * block :][own, columns]
+            to = there[owner]
+            copies.append((owner, RowCopy.of(to[(peers + peer) * block :][own, columns], to, source), to))
         return copies
 
-    def _pull(self, word: int, block: Block, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
+    def _pull(self, word: int, step: Block, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
         """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
         call too early: it needs this rank's partials for them, which come when this call is over."""
-        config, M, N = self.product.config, self.product.M, self.product.N
         before = (self.world - 1) * self.tiles * self.product.schedule.tiles_n
-        tiles = before + block.tiles[0], before + block.tiles[1]
-        left, right = (min(column * config.block_n, N) for column in block.columns)
+        tiles = before + step.tiles[0], before + step.tiles[1]
         copies: dict[int, RowCopy] = {}
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            first, last = shard_range(M, owner, self.world)
-            top, bottom = (min(row * config.block_m, last - first) for row in block.rows)
-            if top < bottom:
-                place = out[first + top : first + bottom, left:right]
-                copies[owner] = RowCopy.of(place, out, sums[owner][top:bottom, left:right])
+            first, last = shard_range(self.product.M, owner, self.world)
+            rows, columns = self._place(step, owner)
+            if rows.start < rows.stop:
+                copies[owner] = RowCopy.of(out[first:last][rows, columns], out, sums[owner][rows, columns])
         own = [copies.pop(self.rank)] if self.rank in copies else []
         return Pull(
             self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own
@@ -201,22 +202,19 @@ class RowsPlan(FusedPlan):
     ) -> tuple[Any, ...]:
         product = self.product
         c = filled(self.c_template, out if self.sums is None else self.sums)
-        step_tiles = packed(self.chunk * product.schedule.tiles_n)
+        step_tiles = packed(self.chunk * self.steps[0].columns[1])
         finish = PLAIN if bias is None else Finish.of(bias)
         extra = row_blocks.OwnRows(
             self.tile_flags, self.flags, step_tiles, self.received, finish, *self.strides
         )
         return product.arguments(a, b, c, self.no_fix_up, extra, self.workspace.context)
 
-    def _tiles_of(self, step: int, peer: int) -> tuple[int, int]:
-        """[first, last) of the tiles that hold a step's rows of the block of a peer, counted from the neighbour, 0:
-        whole groups, since inside a group of tile rows the columns come first."""
-        group, columns = self.for_peers.config.group_m, self.for_peers.schedule.tiles_n
-        peers = self.world - 1
-        first = peer * self.tiles + step * self.chunk
-        last = peer * self.tiles + min((step + 1) * self.chunk, self.tiles)
-        end = min(-(-last // group) * group, peers * self.tiles)
-        return first // group * group * columns, end * columns
+    def _tiles_of(self, step: Block, peer: int) -> tuple[int, int]:
+        """[first, last) of the tiles of a step of the block of a peer, counted from the neighbour, 0."""
+        product, before = self.for_peers, peer * self.tiles
+        rows = before + step.rows[0], before + step.rows[1]
+        all_rows = (self.world - 1) * self.tiles
+        return tiles_of(rows, step.columns, all_rows, product.schedule.tiles_n, product.config.group_m)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.peers_gemm.compile(self._peers_arguments(a, b))
@@ -265,16 +263,16 @@ class RowsPlan(FusedPlan):
         # for a flag.
         launch = self.enter
         for peer in range(self.world - 1):
-            for step in range(self.num_steps):
-                owner, to, source = self.copies[step][peer]
+            for word, step in enumerate(self.steps):
+                owner, copy, into = self.copies[word][peer]
                 with workspace.beside(_TILES):
                     launch(self._step_arguments(tiles=self._tiles_of(step, peer)))
                     workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
-                    trace.copy(to.copy_, source)
+                    trace.copy(copy, into)
                     workspace.fork(_FLAGS)
                 with workspace.beside(_FLAGS):
-                    self.step(self._step_arguments(step, 1 << owner))
+                    self.step(self._step_arguments(word, 1 << owner))
                 launch = self.step
         for side in (_TILES, _COPIES, _FLAGS):
             workspace.join(side)

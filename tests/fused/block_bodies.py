@@ -181,7 +181,7 @@ def sums_without_partials(rank: int, world_size: int, sent: bool, heeds: bool) -
         stream_k.gemm_reduce_scatter(a, b, **options)
         heap.vote("planned")
         (plan,) = workspace.plans.values()
-        own_gemm, last = plan.own_gemm, plan.flags[(plan.num_steps - 1) * int(signal.MAX_WORLD.value) + 1 :]
+        own_gemm, last = plan.own_gemm, plan.flags[(len(plan.steps) - 1) * int(signal.MAX_WORLD.value) + 1 :]
 
         def when_sent(*arguments: Any) -> None:
             wait_until(lambda: int(last[0]) == workspace.epoch() + 1, LONG_S / 2)

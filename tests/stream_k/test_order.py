@@ -17,6 +17,7 @@ from pyrocshmem.collectives import order
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.local_gemm.schedule import Schedule
+from pyrocshmem.stream_k.ops.pulls import blocks_of
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.pyrocshmem.kernels import run
 
@@ -223,28 +224,30 @@ def test_a_row_off_by_one_is_caught() -> None:
     assert order_of(97, 1, 4, 16, row_off_by_one) != expected
 
 
-def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[int]:
-    """The tile row of every tile, in the order in which `order.tile_coords` counts them."""
+def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
+    """(row, column) of every tile, in the order in which `order.tile_coords` counts them."""
     return [
-        row
+        (row, column)
         for first in range(0, tiles_m, group_m)
-        for _ in range(tiles_n)
+        for column in range(tiles_n)
         for row in range(first, min(first + group_m, tiles_m))
     ]
 
 
 def uncovered(plan: Any) -> list[int]:
-    """Tiles of a step's rows that the copy of these rows would not wait for."""
-    tile_rows = tiles_in_order(
-        (plan.world - 1) * plan.tiles, plan.for_peers.schedule.tiles_n, plan.for_peers.config.group_m
-    )
+    """Tiles of a step that the copy of these rows and columns would not wait for."""
+    tiles_n = plan.for_peers.schedule.tiles_n
+    order = tiles_in_order((plan.world - 1) * plan.tiles, tiles_n, plan.for_peers.config.group_m)
     missed = []
-    for step in range(-(-plan.tiles // plan.chunk)):
+    for step in blocks_of(plan.tiles, tiles_n, plan.chunk, plan.for_peers.config.group_m):
         for peer in range(plan.world - 1):
             first, last = RowsPlan._tiles_of(plan, step, peer)
-            rows = range(step * plan.chunk, min((step + 1) * plan.chunk, plan.tiles))
-            wanted = {tile for tile, row in enumerate(tile_rows) if row - peer * plan.tiles in rows}
-            assert 0 <= first < last <= len(tile_rows)
+            wanted = {
+                tile
+                for tile, (row, column) in enumerate(order)
+                if row - peer * plan.tiles in range(*step.rows) and column in range(*step.columns)
+            }
+            assert 0 <= first < last <= len(order)
             missed += [tile for tile in wanted if not first <= tile < last]
     return missed
 
@@ -256,7 +259,7 @@ def plan_of(world: int, tiles: int, chunk: int, tiles_n: int, group_m: int) -> A
     return SimpleNamespace(for_peers=product, world=world, tiles=tiles, chunk=min(chunk, tiles))
 
 
-@given(several, st.integers(1, 12), chunks, st.integers(1, 5), st.integers(1, 9))
+@given(several, st.integers(1, 12), chunks, st.integers(1, 5) | st.integers(100, 300), st.integers(1, 12))
 def test_a_copy_waits_for_all_tiles_of_its_rows(
     world: int, tiles: int, chunk: int, tiles_n: int, group_m: int
 ) -> None:

@@ -2,7 +2,7 @@
 that stand in for a GPU's."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -47,9 +47,11 @@ class Streams:
 def sent(streams: Streams, world: int) -> None:
     """What rank 0 enqueues, as ("tiles" | "copy" | "flag", step, owner); step 0 enters the call as well."""
 
-    def copies(step: int) -> list[tuple[int, SimpleNamespace, tuple[int, int]]]:
-        to = SimpleNamespace(copy_=lambda source: streams.enqueue(("copy", *source)))
-        return [(owner, to, (step, owner)) for owner in range(1, world)]
+    def copies(step: int) -> list[tuple[int, Callable[[tuple[int, int]], None], tuple[int, int]]]:
+        return [
+            (owner, lambda which: streams.enqueue(("copy", *which)), (step, owner))
+            for owner in range(1, world)
+        ]
 
     def step_arguments(raised: int = 0, receivers: int = 0, tiles: tuple[int, int] = (0, 0)) -> Command:
         return ("flag", raised, receivers.bit_length() - 1) if receivers else ("tiles", *tiles)
@@ -57,7 +59,7 @@ def sent(streams: Streams, world: int) -> None:
     plan = SimpleNamespace(
         workspace=streams,
         world=world,
-        num_steps=STEPS,
+        steps=range(STEPS),
         copies=[copies(step) for step in range(STEPS)],
         enter=streams.enqueue,
         step=streams.enqueue,
