@@ -88,7 +88,7 @@ _STEP_ELEMENTS = 4 << 20
 # Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce and of an
 # all-scatter at least.
 _MOST_REDUCED, _FEWEST_SUMMED, _FEWEST_SCATTERED = 8, 4, 8
-# Tile rows that share columns of B in L2.
+# Tile rows that share columns of B in L2: about so many, at most so many.
 _GROUP, _MOST_GROUP = 8, 16
 
 
@@ -97,8 +97,8 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     least two steps, of few tile rows, since something follows the last one."""
     assert facts.wire is not None
     tile_rows = _tile_rows(config, facts, facts.world_size)
-    if tile_rows <= _MOST_GROUP and facts.world_size == 2:
-        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
+    if facts.world_size == 2 and facts.is_narrow and tile_rows <= _MOST_GROUP:
+        return _in_one_group(config, facts, tile_rows)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
     if hop_us(facts, facts.M * facts.N * facts.wire.itemsize) > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
@@ -110,8 +110,8 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     is twice as long."""
     assert facts.wire is not None
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
-    if tile_rows <= _MOST_GROUP and facts.world_size == 2:
-        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
+    if facts.world_size == 2 and facts.is_narrow and tile_rows <= _MOST_GROUP:
+        return _in_one_group(config, facts, tile_rows)
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
@@ -121,10 +121,14 @@ def copied_columns(config: Config, facts: Facts) -> Config:
     """An all-scatter by copy engines, in steps of all rows, or of parts of the columns where there are few rows."""
     tile_rows = _tile_rows(config, facts, 1)
     if tile_rows <= _MOST_GROUP:
-        # One group, whatever the rows, for which kernels are compiled anew.
-        return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
+        return _in_one_group(config, facts, tile_rows)
     chunk = max(_FEWEST_SCATTERED, -(-tile_rows // max(1, _steps_of(facts, blocks=1))))
     return _beside_copies(in_steps(config, chunk), facts)
+
+
+def _in_one_group(config: Config, facts: Facts, tile_rows: int) -> Config:
+    """Steps that are parts of the columns. The group is as large for fewer rows: kernels are compiled for it."""
+    return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:

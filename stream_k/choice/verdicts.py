@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from pyrocshmem.stream_k.choice.config import SPARE_FOR_COPIES
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
@@ -148,7 +149,13 @@ def _block_rows(facts: Facts) -> int:
 
 def few_cut_tiles_for_blas(facts: Facts) -> Verdict:
     """The same of sums, unless those of whole tiles leave as fast as they are made."""
-    return _before_messages(facts, _leaves_late)
+    return _before_messages(facts, partial(_behind, reduces=False, then=_leaves_late))
+
+
+def _behind(facts: Facts, reduces: bool, then: Callable[[Facts], Verdict]) -> Verdict:
+    """Whether an exchange follows the GEMM: `then`, but not where two ranks' blocks are copied beside it."""
+    copied = _copied(facts, reduces)
+    return Verdict(False, copied.why) if facts.world_size == 2 and copied.suits else then(facts)
 
 
 def _leaves_late(facts: Facts) -> Verdict:
@@ -175,25 +182,20 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
-# Tiles for which our waves have room, over tiles that there are, where the BLAS gains more than the sums cost: in a
-# reduce-scatter and in an all-reduce.
+# Of several peers' sums: tiles for which our waves have room, over tiles that there are, where the BLAS gains more than
+# the sums cost, in a reduce-scatter and in an all-reduce.
 _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
-# Tile rows of a block below which a reduce-scatter of long K reads B from memory as often as it has time for.
+# Of two ranks' (2 x H100, docs/log.md): room that our GEMMs have and are as fast; what else the BLAS costs,
+# microseconds and bytes a microsecond of a block that is read twice and written; and of the time that sums take on the
+# link, the share that is left at the end.
+_ROOM, _BLOCKS_US, _SUMMED_BYTES, _PULLED_LATE = 1.1, 25.0, 2.5e6, 0.75
+# Tile rows of a block below which our GEMMs read B too often where K is long.
 _BLOCK_TILES, _LONG_K = 5, 6144
 
 
 def blocks_to_scatter(facts: Facts) -> Verdict:
     """The BLAS, a block of rows after another, each copied while the next is multiplied."""
-
-    def alone(facts: Facts) -> Verdict:
-        late, rows, least = _leaves_late(facts), _block_rows(facts), _BLOCK_TILES * facts.block_m
-        if late.suits or facts.K < _LONG_K or rows >= least:
-            return late
-        return Verdict(
-            True, f"blocks of {rows} rows are fewer than {least}, with K = {facts.K} at least {_LONG_K}"
-        )
-
-    return _partial_blocks(facts, False, alone, _SCATTERED_ROOM)
+    return _partial_blocks(facts, False, _leaves_late, _SCATTERED_ROOM)
 
 
 def blocks_to_reduce(facts: Facts) -> Verdict:
@@ -207,6 +209,20 @@ def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verd
     first = _by_blas(facts, _SENT_ROWS)
     if not first.suits:
         return first
+    copied = _copied(facts, reduces)
+    if not copied.suits:
+        return copied
+    if facts.world_size == 2:
+        second = _left_idle(facts, reduces)
+    else:
+        second = unfused(facts)
+        if not second.suits:
+            second = _unfilled(facts, room)
+    return Verdict(True, f"{copied.why}, and {second.why}") if second.suits else second
+
+
+def _copied(facts: Facts, reduces: bool) -> Verdict:
+    """Whether partial blocks take long to copy."""
     if not facts.in_16_bits or not facts.is_narrow or facts.wire is None:
         return Verdict(False, "it was measured in 16 bits alone")
     took = hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
@@ -214,10 +230,30 @@ def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verd
     what = f"copies of partial blocks take {took:.0f} us"
     if took <= least:
         return Verdict(False, f"{what}, of up to {least:.0f} an exchange behind the GEMM is as fast")
-    second = unfused(facts)
-    if not second.suits:
-        second = _unfilled(facts, room)
-    return Verdict(True, f"{what}, more than {least:.0f}, and {second.why}") if second.suits else second
+    return Verdict(True, f"{what}, more than {least:.0f}")
+
+
+def _left_idle(facts: Facts, reduces: bool) -> Verdict:
+    """Whether our GEMMs of two ranks' blocks leave SMs idle for longer than sums of the BLAS' blocks take."""
+    assert facts.wire is not None
+    rows, least = _block_rows(facts), _BLOCK_TILES * facts.block_m
+    if rows < least and facts.K >= _LONG_K:
+        return Verdict(
+            True, f"blocks of {rows} rows are fewer than {least}, with K = {facts.K} at least {_LONG_K}"
+        )
+    short = _short(facts)
+    if short.suits:
+        return short
+    waves, num_sms, tiles = _block_waves(facts)
+    idle = max(0.0, waves * num_sms / tiles - _ROOM) * gemm_us(facts)
+    size = facts.M * facts.N * facts.wire.itemsize
+    taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
+    if reduces:
+        taken += _PULLED_LATE * hop_us(facts, size)
+    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
+    if idle > taken:
+        return Verdict(True, f"{what}: longer than sums of the BLAS' blocks take, {taken:.0f} us")
+    return Verdict(False, f"{what}: sums of the BLAS' blocks take {taken:.0f} us")
 
 
 def least_copied_us(world_size: int, reduces: bool) -> float:
@@ -227,16 +263,20 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
 
 
 def _unfilled(facts: Facts, room: float) -> Verdict:
-    """Whether our GEMMs, of the peers' rows and of a rank's own, have room in their waves for more than `room` times
-    the tiles that there are."""
-    num_sms, tile_rows = facts.num_sms - SPARE_FOR_COPIES, -(-facts.M // facts.block_m)
-    block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
-    waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
-    tiles = _tiles_in_full(facts)
-    what = f"with K = {facts.K} our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
+    """Whether our GEMMs have room in their waves for more than `room` times the tiles that there are."""
+    waves, num_sms, tiles = _block_waves(facts)
+    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
     if waves * num_sms > room * tiles:
         return Verdict(True, f"{what} more than {room:g} times as many")
     return Verdict(False, f"{what} at most {room:g} times as many")
+
+
+def _block_waves(facts: Facts) -> tuple[int, int, float]:
+    """(waves of our GEMMs, of the peers' rows and of a rank's own; SMs that they have; tiles, as `_tiles_in_full`)."""
+    num_sms, tile_rows = facts.num_sms - SPARE_FOR_COPIES, -(-facts.M // facts.block_m)
+    block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
+    waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
+    return waves, num_sms, _tiles_in_full(facts)
 
 
 _WIDE = Verdict(False, "partial sums travel in fp32, and it was measured of 16 bits")
@@ -283,7 +323,7 @@ def _short(facts: Facts) -> Verdict:
 def short_sum_for_blas(facts: Facts) -> Verdict:
     """The same for an all-reduce: also where the GEMM is too short to overlap with, up to two waves of tiles, and of
     fp32 sums `_PAIR_K`."""
-    return _before_messages(facts, _short_sum)
+    return _before_messages(facts, partial(_behind, reduces=True, then=_short_sum))
 
 
 def _short_sum(facts: Facts) -> Verdict:

@@ -48,7 +48,8 @@ def blocks_of(tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool = Tr
         rows = first, min(first + chunk, tiles_m)
         parts = 1
         if cut and _is_group(rows, tiles_m, group):
-            parts = max(1, round((rows[1] - first) * tiles_n / _TILES))
+            fewest = 2 if chunk >= tiles_m else 1  # or nothing would overlap
+            parts = max(fewest, round((rows[1] - first) * tiles_n / _TILES))
         width = max(1, -(-tiles_n // parts))
         for left in range(0, tiles_n, width):
             columns = left, min(left + width, tiles_n)

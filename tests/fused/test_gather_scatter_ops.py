@@ -131,13 +131,20 @@ def in_parts(rank: int, world_size: int, cases: list[Case]) -> tuple[list[Verdic
         return run_cases(rank, world_size, cases), sum(parts)
 
 
-@pytest.mark.parametrize(("op", "ranks"), [("all_scatter", 3), ("all_reduce", 3), ("all_reduce", 2)])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("op", ["all_scatter", "all_reduce", "reduce_scatter"])
 @pytest.mark.num_ranks(3)
 def test_wide_steps_come_in_parts(op: str, ranks: int) -> None:
-    """The last one of columns that end inside a tile; of blocks of rows that differ, and that some ranks have not."""
+    """The last one of columns that end inside a tile; of blocks of rows that differ, and that some ranks have not; of
+    all of a block's rows at once, which are sent in parts, too."""
     sizes = [(97, 90, 40), (64, 128, 16), (33, 75, 24), (2, 70, 8)]
-    config = {"placement": "copy_engine", "chunk": 2, "group_m": 2, "num_programs": 2}
-    cases = [Case(op, *size, FP16, out, bias="own").with_config(**config) for size in sizes for out in OUTS]
+    cases = [
+        Case(op, *size, FP16, out, bias="own").with_config(
+            placement="copy_engine", chunk=chunk, group_m=chunk, num_programs=2
+        )
+        for size, chunk, out in itertools.product(sizes, (2, 16), OUTS)
+        if (chunk == 16 or op != "reduce_scatter") and (size[0] > 2 or out != "strided")
+    ]
     for found, parts in values(run_ranks(in_parts, ranks, cases, timeout=TIMEOUT_S)):
         assert_right([found])
         assert parts > len(cases)
