@@ -83,11 +83,11 @@ def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, ro
     )
 
 
-# Elements that a step of copies should move: of fewer the gaps between copies count, of more what follows the last.
+# Elements that a step of copies should move where its columns are not cut: of fewer the gaps between copies count, of
+# more what follows the last.
 _STEP_ELEMENTS = 4 << 20
-# Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce and of an
-# all-scatter at least.
-_MOST_REDUCED, _FEWEST_SUMMED, _FEWEST_SCATTERED = 8, 4, 8
+# Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce at least.
+_MOST_REDUCED, _FEWEST_SUMMED = 8, 4
 # Tile rows that share columns of B in L2: about so many, at most so many.
 _GROUP, _MOST_GROUP = 8, 16
 
@@ -96,11 +96,11 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     """A reduce-scatter by copy engines, block by block of all ranks' rows, from measurements on H200 (docs/log.md): at
     least two steps, of few tile rows, since something follows the last one."""
     assert facts.wire is not None
-    tile_rows = _tile_rows(config, facts, facts.world_size)
-    if facts.world_size == 2 and facts.is_narrow and tile_rows <= _MOST_GROUP:
-        return _in_one_group(config, facts, tile_rows)
+    tile_rows, hop = _tile_rows(config, facts, facts.world_size), _partials_us(facts)
+    if _pays_to_cut(facts, hop) and tile_rows <= _MOST_GROUP:
+        return _in_parts(config, facts)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
-    if hop_us(facts, facts.M * facts.N * facts.wire.itemsize) > gemm_us(facts):
+    if hop > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
     return _beside_copies(in_steps(config, -(-tile_rows // steps)), facts)
 
@@ -109,26 +109,34 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     """The same for an all-reduce, whose sums travel once more: more steps of fp32 sums, since what follows the last one
     is twice as long."""
     assert facts.wire is not None
+    if _pays_to_cut(facts, 2 * _partials_us(facts)):
+        return _in_parts(config, facts)
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
-    if facts.world_size == 2 and facts.is_narrow and tile_rows <= _MOST_GROUP:
-        return _in_one_group(config, facts, tile_rows)
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
 
 
 def copied_columns(config: Config, facts: Facts) -> Config:
-    """An all-scatter by copy engines, in steps of all rows, or of parts of the columns where there are few rows."""
-    tile_rows = _tile_rows(config, facts, 1)
-    if tile_rows <= _MOST_GROUP:
-        return _in_one_group(config, facts, tile_rows)
-    chunk = max(_FEWEST_SCATTERED, -(-tile_rows // max(1, _steps_of(facts, blocks=1))))
-    return _beside_copies(in_steps(config, chunk), facts)
+    """An all-scatter by copy engines."""
+    return _in_parts(config, facts)
 
 
-def _in_one_group(config: Config, facts: Facts, tile_rows: int) -> Config:
-    """Steps that are parts of the columns. The group is as large for fewer rows: kernels are compiled for it."""
-    return _beside_copies(changed(config, split="none", chunk=tile_rows, group_m=_MOST_GROUP), facts)
+def _partials_us(facts: Facts) -> float:
+    assert facts.wire is not None
+    return hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
+
+
+def _pays_to_cut(facts: Facts, on_links: float) -> bool:
+    """Whether sums, which take so many microseconds on the links, go in parts of columns: of two ranks, in 16 bits, and
+    where SMs have more to do (2 x H100, docs/log.md)."""
+    return facts.world_size == 2 and facts.is_narrow and on_links <= gemm_us(facts)
+
+
+def _in_parts(config: Config, facts: Facts) -> Config:
+    """Steps of parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled for
+    how many these are."""
+    return _beside_copies(changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP), facts)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:
