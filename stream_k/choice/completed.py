@@ -98,7 +98,7 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     assert facts.wire is not None
     tile_rows, hop = _tile_rows(config, facts, facts.world_size), _partials_us(facts)
     if _pays_to_cut(facts, hop) and tile_rows <= _MOST_GROUP:
-        return _in_parts(config, facts)
+        return in_parts(config, facts)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
     if hop > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
@@ -110,16 +110,11 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     is twice as long."""
     assert facts.wire is not None
     if _pays_to_cut(facts, 2 * _partials_us(facts)):
-        return _in_parts(config, facts)
+        return in_parts(config, facts)
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
-
-
-def copied_columns(config: Config, facts: Facts) -> Config:
-    """An all-scatter by copy engines."""
-    return _in_parts(config, facts)
 
 
 def _partials_us(facts: Facts) -> float:
@@ -133,9 +128,9 @@ def _pays_to_cut(facts: Facts, on_links: float) -> bool:
     return facts.world_size == 2 and facts.is_narrow and on_links <= gemm_us(facts)
 
 
-def _in_parts(config: Config, facts: Facts) -> Config:
-    """Steps of parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled for
-    how many these are."""
+def in_parts(config: Config, facts: Facts) -> Config:
+    """Copy engines, in parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled
+    for how many these are."""
     return _beside_copies(changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP), facts)
 
 

@@ -66,7 +66,7 @@ class Config:
       comm_rows                  rows of a tile that a consumer moves at a time
       chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
                                  an all-scatter, of the whole result. The rows are as many on all ranks, whatever
-                                 their tiles
+                                 their tiles. Wide steps of one group are cut into parts of their columns
       partial_dtype              what partial sums travel in, of ops that sum over ranks. None: the result's dtype, to
                                  which every rank's partial is rounded once, as other libraries do. torch.float32: the
                                  strict mode, as accurate as one GPU's sums, at twice the bytes. torch.bfloat16 or

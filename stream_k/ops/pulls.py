@@ -27,8 +27,9 @@ from pyrocshmem.stream_k.local_gemm.product import Product
 WAITS, _PULLS = 4, 5
 
 
-# Tiles that a step should have: of fewer the gaps between copies count, of more what follows the last.
-_TILES = 128
+# Tiles that a step should have: of fewer the gaps between copies count, of more what follows the last. Of large results
+# as many as make so many steps, each of which costs the host a launch and a copy from every rank.
+_TILES, _STEPS = 128, 16
 
 
 class Block(NamedTuple):
@@ -49,7 +50,8 @@ def blocks_of(tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool = Tr
         parts = 1
         if cut and _is_group(rows, tiles_m, group):
             fewest = 2 if chunk >= tiles_m else 1  # or nothing would overlap
-            parts = max(fewest, round((rows[1] - first) * tiles_n / _TILES))
+            most = max(_TILES, tiles_m * tiles_n // _STEPS)
+            parts = max(fewest, round((rows[1] - first) * tiles_n / most))
         width = max(1, -(-tiles_n // parts))
         for left in range(0, tiles_n, width):
             columns = left, min(left + width, tiles_n)

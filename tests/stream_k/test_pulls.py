@@ -133,6 +133,7 @@ def test_wide_steps_are_cut_where_a_group_has_their_rows() -> None:
     """Into parts of about 128 tiles: 16 x 56 of them into seven."""
     assert [block.columns for block in blocks_of(16, 56, 16, 16)] == [(n, n + 8) for n in range(0, 56, 8)]
     assert [block.tiles for block in blocks_of(16, 56, 16, 16)] == [(n, n + 128) for n in range(0, 896, 128)]
+    assert len([*blocks_of(128, 208, 16, 16)]) == 16
     assert len([*blocks_of(16, 56, 8, 16)]) == len([*blocks_of(16, 56, 8, 4)]) == 2
 
 
