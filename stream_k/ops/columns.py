@@ -83,13 +83,13 @@ class ColumnsPlan(FusedPlan):
         if not columns:
             return Pull(self._step_arguments(step, everyone, block.tiles))
         peers = everyone ^ (1 << self.rank)
-        top, bottom = (row * config.block_m for row in block.rows)
+        top, bottom = (min(row * config.block_m, self.product.M) for row in block.rows)
         left, right = (min(column * config.block_n, N) for column in block.columns)
+        shape = bottom - top, right - left
         copies = []
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            place = out[top:bottom, owner * N + left : owner * N + right]
-            copies.append(RowCopy.of(place, out, columns[owner][top:bottom, left:right]))
+            copies.append(RowCopy.of(columns[owner], (top, left), out, (top, owner * N + left), shape))
         return Pull(self._step_arguments(step, peers, block.tiles, peers), copies[:-1], copies[-1:])
 
     def _step_arguments(

@@ -128,13 +128,13 @@ class RowsPlan(FusedPlan):
         together = len(steps) if steps and _BUSY_K * peers > product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
 
-    def _place(self, step: Block, owner: int) -> tuple[slice, slice]:
-        """Rows, counted from the first one of the owner's block, and columns of a step."""
+    def _place(self, step: Block, owner: int) -> tuple[int, int, tuple[int, int]]:
+        """(row, counted from the first one of the owner's block, column, shape) of a step."""
         config, N = self.product.config, self.product.N
         first, last = shard_range(self.product.M, owner, self.world)
         top, bottom = (min(row * config.block_m, last - first) for row in step.rows)
         left, right = (min(column * config.block_n, N) for column in step.columns)
-        return slice(top, bottom), slice(left, right)
+        return top, left, (bottom - top, right - left)
 
     def _copies(
         self, step: Block, rows: torch.Tensor, there: list[torch.Tensor], block: int
@@ -144,10 +144,9 @@ class RowsPlan(FusedPlan):
         copies, peers = [], self.world - 1
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
-            own, columns = self._place(step, owner)
-            source = rows[peer * block :][own, columns]
-            to = there[owner]
-            copies.append((owner, RowCopy.of(to[(peers + peer) * block :][own, columns], to, source), to))
+            top, left, shape = self._place(step, owner)
+            begin, to = (peer * block + top, left), ((peers + peer) * block + top, left)
+            copies.append((owner, RowCopy.of(rows, begin, there[owner], to, shape), there[owner]))
         return copies
 
     def _pull(self, word: int, step: Block, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
@@ -158,10 +157,10 @@ class RowsPlan(FusedPlan):
         copies: dict[int, RowCopy] = {}
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            first, last = shard_range(self.product.M, owner, self.world)
-            rows, columns = self._place(step, owner)
-            if rows.start < rows.stop:
-                copies[owner] = RowCopy.of(out[first:last][rows, columns], out, sums[owner][rows, columns])
+            first, _ = shard_range(self.product.M, owner, self.world)
+            top, left, shape = self._place(step, owner)
+            if shape[0] > 0:
+                copies[owner] = RowCopy.of(sums[owner], (top, left), out, (first + top, left), shape)
         own = [copies.pop(self.rank)] if self.rank in copies else []
         return Pull(
             self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own

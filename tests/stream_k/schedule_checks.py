@@ -104,3 +104,13 @@ def simulate(segments: list[list[Segment]], order: list[int], resident: int) -> 
                 running.remove(program)
                 progress = True
         assert progress, f"deadlock: programs {running} wait for partials that nobody running will publish"
+
+
+def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
+    """(row, column) of every tile, in the order in which `collectives.order.tile_coords` counts them."""
+    return [
+        (row, column)
+        for first in range(0, tiles_m, group_m)
+        for column in range(tiles_n)
+        for row in range(first, min(first + group_m, tiles_m))
+    ]

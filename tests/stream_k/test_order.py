@@ -20,6 +20,7 @@ from pyrocshmem.stream_k.local_gemm.schedule import Schedule
 from pyrocshmem.stream_k.ops.pulls import blocks_of
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.pyrocshmem.kernels import run
+from tests.stream_k.schedule_checks import tiles_in_order
 
 TIER = 1
 pytestmark = pytest.mark.cpu
@@ -222,16 +223,6 @@ def test_a_row_off_by_one_is_caught() -> None:
     expected = enumerated(97, 1, 4, 16)
     assert order_of(97, 1, 4, 16) == expected
     assert order_of(97, 1, 4, 16, row_off_by_one) != expected
-
-
-def tiles_in_order(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
-    """(row, column) of every tile, in the order in which `order.tile_coords` counts them."""
-    return [
-        (row, column)
-        for first in range(0, tiles_m, group_m)
-        for column in range(tiles_n)
-        for row in range(first, min(first + group_m, tiles_m))
-    ]
 
 
 def uncovered(plan: Any) -> list[int]:

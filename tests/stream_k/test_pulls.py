@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyrocshmem import trace
 from pyrocshmem.stream_k.ops.pulls import Block, Pull, Pulls, blocks_of
+from tests.stream_k.schedule_checks import tiles_in_order
 
 TIER = 0
 pytestmark = pytest.mark.cpu
@@ -90,19 +91,9 @@ def test_programs_pull_beside_what_announces() -> None:
     assert sides[3] not in (sides[0], -1)
 
 
-def counted(tiles_m: int, tiles_n: int, group: int) -> list[tuple[int, int]]:
-    """(row, column) of every tile, in the order in which `collectives.order.tile_coords` counts them."""
-    return [
-        (row, column)
-        for first in range(0, tiles_m, group)
-        for column in range(tiles_n)
-        for row in range(first, min(first + group, tiles_m))
-    ]
-
-
 def wrong(blocks: list[Block], tiles_m: int, tiles_n: int, group: int) -> str:
     """What is wrong with these steps of so many tiles."""
-    tiles = counted(tiles_m, tiles_n, group)
+    tiles = tiles_in_order(tiles_m, tiles_n, group)
     brought = []
     for block in blocks:
         awaited = set(tiles[slice(*block.tiles)])
