@@ -151,11 +151,9 @@ def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int)
             f"{warmed_cached.new_us:.0f}", f"{warmed_cached.again_us:.0f}",
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
-    blas = _slowest(run_ranks(measure_blas, num_ranks, case, timeout=_LIMIT_S), "torch.mm")
+    new, again = _slowest(run_ranks(measure_blas, num_ranks, case, timeout=_LIMIT_S), "torch.mm")
     yield ""
-    yield "`torch.mm` in their place: {:.0f} us of the host with new rows, {:.0f} with the same once more.".format(
-        *blas
-    )
+    yield f"`torch.mm` in their place: {new:.0f} us of the host with new rows, {again:.0f} with the same once more."
 
 
 def _of_fresh_ranks(case: Case, num_ranks: int) -> Took:

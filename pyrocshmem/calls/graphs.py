@@ -46,7 +46,7 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def are_wanted() -> bool:
+def graphs_are_wanted() -> bool:
     """Whether calls, or parts of them, may be graphs at all."""
     # ROCm's PyTorch waits for the device when it drops a graph: for peers that wait for this rank.
     return os.environ.get("PYROCSHMEM_GRAPHS") != "0" and target.backend() != "hip"
@@ -73,7 +73,7 @@ class Graphs:
         switch: Callable[[], bool] | None = None,
     ) -> None:
         self.workspace, self.kept, self.switch = workspace, kept, switch
-        self.allowed = are_wanted() and replayable
+        self.allowed = graphs_are_wanted() and replayable
         # Whoever knows this need not ask: no call will ever have a graph.
         self.never = not self.allowed or workspace.device.type == "cpu"
         self.by_places: dict[Places, torch.cuda.CUDAGraph | None] = {}

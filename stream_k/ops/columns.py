@@ -44,11 +44,9 @@ class ColumnsPlan(FusedPlan):
         c_how = how_to_write(self.columns)
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
         self.chunk = min(config.chunk, product.schedule.tiles_m)
-        programs = config.placement == "pull"
-        schedule = product.schedule
-        blocks = [
-            *blocks_of(schedule.tiles_m, schedule.tiles_n, self.chunk, config.group_m, cut=not programs)
-        ]
+        by_programs, schedule = config.placement == "pull", product.schedule
+        tiles = schedule.tiles_m, schedule.tiles_n
+        blocks = [*blocks_of(*tiles, self.chunk, config.group_m, cut=not by_programs)]
         self.flags = workspace.flags(len(blocks))
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)
@@ -66,14 +64,14 @@ class ColumnsPlan(FusedPlan):
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
         out = call.out if self.result is None else self.result
-        pulling, columns = None, []
-        if programs:
+        programs, columns = None, []
+        if by_programs:
             step_rows = self.chunk * config.block_m
-            pulling = Programs(op, product, workspace, self.columns, self.flags, step_rows)
+            programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         else:
             columns = on_all_ranks(call.heap, self.columns)
         steps = [self._pull(step, block, out, columns) for step, block in enumerate(blocks)]
-        self.pulls = Pulls(workspace, self.step, steps, pulling)
+        self.pulls = Pulls(workspace, self.step, steps, programs)
 
     def _pull(self, step: int, block: Block, out: torch.Tensor, columns: list[torch.Tensor]) -> Pull:
         """A step: the wait for its tiles, and the copies of all ranks' `columns`, the neighbour's first, none where

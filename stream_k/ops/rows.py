@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import status, trace
-from pyrocshmem.calls.graphs import are_wanted, capture
+from pyrocshmem.calls.graphs import capture, graphs_are_wanted
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
@@ -230,7 +230,7 @@ class RowsPlan(FusedPlan):
         self.was_called = True
 
     def _may_capture(self) -> bool:
-        on_gpu = self.workspace.device.type == "cuda" and are_wanted()
+        on_gpu = self.workspace.device.type == "cuda" and graphs_are_wanted()
         return on_gpu and trace.recorder() is None and not torch.cuda.is_current_stream_capturing()
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
