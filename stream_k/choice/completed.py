@@ -11,7 +11,7 @@ from pyrocshmem.stream_k.choice.config import SPARE, SPARE_FOR_COPIES, Config, c
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
-from pyrocshmem.stream_k.choice.verdicts import few_tiles, gemm_us, hop_us
+from pyrocshmem.stream_k.choice.verdicts import few_tiles, gemm_us, partials_us
 
 
 def fewest_hops(config: Config, facts: Facts) -> Config:
@@ -95,8 +95,7 @@ _GROUP, _MOST_GROUP = 8, 16
 def own_row_blocks(config: Config, facts: Facts) -> Config:
     """A reduce-scatter by copy engines, block by block of all ranks' rows, from measurements on H200 (docs/log.md): at
     least two steps, of few tile rows, since something follows the last one."""
-    assert facts.wire is not None
-    tile_rows, hop = _tile_rows(config, facts, facts.world_size), _partials_us(facts)
+    tile_rows, hop = _tile_rows(config, facts, facts.world_size), partials_us(facts)
     if _pays_to_cut(facts, hop) and tile_rows <= _MOST_GROUP:
         return in_parts(config, facts)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
@@ -109,17 +108,12 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     """The same for an all-reduce, whose sums travel once more: more steps of fp32 sums, since what follows the last one
     is twice as long."""
     assert facts.wire is not None
-    if _pays_to_cut(facts, 2 * _partials_us(facts)):
+    if _pays_to_cut(facts, 2 * partials_us(facts)):
         return in_parts(config, facts)
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
-
-
-def _partials_us(facts: Facts) -> float:
-    assert facts.wire is not None
-    return hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
 
 
 def _pays_to_cut(facts: Facts, on_links: float) -> bool:

@@ -225,7 +225,7 @@ def _copied(facts: Facts, reduces: bool) -> Verdict:
     """Whether partial blocks take long to copy."""
     if not facts.in_16_bits or not facts.is_narrow or facts.wire is None:
         return Verdict(False, "it was measured in 16 bits alone")
-    took = hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
+    took = partials_us(facts)
     least = least_copied_us(facts.world_size, reduces)
     what = f"copies of partial blocks take {took:.0f} us"
     if took <= least:
@@ -249,7 +249,7 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     size = facts.M * facts.N * facts.wire.itemsize
     taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
     if reduces:
-        taken += _PULLED_LATE * hop_us(facts, size)
+        taken += _PULLED_LATE * partials_us(facts)
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
     if idle > taken:
         return Verdict(True, f"{what}: longer than sums of the BLAS' blocks take, {taken:.0f} us")
@@ -297,6 +297,12 @@ def peers_us(nbytes: int, world_size: int) -> float:
     return nbytes * (world_size - 1) / world_size / _HOP_BYTES
 
 
+def partials_us(facts: Facts) -> float:
+    """Of the partial sums that a rank has of its peers' rows."""
+    assert facts.wire is not None
+    return hop_us(facts, facts.M * facts.N * facts.wire.itemsize)
+
+
 def _idles(facts: Facts, hops: int) -> Verdict:
     """Whether SMs that have no tile in the last wave idle longer than an exchange behind the GEMM takes. The BLAS has
     more shapes of tiles. hops: of the exchange."""
@@ -304,7 +310,7 @@ def _idles(facts: Facts, hops: int) -> Verdict:
         return _WIDE
     waves = facts.tiles / facts.num_sms
     idle = (math.ceil(waves) / waves - 1) * gemm_us(facts) if waves else 0.0
-    taken = hops * (_HOP_US + hop_us(facts, facts.M * facts.N * facts.wire.itemsize))
+    taken = hops * (_HOP_US + partials_us(facts))
     what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
     if idle > _IDLES * taken:
         return Verdict(True, f"{what}, longer than an exchange behind the GEMM takes, {taken:.0f} us")
