@@ -283,8 +283,10 @@ def exchange_kernel(
     # The residual and the weights are loaded while the messages travel.
     added, weights = (), ()
     if finish.residual is not None:
-        more = units.load_unit(finish.residual, own + element, element, mine, valid, UNIT, ALIGNED)
-        added = units.unpack(more, UNIT, DTYPE)
+        # By the layout of messages, or Triton 3.9 would convert every sum to that of the loads, one by one.
+        place = tl.broadcast_to((own + element)[:, None], [STEP, RANKS])
+        more = units.load_unit(finish.residual, place, elements, mine[:, None], valid[:, None], UNIT, ALIGNED)
+        added = units.unpack(units.any_rank(more), UNIT, DTYPE)
     if PARTS:
         weights = normalizing.weights_of(
             after.weight, tl.broadcast_to(column[:, None], [STEP, RANKS]), width, there, UNIT, DTYPE, ALIGNED

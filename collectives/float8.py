@@ -12,6 +12,8 @@ BLOCK = 128
 _INTERPRETED = tl.constexpr(target.interpreted())
 # fp32 has no fractions beyond.
 _WHOLE = tl.constexpr(float(1 << 23))
+# Of scales and of quotients, see `over`.
+_FAR, _MOST = tl.constexpr(2.0**64), tl.constexpr(2.0**20)
 
 
 @triton.jit
@@ -31,6 +33,31 @@ def magnitude(x):
 def scale_for(most, DTYPE: tl.constexpr):
     """The scales of groups whose largest magnitudes are `most`; a group of zeros stays one."""
     return tl.where(most == 0, 1.0, tl.math.div_rn(most, tl.zeros(most.shape, tl.float32) + largest(DTYPE)))
+
+
+@triton.jit
+def over(x, scale):
+    """fp32 `x` over `scale`, of one shape, as IEEE division rounds it; what is smaller than 2^-20 or beyond 2^20, which
+    becomes zero or the largest number of 8 bits, need not be exact.
+
+    A GPU divides one element after another, since each may take a slow path. Here the elements of a group share one
+    inverse, and after two corrections a quotient is the nearest number (Markstein, IBM J. Res. Dev. 34, 1990, theorem 5
+    of it): the first brings it within a unit in the last place, of which the second's remainder is exact. The power of
+    two keeps the inverse and the remainders of the smallest and largest scales normal.
+    """
+    if _INTERPRETED:
+        # Which has no fused multiply-add.
+        found = tl.math.div_rn(x, scale)
+    else:
+        power = tl.where(scale < 1 / _FAR, _FAR, tl.where(scale > _FAR, 1 / _FAR, 1.0))
+        x, scale = x * power, scale * power
+        inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        about = x * inverse
+        found = tl.fma(tl.fma(-about, scale, x), inverse, about)
+        found = tl.fma(tl.fma(-found, scale, x), inverse, found)
+        # The sign of a zero, infinities and what is no number would be lost.
+        found = tl.where((tl.abs(about) > 1 / _MOST) & (tl.abs(about) < _MOST), found, about)
+    return found
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.epilogue import rounded
-from pyrocshmem.collectives.float8 import magnitude, scale_for, to_float8
+from pyrocshmem.collectives.float8 import magnitude, over, scale_for, to_float8
 
 # In what scales of a norm in 8 bits there are: one that is given, one a row, one for each GROUP elements of a row.
 GIVEN, ROWS, GROUPS = 1, 2, 3
@@ -100,7 +100,7 @@ def in_float8(words, scales, UNIT: tl.constexpr, DTYPE: tl.constexpr, TO: tl.con
     WORD: tl.constexpr = tl.int64 if UNIT == 8 else tl.int32
     found = tl.zeros(words[0].shape, WORD)
     for e in tl.static_range(UNIT):
-        byte = to_float8(tl.math.div_rn(values[e], scales), TO).to(tl.uint8, bitcast=True)
+        byte = to_float8(over(values[e], scales), TO).to(tl.uint8, bitcast=True)
         found |= byte.to(WORD) << (8 * e)
     return found
 

@@ -21,7 +21,7 @@ from pyrocshmem.calls.operators import define, is_watched, ops
 from pyrocshmem.calls.tensors import check_device, check_plain, kind
 from pyrocshmem.collectives import saturation
 from pyrocshmem.collectives.epilogue import ACTIVATIONS, activate, rounded
-from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
+from pyrocshmem.collectives.float8 import BLOCK, magnitude, over, scale_for, to_float8
 from pyrocshmem.elements import DTYPES, float8, names
 from pyrocshmem.target import num_sms
 
@@ -66,7 +66,7 @@ def quantize_kernel(
     for step in tl.range(0, steps, num_stages=1):
         at = first + step * COLUMNS
         value = _block(x, i, at, there, K, stride_m, stride_k, COLUMNS, SWIGLU)
-        value = tl.math.div_rn(value, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
+        value = over(value, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
         k = at + tl.arange(0, COLUMNS)
         place = q + i.to(tl.int64)[:, None] * q_pitch + k[None, :]
         tl.store(place, to_float8(value, DTYPE), mask=there[:, None] & (k < K)[None, :])

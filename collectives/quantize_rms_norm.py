@@ -23,7 +23,7 @@ from pyrocshmem.calls.operators import is_watched
 from pyrocshmem.calls.tensors import kind, new_like
 from pyrocshmem.collectives.all_reduce_rms_norm import check_norm
 from pyrocshmem.collectives.epilogue import rounded
-from pyrocshmem.collectives.float8 import BLOCK, magnitude, scale_for, to_float8
+from pyrocshmem.collectives.float8 import BLOCK, magnitude, over, scale_for, to_float8
 from pyrocshmem.collectives.quantize import rows_at_once
 from pyrocshmem.collectives.quantized_norm import QuantizedNorm, Recipe, quantization, quantized
 from pyrocshmem.collectives.whole_tensors import check_kind
@@ -86,9 +86,9 @@ def quantize_norm_kernel(
             groups, g = tl.cdiv(K, _BLOCK), first // _BLOCK + tl.arange(0, COLUMNS // _BLOCK)[None, :]
             tl.store(scales + i * groups + g, of_group, mask=(i < M) & (g < groups))
             each = tl.broadcast_to(of_group[:, :, None], (ROWS, COLUMNS // _BLOCK, _BLOCK))
-            value = tl.math.div_rn(normal, each.reshape((ROWS, COLUMNS)))
+            value = over(normal, each.reshape((ROWS, COLUMNS)))
         else:
-            value = tl.math.div_rn(normal, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
+            value = over(normal, tl.zeros((ROWS, COLUMNS), tl.float32) + scale[:, None])
         tl.store(q + i * K + j, to_float8(value, TO), mask=mask)
 
 

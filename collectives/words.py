@@ -208,6 +208,15 @@ def clean(words):
 
 
 @triton.jit
+def any_rank(words):
+    """Blocks [U] of blocks [U, ranks] that are the same for every rank."""
+    one = ()
+    for k in tl.static_range(len(words)):
+        one = one + (tl.max(words[k], axis=1),)  # type: ignore[assignment]
+    return one
+
+
+@triton.jit
 def unless(gone, words):
     """`words`; where `gone`, the sentinel, which leaves a slot empty."""
     kept = ()

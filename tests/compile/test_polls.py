@@ -1,8 +1,10 @@
-"""Each message is polled for once, and every poll gives up in time. Run at both ends of the window of Triton's
-versions: what makes one of them repeat a poll does nothing to the other, and cost 4 us of an all-reduce of 14
-(2 x H200, Triton 3.6)."""
+"""Each message is polled for once, every poll gives up in time, and sums stay in the threads that polled. Run at both
+ends of the window of Triton's versions: what makes one of them repeat a poll does nothing to the other, and cost 4 us
+of an all-reduce of 14 (2 x H200, Triton 3.6)."""
 
 import itertools
+import math
+import re
 
 import pytest
 
@@ -14,6 +16,8 @@ from tests.compile.conftest import Compile
 
 TIER = 1
 
+# A tensor that threads hand to one another through shared memory: its elements.
+CONVERTED = re.compile(r"ttg\.convert_layout .*: tensor<([\dx]+)x\w+,")
 # What `signal.load_now` becomes.
 UNCACHED = "ld.volatile.global"
 WHOLE = ("all_reduce", "all_gather", "reduce_scatter", "all_scatter", "broadcast", "all_reduce_rms_norm")
@@ -36,6 +40,7 @@ def test_polls(case: Case, target: str, compiled: Compile) -> None:
     )
     assert [text for kernel in exchanges for text in repeated_polls(case, kernel)] == []
     assert [text for kernel in exchanges for text in endless_polls(kernel)] == []
+    assert [text for kernel in exchanges for text in moved_sums(kernel)] == []
     for kernel in exchanges:
         # Two of the report. Warps that ask past the caches queue at one place of L2, but who has not waited for the
         # kernel before must: for the call's number and the abort word.
@@ -64,6 +69,23 @@ def repeated_polls(case: Case, kernel: Compiled) -> list[str]:
     needed = hops * units + first
     wrong = [] if found == needed else [f"{found} loads of messages, {needed} are needed"]
     return wrong + ([] if noted == notes else [f"{noted} loads of notes, {notes} are needed"])
+
+
+def moved_sums(kernel: Compiled) -> list[str]:
+    """Conversions of blocks of units; a number for each rank may be converted, and largest elements of groups."""
+    if kernel.constants.get("SCALES") == "3":
+        return []
+    elements = (math.prod(map(int, sizes.split("x"))) for sizes in CONVERTED.findall(kernel.ttgir))
+    return [f"{n} elements are converted" for n in elements if n > int(kernel.constants["RANKS"])]
+
+
+def test_a_moved_sum_is_found() -> None:
+    """The control: a sum of each unit, which Triton 3.9 made of a residual that was loaded by other threads."""
+    line = "%9 = ttg.convert_layout %8 : tensor<{}xf32, #ttg.slice<{{dim = 1, parent = #b}}>> -> tensor<{}xf32, #b1>"
+    for sizes, moved in (("2", 0), ("64", 1), ("64x2", 1)):
+        text = line.format(sizes, sizes)
+        kernel = Compiled("sm_90", "exchange_kernel", {"RANKS": "2"}, "", 0, 0, 0, ttgir=text)
+        assert len(moved_sums(kernel)) == moved
 
 
 def test_a_repeated_poll_is_found() -> None:

@@ -58,6 +58,32 @@ def test_every_bit(recipe: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "exponent", [-149, -140, -127, -126, -65, -64, -63, -20, 0, 20, 63, 64, 65, 126, 127]
+)
+def test_quotients_are_rounded_as_division_rounds_them(exponent: int) -> None:
+    """Any bits over scales of any size, and what lies at, just below and just above the middle of two numbers."""
+    for kind, fraction in itertools.product(float8(), (1.0, 1.3333334)):
+        if exponent < -126 and fraction > 1:
+            continue  # subnormal
+        scale = torch.ldexp(torch.full((), fraction), torch.tensor(exponent)).to(DEVICE)
+        numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kind).float()
+        numbers = numbers[numbers.isfinite()].sort().values
+        middles = ((numbers[1:] + numbers[:-1]) / 2).view(torch.int32)
+        around = [(middles + step).view(torch.float32) * scale for step in range(-2, 3)]
+        anything = (
+            torch.randint(-(1 << 31), 1 << 31, (1 << 12,), device=DEVICE).to(torch.int32).view(torch.float32)
+        )
+        odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")], device=DEVICE)
+        x = torch.cat((anything, odd, *around, numbers * scale))[None]
+        most = torch.finfo(kind).max
+        wanted = (x / scale).clamp(-most, most).to(kind)
+        q, _ = stream_k.quantize(x, "tensorwise", dtype=kind, scale=scale)
+        assert torch.equal(q.float().isnan(), wanted.float().isnan())
+        number = ~wanted.float().isnan()
+        assert torch.equal(q.view(torch.uint8)[number], wanted.view(torch.uint8)[number])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(0, 256), (3, 0)], ids=str)
 def test_nothing_and_back(recipe: str, shape: tuple[int, int]) -> None:
