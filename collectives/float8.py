@@ -37,13 +37,13 @@ def scale_for(most, DTYPE: tl.constexpr):
 
 @triton.jit
 def over(x, scale):
-    """fp32 `x` over `scale`, of one shape, as IEEE division rounds it; what is smaller than 2^-20 or beyond 2^20, which
-    becomes zero or the largest number of 8 bits, need not be exact.
+    """fp32 `x` over `scale`, of one shape, as IEEE division rounds it. Quotients below 2^-20, which become zero, and
+    beyond 2^20, which become the largest number of 8 bits, need not be exact.
 
     A GPU divides one element after another, since each may take a slow path. Here the elements of a group share one
-    inverse, and after two corrections a quotient is the nearest number (Markstein, IBM J. Res. Dev. 34, 1990, theorem 5
-    of it): the first brings it within a unit in the last place, of which the second's remainder is exact. The power of
-    two keeps the inverse and the remainders of the smallest and largest scales normal.
+    inverse, and after two corrections a quotient is the nearest number (Markstein, IBM J. Res. Dev. 34, 1990): the
+    first brings it within a unit in the last place, and then the second is exact. The power of two keeps the inverse
+    and the remainders of the smallest and largest scales normal.
     """
     if _INTERPRETED:
         # Which has no fused multiply-add.
