@@ -46,6 +46,7 @@ COPIES = ("copy_kernel", "put_kernel")
 PARTS = "sum_parts_kernel"
 # These tell nobody.
 QUANTIZING = ("quantize_kernel", "quantize_norm_kernel")
+QUANTIZED = [case for case in CASES if {"recipe", "quantize"} & {*dict(case.arguments)}]
 SILENT = (
     *COPIES,
     PARTS,
@@ -400,3 +401,24 @@ def test_split_cases_are_split(target: str, compiled: Compile) -> None:
     assert {"gemm", "gemm_all_reduce"} <= {case.op for case in split}
     for case in split:
         assert compiled(case, target)[0].constants["SPLIT"] == "True", str(case)
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_a_group_is_divided_once(case: Case, compiled: Compile) -> None:
+    """Fewer divisions than a thread has elements: each may branch, and then the next one waits for it."""
+    quantizing = [kernel for kernel in compiled(case, "sm_90") if _quantizes(kernel)]
+    assert quantizing
+    for kernel in quantizing:
+        assert 0 < kernel.count(r"\bdiv\.rn\.f32") < _elements(kernel)
+
+
+def _quantizes(kernel: Compiled) -> bool:
+    return kernel.kernel in QUANTIZING or kernel.constants.get("SCALES", "0") != "0"
+
+
+def _elements(kernel: Compiled) -> int:
+    """Of 16 bits, that a thread has at once."""
+    constants, threads = kernel.constants, 32 * kernel.num_warps
+    if kernel.kernel in QUANTIZING:
+        return int(constants["ROWS"]) * int(constants["COLUMNS"]) // threads
+    return 8 * max(1, int(constants["STEP"]) * int(constants["RANKS"]) // threads)
