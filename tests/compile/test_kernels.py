@@ -46,7 +46,6 @@ COPIES = ("copy_kernel", "put_kernel")
 PARTS = "sum_parts_kernel"
 # These tell nobody.
 QUANTIZING = ("quantize_kernel", "quantize_norm_kernel")
-QUANTIZED = [case for case in CASES if {"recipe", "quantize"} & {*dict(case.arguments)}]
 SILENT = (
     *COPIES,
     PARTS,
@@ -58,6 +57,8 @@ SILENT = (
 )
 # And those whose data carry their own flag.
 MESSAGES = ("exchange_kernel", "rms_norm_kernel", "rms_norm_backward_kernel", "norm_pair_kernel")
+# What makes numbers of 8 bits.
+QUANTIZED = [case for case in CASES if {"recipe", "quantize"} & {*dict(case.arguments)}]
 
 
 def _gpu_scope_releases(kernel: Compiled) -> set[str]:
@@ -410,6 +411,16 @@ def test_a_group_is_divided_once(case: Case, compiled: Compile) -> None:
     assert quantizing
     for kernel in quantizing:
         assert 0 < kernel.count(r"\bdiv\.rn\.f32") < _elements(kernel)
+
+
+@pytest.mark.parametrize("case", [case for case in QUANTIZED if case.op == "quantize_rms_norm"], ids=str)
+def test_a_row_is_read_again_when_all_of_it_is_stored(case: Case, compiled: Compile) -> None:
+    """By its program's other threads, too, of which a sanitizer doesn't know."""
+    (kernel,) = (kernel for kernel in compiled(case, "sm_90") if kernel.kernel == "quantize_norm_kernel")
+    before, barrier, after = kernel.normal().partition("cp.async.bulk.wait_group 0;\nbar.sync 0;")
+    assert barrier
+    assert re.search(r"\bst\.global", before)
+    assert re.search(r"\bld\.global", after)
 
 
 def _quantizes(kernel: Compiled) -> bool:
