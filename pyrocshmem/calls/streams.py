@@ -14,7 +14,7 @@ from pyrocshmem import target
 
 # Streams beside the caller's without the priority that helpers have: where calls are captured, and for what a caller
 # computes beside a call.
-CALLS, LOCAL = 6, 7
+CALLS, LOCAL = 7, 8
 # Of cuda.h.
 _STREAM_NON_BLOCKING = 1
 

@@ -7,7 +7,7 @@ what copy engines move, and programs of a GEMM and of what runs beside it.
 from __future__ import annotations
 
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import SPARE, SPARE_FOR_COPIES, Config, changed
+from pyrocshmem.stream_k.choice.config import SPARE, SPARE_FOR_COLUMNS, SPARE_FOR_SUMS, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
@@ -56,11 +56,11 @@ def beside(config: Config, facts: Facts) -> Config:
     return _balanced(config, facts, facts.num_sms - SPARE, comm, 4, rows)
 
 
-def _beside_copies(config: Config, facts: Facts) -> Config:
+def _beside_copies(config: Config, facts: Facts, spare: int = SPARE_FOR_SUMS) -> Config:
     """All SMs but those of the waits: fewer programs that take as many waves are 3% slower here (docs/log.md)."""
     if not _shares_sms(facts):
         return config
-    return changed(config, split="none", num_programs=max(facts.num_sms - SPARE_FOR_COPIES, 1))
+    return changed(config, split="none", num_programs=max(facts.num_sms - spare, 1))
 
 
 def pushed_beside(config: Config, facts: Facts) -> Config:
@@ -83,9 +83,8 @@ def _balanced(config: Config, facts: Facts, most: int, comm: int, warps: int, ro
     )
 
 
-# Elements that a step of copies should move where its columns are not cut: of fewer the gaps between copies count, of
-# more what follows the last.
-_STEP_ELEMENTS = 4 << 20
+# Elements that a step of copies should move: of fewer the gaps between copies count, of more what follows the last.
+STEP_ELEMENTS = 4 << 20
 # Tile rows of a step: of a reduce-scatter at most, where links have less to do than SMs; of an all-reduce at least.
 _MOST_REDUCED, _FEWEST_SUMMED = 8, 4
 # Tile rows that share columns of B in L2: about so many, at most so many.
@@ -97,7 +96,7 @@ def own_row_blocks(config: Config, facts: Facts) -> Config:
     least two steps, of few tile rows, since something follows the last one."""
     tile_rows, hop = _tile_rows(config, facts, facts.world_size), partials_us(facts)
     if _pays_to_cut(facts, hop) and tile_rows <= _MOST_GROUP:
-        return in_parts(config, facts)
+        return _beside_copies(_in_parts(config), facts)
     steps = max(2, -(-tile_rows // _MOST_REDUCED))
     if hop > gemm_us(facts):
         steps = max(steps, _steps_of(facts, facts.world_size))
@@ -109,7 +108,7 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     is twice as long."""
     assert facts.wire is not None
     if _pays_to_cut(facts, 2 * partials_us(facts)):
-        return in_parts(config, facts)
+        return _beside_copies(_in_parts(config), facts)
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
@@ -122,10 +121,15 @@ def _pays_to_cut(facts: Facts, on_links: float) -> bool:
     return facts.world_size == 2 and facts.is_narrow and on_links <= gemm_us(facts)
 
 
-def in_parts(config: Config, facts: Facts) -> Config:
-    """Copy engines, in parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled
-    for how many these are."""
-    return _beside_copies(changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP), facts)
+def columns_in_parts(config: Config, facts: Facts) -> Config:
+    """An all-scatter by copy engines."""
+    return _beside_copies(_in_parts(config), facts, SPARE_FOR_COLUMNS)
+
+
+def _in_parts(config: Config) -> Config:
+    """`config` in parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled for
+    how many these are."""
+    return changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:
@@ -146,8 +150,8 @@ def _tile_rows(config: Config, facts: Facts, blocks: int) -> int:
 
 
 def _steps_of(facts: Facts, blocks: int) -> int:
-    """Steps of a block of rows, of so many blocks, that move about _STEP_ELEMENTS each."""
-    return round(-(-facts.M // blocks) * facts.N / _STEP_ELEMENTS)
+    """Steps of a block of rows, of so many blocks, that move about STEP_ELEMENTS each."""
+    return round(-(-facts.M // blocks) * facts.N / STEP_ELEMENTS)
 
 
 def in_steps(config: Config, chunk: int) -> Config:

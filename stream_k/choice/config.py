@@ -166,8 +166,8 @@ def check_config(config: object) -> None:
 # SMs that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the GEMM would
 # otherwise keep one of its programs waiting: beside even a small program an SM can't give all its shared memory away.
 SPARE = 4
-# Where the helpers are the waits of copy engines, of which at most two begin before the GEMM.
-SPARE_FOR_COPIES = 2
+# Where the helpers are the waits of copy engines: as many as may begin before the GEMM, of columns and of sums.
+SPARE_FOR_COLUMNS, SPARE_FOR_SUMS = 1, 2
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:

@@ -8,7 +8,7 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK
-from pyrocshmem.stream_k.choice.config import Config, changed
+from pyrocshmem.stream_k.choice.config import SPARE_FOR_COLUMNS, Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
@@ -26,9 +26,12 @@ _BLAS_TILES, _GATHERED_BLOCKS, _GATHERED_ROWS = 0.55, 0.45, 1.5
 # Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
 _TAIL_ROWS = 1024
 # Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
-# its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce; and
-# multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks.
-_BLOCK_ROWS, _SUMMED_K, _BLOCK_MULTIPLY_ADDS = 1024, 3072, 5.15e6
+# its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce, and that with
+# scales of rows.
+_BLOCK_ROWS, _SUMMED_K, _SUMMED_K_BY_ROWS = 1024, 3072, 5120
+# Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks, by the BLAS and by our GEMM; and
+# microseconds for which columns of the last tiles travel behind it.
+_BLOCK_MULTIPLY_ADDS, _OUR_MULTIPLY_ADDS, _LAST_COLUMNS_US = 5.15e6, 3.8e6, 60.0
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -91,11 +94,15 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
     if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
         reduces = op == "gemm_all_reduce"
         if _copies_blocks(M, N, K, world_size, num_sms, scheme, reduces):
-            return own if reduces and own == "copy_engine" and K < _SUMMED_K else "blas_blocks"
+            least = _SUMMED_K_BY_ROWS if scheme.recipe == "rowwise" else _SUMMED_K
+            return own if reduces and own == "copy_engine" and least > K else "blas_blocks"
         if reduces and K >= _SUMMED_K:
             return "unfused"
-    if of_blocks or own == "messages":
+    if own == "messages":
         return "unfused"
+    if of_blocks:
+        beside = op == "gemm_all_scatter" and own == "copy_engine" and world_size == 2
+        return own if beside and _copies_columns(M, N, K, num_sms) else "unfused"
     return "unfused" if one and op != "gemm_all_scatter" else own
 
 
@@ -115,6 +122,15 @@ def _copies_blocks(
         waves = [-(-(-(-each // 128) * columns) // num_sms) for each in (rows, M)]
         least += (world_size * waves[0] - waves[1]) * 128 * 128 * K / _BLOCK_MULTIPLY_ADDS
     return peers_us(2 * M * N, world_size) > least
+
+
+def _copies_columns(M: int, N: int, K: int, num_sms: int) -> bool:
+    """Whether our GEMM with scales of blocks, while columns are copied between two ranks, takes less time than the BLAS
+    and an exchange behind it (2 x H200, docs/log.md)."""
+    exchange = peers_us(2 * M * 2 * N, 2)
+    waves = -(-(-(-M // 128) * -(-N // 128)) // (num_sms - SPARE_FOR_COLUMNS))
+    ours = max(waves * 128 * 128 * K / _OUR_MULTIPLY_ADDS, exchange) + _LAST_COLUMNS_US
+    return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
 
 
 def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from pyrocshmem.stream_k.choice.config import SPARE_FOR_COPIES
+from pyrocshmem.stream_k.choice.config import SPARE_FOR_COLUMNS, SPARE_FOR_SUMS
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 
@@ -113,7 +113,7 @@ def _low_columns(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
-    num_sms = facts.num_sms - SPARE_FOR_COPIES
+    num_sms = facts.num_sms - SPARE_FOR_COLUMNS
     waves = -(-facts.tiles // num_sms)
     idle = (waves * num_sms / _tiles_in_full(facts) - 1) * gemm_us(facts)
     last = _LAST_US + _LAST_COLUMNS_US * (facts.world_size - 1)
@@ -273,7 +273,7 @@ def _unfilled(facts: Facts, room: float) -> Verdict:
 
 def _block_waves(facts: Facts) -> tuple[int, int, float]:
     """(waves of our GEMMs, of the peers' rows and of a rank's own; SMs that they have; tiles, as `_tiles_in_full`)."""
-    num_sms, tile_rows = facts.num_sms - SPARE_FOR_COPIES, -(-facts.M // facts.block_m)
+    num_sms, tile_rows = facts.num_sms - SPARE_FOR_SUMS, -(-facts.M // facts.block_m)
     block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
     waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
     return waves, num_sms, _tiles_in_full(facts)

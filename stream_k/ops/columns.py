@@ -45,8 +45,8 @@ class ColumnsPlan(FusedPlan):
         self.c = as_argument(self.columns, c_how, config.block_m, product.part_n)
         self.chunk = min(config.chunk, product.schedule.tiles_m)
         by_programs, schedule = config.placement == "pull", product.schedule
-        tiles = schedule.tiles_m, schedule.tiles_n
-        blocks = [*blocks_of(*tiles, self.chunk, config.group_m, cut=not by_programs)]
+        tiles, tile = (schedule.tiles_m, schedule.tiles_n), config.block_m * config.block_n
+        blocks = [*blocks_of(*tiles, self.chunk, config.group_m, tile, cut=not by_programs)]
         self.flags = workspace.flags(len(blocks))
         self.tile_flags = workspace.buffer("local flags", product.schedule.num_tiles, torch.int32, local=True)
         self.fix_up = product.fix_up(workspace)

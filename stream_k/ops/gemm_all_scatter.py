@@ -178,7 +178,7 @@ _PLACEMENTS = (
     Placement(
         "copy_engine",
         verdicts.on_sm_90,
-        completed.in_parts,
+        completed.columns_in_parts,
         variants=variants.of_several_waves(variants.longer_steps),
     ),
     Placement(

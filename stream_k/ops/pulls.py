@@ -4,8 +4,8 @@ engine, or by programs on multiprocessors that the GEMM leaves free. And how til
 Copy engines take nothing from the GEMM and want few large copies: on 4 x H200 a rank that copies alone gets 360 GB/s,
 and 220 to 290 when all copy at once. Programs get 320, and move what is there without waiting for more.
 
-With copy engines, waits and copies have a stream each: a copy takes 15 us to start after a kernel, no time after
-another copy.
+With copy engines, waits, copies from peers and a rank's own copies have a stream each: a copy takes 15 us to start
+after a kernel, no time after another copy, and an own one before the next wait would hold up what the peers bring.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pyrocshmem.calls.row_copy import RowCopy
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.consumer import gate_launch
+from pyrocshmem.stream_k.choice.completed import STEP_ELEMENTS
 from pyrocshmem.stream_k.local_gemm.product import Product
 
 # Streams beside those of `stream_k.ops.rows`.
-WAITS, _PULLS = 4, 5
+WAITS, _PULLS, _OWN = 4, 5, 6
 
 
-# Tiles that a step should have: of fewer the gaps between copies count, of more what follows the last. Of large results
-# as many as make so many steps, each of which costs the host a launch and a copy from every rank.
-_TILES, _STEPS = 128, 16
+# Steps that a large result has at most, about: each costs the host a launch and a copy from every rank.
+_STEPS = 16
 
 
 class Block(NamedTuple):
@@ -41,16 +41,18 @@ class Block(NamedTuple):
     tiles: tuple[int, int]
 
 
-def blocks_of(tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool = True) -> Iterator[Block]:
-    """The steps in which `tiles_m` x `tiles_n` tiles are fetched that come in groups of `group` tile rows, column by
-    column: `chunk` tile rows each, the columns of which are cut into about equal parts where one group has just these
-    rows. cut: False where they are not."""
+def blocks_of(
+    tiles_m: int, tiles_n: int, chunk: int, group: int, tile: int, cut: bool = True
+) -> Iterator[Block]:
+    """The steps in which `tiles_m` x `tiles_n` tiles of `tile` elements are fetched that come in groups of `group` tile
+    rows, column by column: `chunk` tile rows each, the columns of which are cut into about equal parts where one group
+    has just these rows. cut: False where they are not."""
+    most = max(STEP_ELEMENTS // tile, tiles_m * tiles_n // _STEPS, 1)
     for first in range(0, tiles_m, chunk):
         rows = first, min(first + chunk, tiles_m)
         parts = 1
         if cut and _is_group(rows, tiles_m, group):
             fewest = 2 if chunk >= tiles_m else 1  # or nothing would overlap
-            most = max(_TILES, tiles_m * tiles_n // _STEPS)
             parts = max(fewest, round((rows[1] - first) * tiles_n / most))
         width = max(1, -(-tiles_n // parts))
         for left in range(0, tiles_n, width):
@@ -143,7 +145,7 @@ class Pulls:
 
     def into(self, out: torch.Tensor) -> None:
         """Enqueue the pulls into `out`, from where `fork` was on, and join the current stream: each step's launch on
-        one stream, own copies behind it, what the peers bring on another.
+        one stream, what the peers bring on another, own copies on a third.
 
         To be called after all that the peers wait for, which on the CPU target has then run, and on a GPU lies before
         it in every queue that streams may share.
@@ -157,8 +159,9 @@ class Pulls:
                     if self.programs is None:
                         workspace.fork(_PULLS)
                     self._copy(step.copies[:1], out)
-                    for copy in step.own:
-                        trace.copy(copy, out)
+                    if step.own:
+                        workspace.fork(_OWN)
+                        self._copy(step.own, out, _OWN)
                 for turn in range(1, max(len(step.copies) for step in steps)):
                     for step in steps:
                         self._copy(step.copies[turn : turn + 1], out)
@@ -166,9 +169,11 @@ class Pulls:
                 with workspace.beside(_PULLS):
                     self.programs(out)
             workspace.join(_PULLS)
+            if any(step.own for step in self.steps):
+                workspace.join(_OWN)
         workspace.join(WAITS)
 
-    def _copy(self, copies: Sequence[RowCopy], out: torch.Tensor) -> None:
-        with self.workspace.beside(_PULLS):
+    def _copy(self, copies: Sequence[RowCopy], out: torch.Tensor, side: int = _PULLS) -> None:
+        with self.workspace.beside(side):
             for copy in copies:
                 trace.copy(copy, out)

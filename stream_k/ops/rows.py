@@ -93,7 +93,8 @@ class RowsPlan(FusedPlan):
             True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
-        cut = partial(blocks_of, self.tiles, product.schedule.tiles_n, self.chunk, group)
+        tile = config.block_m * config.block_n
+        cut = partial(blocks_of, self.tiles, product.schedule.tiles_n, self.chunk, group, tile)
         # What a tile of this rank waits for is told by its number, so that all steps have as many.
         self.steps = [*cut(cut=at_once)]
         pulled = [*cut()] if everywhere else []

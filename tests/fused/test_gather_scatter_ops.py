@@ -121,13 +121,14 @@ def test_sums_of_five_ranks() -> None:
 
 def in_parts(rank: int, world_size: int, cases: list[Case]) -> tuple[list[Verdict], int]:
     """Cases whose steps have two tiles, where they may be cut; and how many parts of rows there were."""
-    parts, honest = [], pulls.Block
+    parts, honest, config = [], pulls.Block, cases[0].small_config()
+    step = 2 * config.block_m * config.block_n
 
     def block(rows: Any, columns: tuple[int, int], tiles: Any) -> pulls.Block:
         parts.append(columns[0] > 0)
         return honest(rows, columns, tiles)
 
-    with mock.patch.object(pulls, "_TILES", 2), mock.patch.object(pulls, "Block", block):
+    with mock.patch.object(pulls, "STEP_ELEMENTS", step), mock.patch.object(pulls, "Block", block):
         return run_cases(rank, world_size, cases), sum(parts)
 
 

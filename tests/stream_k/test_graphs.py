@@ -22,7 +22,7 @@ from pyrocshmem.calls.streams import CALLS
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.stream_k.local_gemm.product import Product
 from pyrocshmem.stream_k.ops import rows
-from pyrocshmem.stream_k.ops.pulls import _PULLS, WAITS, Pull, Pulls
+from pyrocshmem.stream_k.ops.pulls import _OWN, _PULLS, WAITS, Pull, Pulls
 from pyrocshmem.stream_k.ops.rows import RowsPlan
 from tests.stream_k.graph_standins import CALLER, Device, Graph, Streams
 
@@ -85,9 +85,10 @@ def commands(stream: int) -> list[tuple[int, str]]:
             (WAITS, f"wait {step}"),
             (WAITS, f"fork {_PULLS}"),
             (_PULLS, f"copy {step}"),
-            (WAITS, f"copy {STEPS + step}"),
+            (WAITS, f"fork {_OWN}"),
+            (_OWN, f"copy {STEPS + step}"),
         ]
-    return [*found, (WAITS, f"join {_PULLS}"), (stream, f"join {WAITS}")]
+    return [*found, (WAITS, f"join {_PULLS}"), (WAITS, f"join {_OWN}"), (stream, f"join {WAITS}")]
 
 
 @pytest.fixture

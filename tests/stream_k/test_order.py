@@ -230,7 +230,7 @@ def uncovered(plan: Any) -> list[int]:
     tiles_n = plan.for_peers.schedule.tiles_n
     order = tiles_in_order((plan.world - 1) * plan.tiles, tiles_n, plan.for_peers.config.group_m)
     missed = []
-    for step in blocks_of(plan.tiles, tiles_n, plan.chunk, plan.for_peers.config.group_m):
+    for step in blocks_of(plan.tiles, tiles_n, plan.chunk, plan.for_peers.config.group_m, 128 * 256):
         for peer in range(plan.world - 1):
             first, last = RowsPlan._tiles_of(plan, step, peer)
             wanted = {

@@ -53,8 +53,8 @@ def order_of(num_steps: int, together: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def copies_in(enqueued: list[tuple[int, str]]) -> list[str]:
-    """Those from peers: they have a stream of their own."""
-    return [what for side, what in enqueued if side != enqueued[0][0]]
+    """Those from peers."""
+    return [what for _, what in enqueued if what.startswith(PEERS)]
 
 
 def test_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +77,15 @@ def test_every_copy_once_behind_the_wait_of_its_step(together: int, monkeypatch:
     assert sorted(found) == sorted(copies + [f"wait {i}" for i in range(5)])
     for what in copies:
         assert found.index(f"wait {what[-1]}") < found.index(what)
+
+
+def test_waits_and_copies_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None holds up another: neither an own copy the next wait, nor one from a peer."""
+    sides: dict[str, set[int]] = {"wait": set(), "own": set(), "peers": set()}
+    for side, what in order_of(3, 1, monkeypatch):
+        sides["peers" if what.startswith(PEERS) else what.split()[0]].add(side)
+    assert [len(each) for each in sides.values()] == [1, 1, 1]
+    assert len({-1}.union(*sides.values())) == 4
 
 
 def test_programs_pull_beside_what_announces() -> None:
@@ -108,28 +117,33 @@ def wrong(blocks: list[Block], tiles_m: int, tiles_n: int, group: int) -> str:
 
 
 counts = st.integers(1, 40)
+TILE = 128 * 256
 
 
-@given(counts, st.integers(1, 200), counts, st.integers(1, 16), st.booleans())
+@given(counts, st.integers(1, 200), counts, st.integers(1, 16), st.integers(8, 23), st.booleans())
 def test_steps_bring_every_tile_once_it_is_there(
-    tiles_m: int, tiles_n: int, chunk: int, group: int, cut: bool
+    tiles_m: int, tiles_n: int, chunk: int, group: int, bits: int, cut: bool
 ) -> None:
-    blocks = [*blocks_of(tiles_m, tiles_n, chunk, group, cut)]
+    tile = 1 << bits
+    blocks = [*blocks_of(tiles_m, tiles_n, chunk, group, tile, cut)]
     assert wrong(blocks, tiles_m, tiles_n, group) == ""
     if not cut:
         assert {block.columns for block in blocks} == {(0, tiles_n)}
 
 
 def test_wide_steps_are_cut_where_a_group_has_their_rows() -> None:
-    """Into parts of about 128 tiles: 16 x 56 of them into seven."""
-    assert [block.columns for block in blocks_of(16, 56, 16, 16)] == [(n, n + 8) for n in range(0, 56, 8)]
-    assert [block.tiles for block in blocks_of(16, 56, 16, 16)] == [(n, n + 128) for n in range(0, 896, 128)]
-    assert len([*blocks_of(128, 208, 16, 16)]) == 16
-    assert len([*blocks_of(16, 56, 8, 16)]) == len([*blocks_of(16, 56, 8, 4)]) == 2
+    """Into parts of about 128 tiles of 128 x 256, 16 x 56 of them into seven; of 256 narrower ones."""
+    found = [*blocks_of(16, 56, 16, 16, TILE)]
+    assert [block.columns for block in found] == [(n, n + 8) for n in range(0, 56, 8)]
+    assert [block.tiles for block in found] == [(n, n + 128) for n in range(0, 896, 128)]
+    narrow = [block.columns for block in blocks_of(16, 112, 16, 16, TILE // 2)]
+    assert narrow == [(2 * first, 2 * last) for first, last in (block.columns for block in found)]
+    assert len([*blocks_of(128, 208, 16, 16, TILE)]) == 16
+    assert len([*blocks_of(16, 56, 8, 16, TILE)]) == len([*blocks_of(16, 56, 8, 4, TILE)]) == 2
 
 
 def test_a_tile_that_a_step_forgets_is_caught() -> None:
-    honest = [*blocks_of(14, 56, 7, 7)]
+    honest = [*blocks_of(14, 56, 7, 7, TILE)]
     assert wrong(honest, 14, 56, 7) == ""
     first, last = honest[1].tiles
     for tiles in ((first, last - 1), (first + 1, last)):

@@ -275,7 +275,11 @@ FUSED = [
     ("all_gather_gemm", "tensorwise", (8192, 4096, 4096), "copy_engine"),
     ("gemm_all_scatter", "rowwise", (256, 8192, 4096), "unfused"),
     ("gemm_all_scatter", "rowwise", (8192, 8192, 4096), "copy_engine"),
-    ("gemm_all_scatter", "blockwise", (8192, 8192, 4096), "unfused"),
+    # Of columns that take longer to travel than our GEMM loses to the BLAS; of a GEMM that loses more, or has few tiles.
+    ("gemm_all_scatter", "blockwise", (7906, 4096, 4096), "copy_engine"),
+    ("gemm_all_scatter", "blockwise", (14000, 2560, 2048), "copy_engine"),
+    ("gemm_all_scatter", "blockwise", (12000, 3584, 8192), "unfused"),
+    ("gemm_all_scatter", "blockwise", (1792, 7168, 5120), "unfused"),
     ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "unfused"),
     ("gemm_reduce_scatter", "rowwise", (8192, 4096, 4096), "blas_blocks"),
     ("gemm_reduce_scatter", "rowwise", (2046, 8192, 4096), "copy_engine"),
@@ -293,6 +297,8 @@ FUSED = [
     ("gemm_all_reduce", "tensorwise", (8192, 4096, 2560), "copy_engine"),
     ("gemm_all_reduce", "rowwise", (2048, 4096, 3072), "unfused"),
     ("gemm_all_reduce", "rowwise", (2304, 6144, 3000), "copy_engine"),
+    ("gemm_all_reduce", "rowwise", (9000, 8192, 4096), "copy_engine"),
+    ("gemm_all_reduce", "rowwise", (6144, 7168, 8192), "blas_blocks"),
     ("gemm_all_reduce", "tensorwise", (64, 4096, 4096), "messages"),
 ]
 

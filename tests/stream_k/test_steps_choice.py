@@ -71,7 +71,8 @@ def chosen_steps(op: str, M: int, N: int, K: int, wire: torch.dtype) -> int:
     config = chosen(op, M, N, K, wire)
     rows, columns = ceil(ceil(M / RANKS) / config.block_m), ceil(N / config.block_n)
     chunk = min(config.chunk, rows)
-    return len([*blocks_of(rows, columns, chunk, config.group_m, cut=chunk == rows)])
+    tile = config.block_m * config.block_n
+    return len([*blocks_of(rows, columns, chunk, config.group_m, tile, cut=chunk == rows)])
 
 
 def lost(measured: dict[int, int], steps: int) -> float:
