@@ -1,6 +1,7 @@
 """Rows that a copy engine moves into a tensor whose place changes from call to call.
 
-    copy = RowCopy.of(peers, (0, 0), out, (8, 16), (4, 32))   # once, with any tensor laid out like `out`
+    way = RowsWay(peers, out)                       # once, with any tensor laid out like `out`
+    copy = way.copy((0, 0), (8, 16), (4, 32))
     copy(out)                            # out[8:12, 16:48] = peers[:4, :32], a command of the current stream
 
 Torch's `copy_` takes a kernel where rows don't lie together, which would need multiprocessors.
@@ -23,53 +24,55 @@ def takes_rows(x: torch.Tensor) -> bool:
     return (x.shape[1] == 1 or x.stride(1) == 1) and (x.shape[0] == 1 or pitch <= _MAX_PITCH)
 
 
-@dataclass(slots=True)
-class RowCopy:
-    """A copy of a block of `source` into a block of another matrix of its dtype and device.
+class RowsWay:
+    """From the matrix `source` to those that lie like `whole`, of its dtype and device; `takes_rows` holds for both.
 
-    source_offset, offset: bytes from a matrix' first element to the block's. source_pitch, pitch: bytes from row to
-    row. width: bytes of a row. height: rows.
+    source_pitch, pitch: bytes from row to row. size: of an element.
     """
 
-    source: torch.Tensor
+    __slots__ = ("pitch", "size", "source", "source_pitch")
+
+    def __init__(self, source: torch.Tensor, whole: torch.Tensor) -> None:
+        assert source.dtype == whole.dtype
+        self.source, self.size = source, source.element_size()
+        self.source_pitch, self.pitch = _pitch(source), _pitch(whole)
+
+    def copy(self, begin: tuple[int, int], to: tuple[int, int], shape: tuple[int, int]) -> RowCopy:
+        """Of the block of so many rows and columns that begins at (row, column) `begin` of `source`, to where `to` is
+        in `whole`. A plan makes dozens, so no tensor is asked or sliced for one."""
+        size = self.size
+        offsets = begin[0] * self.source_pitch + begin[1] * size, to[0] * self.pitch + to[1] * size
+        return RowCopy(self, *offsets, shape[1] * size, shape[0])
+
+
+def _pitch(x: torch.Tensor) -> int:
+    """Bytes from row to row. Of a single row torch may give any stride."""
+    return x.element_size() * (x.stride(0) if x.shape[0] > 1 else x.shape[1])
+
+
+@dataclass(slots=True)
+class RowCopy:
+    """A copy of a block of a matrix into a block of another one.
+
+    source_offset, offset: bytes from a matrix' first element to the block's. width: bytes of a row. height: rows.
+    """
+
+    way: RowsWay
     source_offset: int
-    source_pitch: int
     offset: int
-    pitch: int
     width: int
     height: int
-
-    @staticmethod
-    def of(
-        source: torch.Tensor,
-        begin: tuple[int, int],
-        whole: torch.Tensor,
-        to: tuple[int, int],
-        shape: tuple[int, int],
-    ) -> RowCopy:
-        """The copy of the block of so many rows and columns that begins at (row, column) `begin` of `source`, to where
-        `to` is in `whole`. `takes_rows` holds for both. A plan makes dozens, so no tensor is sliced for one."""
-        assert source.dtype == whole.dtype
-        size, height = source.element_size(), shape[0]
-        width = size * shape[1]
-        # Of a single row torch may give any stride.
-        source_pitch = size * source.stride(0) if source.shape[0] > 1 else width
-        pitch = size * whole.stride(0) if whole.shape[0] > 1 else width
-        source_offset = begin[0] * source_pitch + begin[1] * size
-        return RowCopy(
-            source, source_offset, source_pitch, to[0] * pitch + to[1] * size, pitch, width, height
-        )
 
     def __call__(self, whole: torch.Tensor) -> None:
         """Copy into `whole`, which lies like the one that this was made for, on the current stream."""
         if not self.height:
             return
-        source = self.source
+        way, source = self.way, self.way.source
         backend, device, stream = "host", 0, 0
         if source.is_cuda:
             backend, device = target.backend(), source.device.index
             stream = torch._C._cuda_getCurrentRawStream(device)
         finegrained_alloc.copy_rows(
-            backend, device, whole.data_ptr() + self.offset, self.pitch, source.data_ptr() + self.source_offset,
-            self.source_pitch, self.width, self.height, stream,
+            backend, device, whole.data_ptr() + self.offset, way.pitch, source.data_ptr() + self.source_offset,
+            way.source_pitch, self.width, self.height, stream,
         )  # fmt: skip

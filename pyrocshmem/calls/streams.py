@@ -66,6 +66,7 @@ class Streams:
         self._callers: int | None = None  # handle of the stream of the call that came last
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[int, _Side] = {}
+        self._inside: torch.cuda.Stream | None = None  # of the innermost `beside`
         self._apart: torch.cuda.Stream | None = None
 
     def note_capture(self) -> None:
@@ -120,12 +121,19 @@ class Streams:
         if self.device.type == "cpu":
             yield
             return
-        callers = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(self._side(side).stream)
+        before, stream = self._inside, self._side(side).stream
+        callers = self._current()
+        torch.cuda.set_stream(stream)
+        self._inside = stream
         try:
             yield
         finally:
+            self._inside = before
             torch.cuda.set_stream(callers)
+
+    def _current(self) -> torch.cuda.Stream:
+        """The current stream. PyTorch looks for the device first, at every step of a call."""
+        return torch.cuda.current_stream(self.device) if self._inside is None else self._inside
 
     def runs_in_order(self) -> bool:
         """Whether commands of helpers may run only after what the current stream holds already. AMD's runtime has four
@@ -138,7 +146,7 @@ class Streams:
         """Stream number `side` waits for what the current stream holds so far."""
         if self.device.type == "cuda":
             beside = self._side(side)
-            beside.forked.record()
+            beside.forked.record(self._current())
             beside.stream.wait_event(beside.forked)
 
     def join(self, side: int) -> None:
@@ -146,7 +154,7 @@ class Streams:
         if self.device.type == "cuda":
             beside = self._side(side)
             beside.joined.record(beside.stream)
-            beside.joined.wait()
+            beside.joined.wait(self._current())
 
     def _side(self, number: int) -> _Side:
         """A stream that is not the caller's: PyTorch has 32 of a priority, and hands them out again and again. On the

@@ -29,8 +29,8 @@ _TAIL_ROWS = 1024
 # its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce, and that with
 # scales of rows.
 _BLOCK_ROWS, _SUMMED_K, _SUMMED_K_BY_ROWS = 1024, 3072, 5120
-# Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks, by the BLAS and by our GEMM; and
-# microseconds for which columns of the last tiles travel behind it.
+# Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks, by the BLAS and by our GEMM;
+# and microseconds for which columns of the last tiles travel behind it.
 _BLOCK_MULTIPLY_ADDS, _OUR_MULTIPLY_ADDS, _LAST_COLUMNS_US = 5.15e6, 3.8e6, 60.0
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import status
-from pyrocshmem.calls.row_copy import RowCopy, takes_rows
+from pyrocshmem.calls.row_copy import RowsWay, takes_rows
 from pyrocshmem.calls.tensors import as_argument, how_to_write
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
@@ -64,21 +64,21 @@ class ColumnsPlan(FusedPlan):
         self.step = step_launch(op, self.world, between=True)
         self.end = step_launch(op, self.world, ends=True)
         out = call.out if self.result is None else self.result
-        programs, columns = None, []
+        programs, ways = None, []
         if by_programs:
             step_rows = self.chunk * config.block_m
             programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         else:
-            columns = on_all_ranks(call.heap, self.columns)
-        steps = [self._pull(step, block, out, columns) for step, block in enumerate(blocks)]
+            ways = [RowsWay(columns, out) for columns in on_all_ranks(call.heap, self.columns)]
+        steps = [self._pull(step, block, ways) for step, block in enumerate(blocks)]
         self.pulls = Pulls(workspace, self.step, steps, programs)
 
-    def _pull(self, step: int, block: Block, out: torch.Tensor, columns: list[torch.Tensor]) -> Pull:
-        """A step: the wait for its tiles, and the copies of all ranks' `columns`, the neighbour's first, none where
-        programs pull."""
+    def _pull(self, step: int, block: Block, ways: list[RowsWay]) -> Pull:
+        """A step: the wait for its tiles, and the copies of all ranks' columns, the neighbour's first. ways: from the
+        columns of each; none where programs pull."""
         config, N = self.product.config, self.product.N
         everyone = (1 << self.world) - 1
-        if not columns:
+        if not ways:
             return Pull(self._step_arguments(step, everyone, block.tiles))
         peers = everyone ^ (1 << self.rank)
         top, bottom = (min(row * config.block_m, self.product.M) for row in block.rows)
@@ -87,7 +87,7 @@ class ColumnsPlan(FusedPlan):
         copies = []
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            copies.append(RowCopy.of(columns[owner], (top, left), out, (top, owner * N + left), shape))
+            copies.append(ways[owner].copy((top, left), (top, owner * N + left), shape))
         return Pull(self._step_arguments(step, peers, block.tiles, peers), copies[:-1], copies[-1:])
 
     def _step_arguments(

@@ -27,7 +27,8 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
 
 def on_all_ranks(heap: Heap, tensor: torch.Tensor) -> list[torch.Tensor]:
     """What each rank has at the place of `tensor` on its heap. A slice of one costs a tenth of another view."""
-    return [heap.peer_view(tensor, rank) for rank in range(heap.world_size)]
+    ranks = range(heap.world_size)
+    return [tensor if rank == heap.rank else heap.peer_view(tensor, rank) for rank in ranks]
 
 
 def call_number(workspace: Workspace) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from pyrocshmem import status, trace
 from pyrocshmem.calls.graphs import capture, graphs_are_wanted
 from pyrocshmem.calls.kernel_launch import Launch
-from pyrocshmem.calls.row_copy import RowCopy, takes_rows
+from pyrocshmem.calls.row_copy import RowCopy, RowsWay, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import row_blocks
@@ -120,11 +120,12 @@ class RowsPlan(FusedPlan):
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
-            sums = on_all_ranks(heap, self.sums)
-            steps = [self._pull(len(self.steps) + i, each, out, sums) for i, each in enumerate(pulled)]
+            ways = [RowsWay(sums, out) for sums in on_all_ranks(heap, self.sums)]
+            steps = [self._pull(len(self.steps) + i, each, ways) for i, each in enumerate(pulled)]
         rows = self.partials.view(-1, N)
         there = on_all_ranks(heap, rows)
-        self.copies = [self._copies(step, rows, there, block) for step in self.steps]
+        way = RowsWay(rows, rows)
+        self.copies = [self._copies(step, way, there, block) for step in self.steps]
         self._make_launches(call, rows[: peers * block])
         together = len(steps) if steps and _BUSY_K * peers > product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
@@ -138,21 +139,22 @@ class RowsPlan(FusedPlan):
         return top, left, (bottom - top, right - left)
 
     def _copies(
-        self, step: Block, rows: torch.Tensor, there: list[torch.Tensor], block: int
+        self, step: Block, way: RowsWay, there: list[torch.Tensor], block: int
     ) -> list[tuple[int, RowCopy, torch.Tensor]]:
         """(owner, copy, into) of a step: of the partial rows of the other ranks' blocks, in the order of their tiles.
-        there: `rows` of all ranks."""
+        there: these rows, of all ranks."""
         copies, peers = [], self.world - 1
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
             top, left, shape = self._place(step, owner)
             begin, to = (peer * block + top, left), ((peers + peer) * block + top, left)
-            copies.append((owner, RowCopy.of(rows, begin, there[owner], to, shape), there[owner]))
+            copies.append((owner, way.copy(begin, to, shape), there[owner]))
         return copies
 
-    def _pull(self, word: int, step: Block, out: torch.Tensor, sums: list[torch.Tensor]) -> Pull:
+    def _pull(self, word: int, step: Block, ways: list[RowsWay]) -> Pull:
         """The copies of a step's sums from their owners, the neighbour's first. An owner can't write those of the next
-        call too early: it needs this rank's partials for them, which come when this call is over."""
+        call too early: it needs this rank's partials for them, which come when this call is over. ways: from the sums
+        of each."""
         before = (self.world - 1) * self.tiles * self.product.schedule.tiles_n
         tiles = before + step.tiles[0], before + step.tiles[1]
         copies: dict[int, RowCopy] = {}
@@ -161,7 +163,7 @@ class RowsPlan(FusedPlan):
             first, _ = shard_range(self.product.M, owner, self.world)
             top, left, shape = self._place(step, owner)
             if shape[0] > 0:
-                copies[owner] = RowCopy.of(sums[owner], (top, left), out, (first + top, left), shape)
+                copies[owner] = ways[owner].copy((top, left), (first + top, left), shape)
         own = [copies.pop(self.rank)] if self.rank in copies else []
         return Pull(
             self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own

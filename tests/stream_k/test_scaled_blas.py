@@ -275,7 +275,7 @@ FUSED = [
     ("all_gather_gemm", "tensorwise", (8192, 4096, 4096), "copy_engine"),
     ("gemm_all_scatter", "rowwise", (256, 8192, 4096), "unfused"),
     ("gemm_all_scatter", "rowwise", (8192, 8192, 4096), "copy_engine"),
-    # Of columns that take longer to travel than our GEMM loses to the BLAS; of a GEMM that loses more, or has few tiles.
+    # Columns that take longer to travel than our GEMM loses to the BLAS; a GEMM that loses more, or has few tiles.
     ("gemm_all_scatter", "blockwise", (7906, 4096, 4096), "copy_engine"),
     ("gemm_all_scatter", "blockwise", (14000, 2560, 2048), "copy_engine"),
     ("gemm_all_scatter", "blockwise", (12000, 3584, 8192), "unfused"),
