@@ -28,6 +28,9 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(f"{self.handle} for {other.handle}")
 
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
+
 
 class Calls:
     """Calls on streams of one workspace, and what each of them waits for."""
@@ -110,6 +113,52 @@ def test_no_helper_is_the_callers_own_stream(calls: Calls, capture: int) -> None
     # A helper that is made where its turn has come to be the caller's.
     calls.make(calls.stream(second + 1, capture))
     assert calls.streams._side(2).stream.cuda_stream not in (second, second + 1)
+
+
+class Event:
+    """Notes what it is recorded on, and who waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def record(self, stream: Stream) -> None:
+        self.log.append(f"of {stream.handle}")
+
+    def wait(self, stream: Stream) -> None:
+        self.log.append(f"by {stream.handle}")
+
+
+def test_forks_inside_helpers_are_of_these(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One inside another, and outside again, after an error, too; PyTorch tells the callers' streams alone."""
+    log, asked = list[str](), list[int]()
+
+    def current_stream(device: Any = None) -> Stream:
+        asked.append(calls.now.handle)
+        return calls.now
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(calls, "now", stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(log))
+    workspace, own = calls.streams, calls.stream(5)
+
+    def fail() -> None:
+        with workspace.beside(1):
+            assert calls.now.handle == 33
+            workspace.fork(2)  # stream 34
+            raise KeyError
+
+    with calls.on(own):
+        workspace.fork(0)  # stream 32
+        with workspace.beside(0):
+            workspace.fork(1)  # stream 33
+            with pytest.raises(KeyError):
+                fail()
+            assert calls.now.handle == 32
+            workspace.join(1)
+        assert calls.now is own
+        workspace.join(0)
+    assert log == ["of 5", "by 32", "of 32", "by 33", "of 33", "by 34", "of 33", "by 32", "of 32", "by 5"]
+    assert set(asked) == {5}
 
 
 def test_nobody_else_has_the_stream_of_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
