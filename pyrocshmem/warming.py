@@ -11,11 +11,14 @@ so that the next process, and each rank for what its peers compiled, only loads 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +38,11 @@ from pyrocshmem.torch_contexts import on_device
 
 Named = tuple[str, int, int]
 
-# Numbers of rows that rules and tiles may tell apart: few; whole tile rows, and how many are missing from them, all of
-# these up to _MANY_ROWS.
+# Numbers of rows that rules and tiles may tell apart: few; whole tile rows, and how many are missing from them, up to
+# _MANY_ROWS and beyond.
 _FEW = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 49)
 _TILE_ROWS = 64
-_INSIDE, _MANY_ROWS = (0, 1, 31, 32, 63), 2048
+_INSIDE, _MANY_ROWS, _INSIDE_OF_MANY = (0, 1, 31, 32, 63), 2048, (0, 1, 63)
 # At once, of a rank: compiling is Python's for a third of the time.
 _MOST_THREADS = 8
 
@@ -93,8 +96,7 @@ def warm_up(
     with torch.no_grad(), on_device(device):
         with planning.only("collect") as needed:
             for call in makers:
-                for count in numbers_of_rows(rows):
-                    call(count)
+                _plan_all(call, rows)
         compilations = [*needed.values()]
         if threads is None:
             threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // world))
@@ -110,11 +112,30 @@ def warm_up(
     return WarmedUp(len(compilations), time.perf_counter() - begin)
 
 
+def _plan_all(call: Callable[[int], object], most: int) -> None:
+    """Plan `call` for a number of rows of every kind; and where two that follow one another are placed otherwise, whose
+    buffers are others, for the most rows between them that are placed as the first is."""
+
+    def placed(rows: int) -> list[str]:
+        planning.here.placements.clear()
+        call(rows)
+        return planning.here.placements.copy()
+
+    def differs(first: list[str], rows: int) -> bool:
+        return placed(rows) != first
+
+    found = {rows: placed(rows) for rows in numbers_of_rows(most)}
+    for low, high in itertools.pairwise(sorted(found)):
+        if found[low] != found[high]:
+            # The first number from `low` on that is not as `low` is. Each one on the way is planned, the last as well.
+            bisect.bisect_left(range(low, high), True, key=partial(differs, found[low]))
+
+
 def numbers_of_rows(most: int) -> Iterator[int]:
     """Numbers of rows from 1 to `most` among which there is one of every kind, the largest first: buffers then grow
     but once."""
     ends = range(-(-most // _TILE_ROWS) * _TILE_ROWS, 0, -_TILE_ROWS)
-    inside = (end - less for end in ends for less in (_INSIDE if end <= _MANY_ROWS else _INSIDE[:2]))
+    inside = (end - less for end in ends for less in (_INSIDE if end <= _MANY_ROWS else _INSIDE_OF_MANY))
     yield from dict.fromkeys(
         count for count in (most, most - 1, *inside, *reversed(_FEW)) if 0 < count <= most
     )

@@ -25,10 +25,12 @@ Compilation = tuple[Any, tuple[Any, ...]]
 
 
 class _Here(threading.local):
-    """mode: how this thread plans; None: it makes calls. collected: in mode "collect"."""
+    """mode: how this thread plans; None: it makes calls. In mode "collect", collected: what is to be compiled;
+    placements: of the calls that were planned, in their order."""
 
     mode: Mode | None = None
     collected: dict[Any, Compilation]
+    placements: list[str]
 
 
 here = _Here()
@@ -43,6 +45,12 @@ def collect(key: Any, launch: Any, args: tuple[Any, ...]) -> None:
     """Note, in mode "collect", that `launch` is to be compiled for `args`. key: what the machine code depends on."""
     if key not in here.collected:
         here.collected[key] = launch, _stand_ins(args)
+
+
+def placed(placement: str) -> None:
+    """Note, in mode "collect", that a call is planned in `placement`, which says what its buffers are for."""
+    if here.mode == "collect":
+        here.placements.append(placement)
 
 
 def _stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -74,7 +82,7 @@ def only(mode: Mode) -> Iterator[dict[Any, Compilation]]:
     """Inside, this thread plans calls in this mode. Gives what was collected."""
     before, here.mode = here.mode, mode
     if mode == "collect":
-        here.collected = {}
+        here.collected, here.placements = {}, []
     try:
         yield here.collected if mode == "collect" else {}
     finally:

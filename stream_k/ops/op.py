@@ -389,6 +389,7 @@ def run(op: GemmOp, request: Request, group: Any, workspace: Workspace | None) -
     if a.shape[1] == 0:
         a, b = with_inner_size(a, b)
     if planning.here.mode is not None:
+        planning.placed(plan.placement)
         return (out, plan.second(request.a)) if op.has_second(request) else out
     added = bias if residual is None else in_one(bias, residual)
     x, y = (a, b) if request.scaling is None else operands_of(a, b, request.scaling)
@@ -640,7 +641,8 @@ def _make_plan(
         longest_k = longest_k if share_counts else 0
         made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k)
         plan = op.plan(made)
-        plan.called, plan.shape, plan.dtype = call, shape, op.result_dtype(request)
+        plan.called, plan.placement = call, config.placement
+        plan.shape, plan.dtype = shape, op.result_dtype(request)
         plan.make_graphs()
         plan.compile(*operands_of(a, b, request.scaling), request.bias, example)
         return plan

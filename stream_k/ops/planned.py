@@ -51,7 +51,7 @@ class FusedPlan:
     product: the GEMM; not set on a rank without columns, nor where the BLAS multiplies. blas: its GEMM there; of
     several one, since all heed the same switches. launches: each a `Launch`. result: a buffer of the workspace, to be
     copied to `out`; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. called: the call as
-    the ranks compared it. shape, dtype: of the result. graphs: of repeated calls.
+    the ranks compared it. placement: its configuration's. shape, dtype: of the result. graphs: of repeated calls.
     """
 
     product: Product
@@ -60,6 +60,7 @@ class FusedPlan:
     result: torch.Tensor | None
     squares: torch.Tensor
     called: CallName
+    placement: str
     shape: tuple[int, int]
     dtype: torch.dtype
     workspace: Workspace

@@ -13,6 +13,8 @@ TIER = 3
 pytestmark = pytest.mark.cpu
 
 N, K, ROWS = 8192, 3584, 6000
+# Of all-scatters: the first rows of a tile row leave SMs idle for longer than an exchange takes, the others don't.
+WHERE_PLACEMENTS_CHANGE = range(1530, 1600)
 GEMMS = (
     "gemm",
     "gemm_all_reduce",
@@ -32,9 +34,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecut
     made.shutdown(cancel_futures=True)
 
 
-def compiled(op: str, warmed: bool, seed: int, specialized: bool = False) -> tuple[int, int, int, int]:
+def compiled(
+    op: str, warmed: bool, seed: int, specialized: bool = False, between: bool = True
+) -> tuple[int, int, int, int]:
     """(kernels that `warm_up` compiled, those compiled for many numbers of rows after that, votes on these, launches
-    while warming up), for sm_90, without compiling them. specialized: counts are, as Triton has it by default."""
+    while warming up), for sm_90, without compiling them. specialized: counts are, as Triton has it by default.
+    between: whether `warm_up` looks where placements change."""
     import contextlib
     from unittest import mock
 
@@ -78,6 +83,8 @@ def compiled(op: str, warmed: bool, seed: int, specialized: bool = False) -> tup
         for name, new in plain.items():
             patched.enter_context(mock.patch.object(counts, name, new))
         patched.enter_context(mock.patch("pyrocshmem.calls.row_copy.RowCopy.__call__"))
+        if not between:
+            patched.enter_context(mock.patch("pyrocshmem.warming.bisect"))
         for kernel, *_ in kernel_launch._known:
             kernel.device_caches.clear()
         kernel_launch._known.clear()
@@ -96,6 +103,7 @@ def compiled(op: str, warmed: bool, seed: int, specialized: bool = False) -> tup
                 ROWS,
                 *(draw.randrange(1, ROWS) for _ in range(150)),
                 *(draw.randrange(1, 200) for _ in range(50)),
+                *WHERE_PLACEMENTS_CHANGE,
             ]:
                 call(rows)
         return before, len(made) - before, votes.call_count, during
@@ -107,6 +115,11 @@ def test_nothing_is_compiled_after_warming_up(op: str, pool: ProcessPoolExecutor
     kernels, later, votes, launches = pool.submit(compiled, op, True, seed).result()
     assert (later, votes, launches) == (0, 0, 0), f"seed {seed}"
     assert 0 < kernels <= 40
+
+
+def test_buffers_between_numbers_of_rows(pool: ProcessPoolExecutor) -> None:
+    """The control: a larger buffer, on which ranks vote, where `warm_up` doesn't look for the rows in between."""
+    assert pool.submit(compiled, "gemm_all_scatter", True, 1, between=False).result()[2] > 0
 
 
 def test_what_is_compiled_without(pool: ProcessPoolExecutor) -> None:
