@@ -94,15 +94,15 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
     if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
         reduces = op == "gemm_all_reduce"
         if _copies_blocks(M, N, K, world_size, num_sms, scheme, reduces):
-            least = _SUMMED_K_BY_ROWS if scheme.recipe == "rowwise" else _SUMMED_K
-            return own if reduces and own == "copy_engine" and least > K else "blas_blocks"
+            by_blas_from = _SUMMED_K_BY_ROWS if scheme.recipe == "rowwise" else _SUMMED_K
+            return own if reduces and own == "copy_engine" and by_blas_from > K else "blas_blocks"
         if reduces and K >= _SUMMED_K:
             return "unfused"
     if own == "messages":
         return "unfused"
     if of_blocks:
         beside = op == "gemm_all_scatter" and own == "copy_engine" and world_size == 2
-        return own if beside and _copies_columns(M, N, K, num_sms) else "unfused"
+        return own if beside and _copies_columns(M, N, K, tiles, num_sms) else "unfused"
     return "unfused" if one and op != "gemm_all_scatter" else own
 
 
@@ -124,11 +124,11 @@ def _copies_blocks(
     return peers_us(2 * M * N, world_size) > least
 
 
-def _copies_columns(M: int, N: int, K: int, num_sms: int) -> bool:
+def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
     """Whether our GEMM with scales of blocks, while columns are copied between two ranks, takes less time than the BLAS
-    and an exchange behind it (2 x H200, docs/log.md)."""
+    and an exchange behind it (2 x H200, docs/log.md). tiles: of 128 x 128."""
     exchange = peers_us(2 * M * 2 * N, 2)
-    waves = -(-(-(-M // 128) * -(-N // 128)) // (num_sms - SPARE_FOR_COLUMNS))
+    waves = -(-tiles // (num_sms - SPARE_FOR_COLUMNS))
     ours = max(waves * 128 * 128 * K / _OUR_MULTIPLY_ADDS, exchange) + _LAST_COLUMNS_US
     return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
 

@@ -11,7 +11,7 @@ from pyrocshmem.stream_k.choice import rules
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.scaled import choose_scaled
 from pyrocshmem.stream_k.local_gemm.scales import Scheme
-from pyrocshmem.stream_k.ops.pulls import blocks_of
+from pyrocshmem.stream_k.ops.pulls import Block, blocks_of
 
 TIER = 0
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
@@ -72,10 +72,15 @@ def chosen(op: str, M: int, N: int, K: int, wire: torch.dtype, ranks: int = RANK
 def chosen_steps(op: str, M: int, N: int, K: int, wire: torch.dtype) -> int:
     """Those of one group of tile rows are parts of its columns."""
     config = chosen(op, M, N, K, wire)
+    at_once = config.chunk * config.block_m * RANKS >= M
+    return len(steps_of(config, M, N, cut=at_once))
+
+
+def steps_of(config: Config, M: int, N: int, cut: bool = True) -> list[Block]:
+    """Of a block of a rank's rows."""
     rows, columns = ceil(ceil(M / RANKS) / config.block_m), ceil(N / config.block_n)
-    chunk = min(config.chunk, rows)
-    tile = config.block_m * config.block_n
-    return len([*blocks_of(rows, columns, chunk, config.group_m, tile, cut=chunk == rows)])
+    chunk, tile = min(config.chunk, rows), config.block_m * config.block_n
+    return [*blocks_of(rows, columns, chunk, config.group_m, tile, cut)]
 
 
 def lost(measured: dict[int, int], steps: int) -> float:
@@ -99,11 +104,10 @@ def test_steps_in_8_bits_are_as_large_as_in_16(size: tuple[int, int, int], h200:
     scaled = choose_scaled(op, M, N, K, RANKS, h200, scheme, NONE, placement="copy_engine")
     plain = rules.cost_model(op, M, N, K // 2, BF16, RANKS, h200, placement="copy_engine")
     assert scaled.block_n < plain.block_n
-    found = []
-    for config in (scaled, plain):
-        rows, columns = ceil(ceil(M / RANKS) / config.block_m), ceil(N / config.block_n)
-        steps = blocks_of(rows, columns, config.chunk, config.group_m, config.block_m * config.block_n)
-        found.append([(step.rows, min(step.columns[1] * config.block_n, N)) for step in steps])
+    found = [
+        [(step.rows, min(step.columns[1] * config.block_n, N)) for step in steps_of(config, M, N)]
+        for config in (scaled, plain)
+    ]
     assert found[0] == found[1]
 
 
