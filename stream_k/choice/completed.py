@@ -7,11 +7,17 @@ what copy engines move, and programs of a GEMM and of what runs beside it.
 from __future__ import annotations
 
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import SPARE, SPARE_FOR_COLUMNS, SPARE_FOR_SUMS, Config, changed
+from pyrocshmem.stream_k.choice.config import (
+    SPARE,
+    SPARE_FOR_BOTH_COPIES,
+    SPARE_FOR_COPIES,
+    Config,
+    changed,
+)
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
-from pyrocshmem.stream_k.choice.verdicts import few_tiles, gemm_us, partials_us
+from pyrocshmem.stream_k.choice.verdicts import few_tiles, first_rows, gemm_us, partials_us
 
 
 def fewest_hops(config: Config, facts: Facts) -> Config:
@@ -56,7 +62,7 @@ def beside(config: Config, facts: Facts) -> Config:
     return _balanced(config, facts, facts.num_sms - SPARE, comm, 4, rows)
 
 
-def _beside_copies(config: Config, facts: Facts, spare: int = SPARE_FOR_SUMS) -> Config:
+def _beside_copies(config: Config, facts: Facts, spare: int = SPARE_FOR_COPIES) -> Config:
     """All SMs but those of the waits: fewer programs that take as many waves are 3% slower here (docs/log.md)."""
     if not _shares_sms(facts):
         return config
@@ -108,11 +114,12 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     is twice as long."""
     assert facts.wire is not None
     if _pays_to_cut(facts, 2 * partials_us(facts)):
-        return _beside_copies(_in_parts(config), facts)
+        return _beside_copies(_in_parts(config), facts, SPARE_FOR_BOTH_COPIES)
     tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
-    return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
+    config = in_steps(config, max(least, -(-tile_rows // steps)))
+    return _beside_copies(config, facts, SPARE_FOR_BOTH_COPIES)
 
 
 def _pays_to_cut(facts: Facts, on_links: float) -> bool:
@@ -121,9 +128,15 @@ def _pays_to_cut(facts: Facts, on_links: float) -> bool:
     return facts.world_size == 2 and facts.is_narrow and on_links <= gemm_us(facts)
 
 
+def own_rows_in_two(config: Config, facts: Facts) -> Config:
+    """An all-reduce by the BLAS, a block after another, of which a rank's own is multiplied in two parts or in one."""
+    rows = first_rows(facts) or facts.M
+    return changed(config, chunk=max(1, -(-rows // config.block_m)))
+
+
 def columns_in_parts(config: Config, facts: Facts) -> Config:
     """An all-scatter by copy engines."""
-    return _beside_copies(_in_parts(config), facts, SPARE_FOR_COLUMNS)
+    return _beside_copies(_in_parts(config), facts)
 
 
 def _in_parts(config: Config) -> Config:

@@ -66,7 +66,9 @@ class Config:
       comm_rows                  rows of a tile that a consumer moves at a time
       chunk                      tile rows that copy engines or pulls move at a time: of each rank's row block or, in
                                  an all-scatter, of the whole result. The rows are as many on all ranks, whatever
-                                 their tiles. Wide steps of one group are cut into parts of their columns
+                                 their tiles. Wide steps of one group are cut into parts of their columns. In placement
+                                 "blas_blocks" of an all-reduce: of a rank's own rows, those that are multiplied and
+                                 summed before the others; as many as it has, or more: not cut
       partial_dtype              what partial sums travel in, of ops that sum over ranks. None: the result's dtype, to
                                  which every rank's partial is rounded once, as other libraries do. torch.float32: the
                                  strict mode, as accurate as one GPU's sums, at twice the bytes. torch.bfloat16 or
@@ -166,8 +168,9 @@ def check_config(config: object) -> None:
 # SMs that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the GEMM would
 # otherwise keep one of its programs waiting: beside even a small program an SM can't give all its shared memory away.
 SPARE = 4
-# Where the helpers are the waits of copy engines: as many as may begin before the GEMM, of columns and of sums.
-SPARE_FOR_COLUMNS, SPARE_FOR_SUMS = 1, 2
+# Where the helpers are the waits of copy engines: as many as may begin before the GEMM; two in an all-reduce, whose
+# partials and sums are copied.
+SPARE_FOR_COPIES, SPARE_FOR_BOTH_COPIES = 1, 2
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:

@@ -8,7 +8,7 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK
-from pyrocshmem.stream_k.choice.config import SPARE_FOR_COLUMNS, Config, changed
+from pyrocshmem.stream_k.choice.config import SPARE_FOR_COPIES, Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
@@ -128,7 +128,7 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
     """Whether our GEMM with scales of blocks, while columns are copied between two ranks, takes less time than the BLAS
     and an exchange behind it (2 x H200, docs/log.md). tiles: of 128 x 128."""
     exchange = peers_us(2 * M * 2 * N, 2)
-    waves = -(-tiles // (num_sms - SPARE_FOR_COLUMNS))
+    waves = -(-tiles // (num_sms - SPARE_FOR_COPIES))
     ours = max(waves * 128 * 128 * K / _OUR_MULTIPLY_ADDS, exchange) + _LAST_COLUMNS_US
     return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
 

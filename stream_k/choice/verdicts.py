@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from pyrocshmem.stream_k.choice.config import SPARE_FOR_COLUMNS, SPARE_FOR_SUMS
+from pyrocshmem.stream_k.choice.config import SPARE_FOR_BOTH_COPIES, SPARE_FOR_COPIES
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 
@@ -48,8 +48,9 @@ def few_tiles(facts: Facts) -> Verdict:
     return Verdict(False, f"{facts.tiles} tiles are at least as many as {facts.num_sms} SMs, a wave")
 
 
-# Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little.
-_SENT_ROWS = 128
+# Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little; but it gains
+# with K from here on where an SM has fewer tiles than this (2 x H200, docs/log.md).
+_SENT_ROWS, _SENT_K, _SENT_TILES = 128, 4608, 0.875
 # Tile rows below which the BLAS and an exchange take less time than copies in steps: of a rank's gathered rows, and of
 # rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers, whole tiles
 # or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
@@ -90,10 +91,19 @@ def _by_blas(facts: Facts, own_rows: int) -> Verdict:
     return Verdict(True, f"M = {facts.M} is more than {own_rows} rows, of which the BLAS is the faster one")
 
 
-def _before_messages(facts: Facts, then: Callable[[Facts], Verdict]) -> Verdict:
+def _sent_rows(facts: Facts) -> int:
+    """Rows up to which the BLAS gains little over tiles that leave as messages."""
+    wide = facts.wire is not None and not facts.is_narrow
+    if wide or facts.K < _SENT_K or facts.tiles >= _SENT_TILES * facts.num_sms:
+        return _SENT_ROWS
+    return _OWN_ROWS
+
+
+def _before_messages(facts: Facts, then: Callable[[Facts], Verdict], own_rows: int | None = None) -> Verdict:
     """Whether the BLAS and an exchange take less time than a fused kernel: of 16 bits, whose GEMMs may overlap with
-    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md)."""
-    first = _by_blas(facts, _SENT_ROWS)
+    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md). own_rows: as in `_by_blas`; None: by what
+    the tiles leave of the SMs."""
+    first = _by_blas(facts, _sent_rows(facts) if own_rows is None else own_rows)
     if not first.suits or not facts.in_16_bits:
         return first
     second = then(facts)
@@ -113,7 +123,7 @@ def _low_columns(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
-    num_sms = facts.num_sms - SPARE_FOR_COLUMNS
+    num_sms = facts.num_sms - SPARE_FOR_COPIES
     waves = -(-facts.tiles // num_sms)
     idle = (waves * num_sms / _tiles_in_full(facts) - 1) * gemm_us(facts)
     last = _LAST_US + _LAST_COLUMNS_US * (facts.world_size - 1)
@@ -217,7 +227,7 @@ def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verd
     else:
         second = unfused(facts)
         if not second.suits:
-            second = _unfilled(facts, room)
+            second = _unfilled(facts, reduces, room)
     return Verdict(True, f"{copied.why}, and {second.why}") if second.suits else second
 
 
@@ -244,16 +254,41 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     short = _short(facts)
     if short.suits:
         return short
-    waves, num_sms, tiles = _block_waves(facts)
+    waves, num_sms, tiles = _block_waves(facts, reduces)
     idle = max(0.0, waves * num_sms / tiles - _ROOM) * gemm_us(facts)
     size = facts.M * facts.N * facts.wire.itemsize
     taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
     if reduces:
-        taken += _PULLED_LATE * partials_us(facts)
+        taken += _PULLED_LATE * _behind_products(facts) * partials_us(facts)
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
     if idle > taken:
         return Verdict(True, f"{what}: longer than sums of the BLAS' blocks take, {taken:.0f} us")
     return Verdict(False, f"{what}: sums of the BLAS' blocks take {taken:.0f} us")
+
+
+# Of the rows that a rank of two sums, the least and the largest share that the BLAS multiplies first, in heights of so
+# many rows, of which there must be so many (2 x H200, docs/log.md).
+_LEAST_FIRST, _MOST_FIRST, _BLAS_ROWS, _FEWEST_TALL = 0.625, 0.75, 128, 8
+
+
+def first_rows(facts: Facts) -> int:
+    """Rows of its own block of an all-reduce that a rank multiplies before the others, by the BLAS, so that their sums
+    travel beside the product of those, for about as long as it takes; 0: none."""
+    tall = -(-_block_rows(facts) // _BLAS_ROWS)
+    if facts.world_size != 2 or tall < _FEWEST_TALL or facts.N == 0:
+        return 0
+    product = gemm_us(facts) / 2
+    share = product / (product + partials_us(facts))
+    return round(min(max(share, _LEAST_FIRST), _MOST_FIRST) * tall) * _BLAS_ROWS
+
+
+def _behind_products(facts: Facts) -> float:
+    """Of the time that an all-reduce's sums take on the link, the share that is left behind the BLAS' last product."""
+    first, rows = first_rows(facts), _block_rows(facts)
+    if not first:
+        return 1.0
+    last = (rows - first) / facts.M * gemm_us(facts)
+    return max(1 - first / rows, 1 - last / partials_us(facts))
 
 
 def least_copied_us(world_size: int, reduces: bool) -> float:
@@ -262,18 +297,19 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
     return (_COPIES_US + _PEER_US * (world_size - 1)) * (_PULLED_TOO if reduces else 1.0)
 
 
-def _unfilled(facts: Facts, room: float) -> Verdict:
+def _unfilled(facts: Facts, reduces: bool, room: float) -> Verdict:
     """Whether our GEMMs have room in their waves for more than `room` times the tiles that there are."""
-    waves, num_sms, tiles = _block_waves(facts)
+    waves, num_sms, tiles = _block_waves(facts, reduces)
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
     if waves * num_sms > room * tiles:
         return Verdict(True, f"{what} more than {room:g} times as many")
     return Verdict(False, f"{what} at most {room:g} times as many")
 
 
-def _block_waves(facts: Facts) -> tuple[int, int, float]:
+def _block_waves(facts: Facts, reduces: bool) -> tuple[int, int, float]:
     """(waves of our GEMMs, of the peers' rows and of a rank's own; SMs that they have; tiles, as `_tiles_in_full`)."""
-    num_sms, tile_rows = facts.num_sms - SPARE_FOR_SUMS, -(-facts.M // facts.block_m)
+    num_sms = facts.num_sms - (SPARE_FOR_BOTH_COPIES if reduces else SPARE_FOR_COPIES)
+    tile_rows = -(-facts.M // facts.block_m)
     block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
     waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
     return waves, num_sms, _tiles_in_full(facts)
@@ -392,7 +428,7 @@ def blocks_for_blas(facts: Facts) -> Verdict:
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
     """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
     unequally many, which would be stored by pointers."""
-    return _before_messages(facts, _little_gathered)
+    return _before_messages(facts, _little_gathered, _SENT_ROWS)
 
 
 def _little_gathered(facts: Facts) -> Verdict:

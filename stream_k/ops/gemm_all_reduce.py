@@ -178,7 +178,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Gradients:
 
 # In the order in which they are asked; those behind the first that suits any sizes are had by name.
 _PLACEMENTS = (
-    Placement("blas_blocks", verdicts.blocks_to_reduce),
+    Placement("blas_blocks", verdicts.blocks_to_reduce, completed.own_rows_in_two),
     Placement("unfused", verdicts.short_sum_for_blas, completed.fewest_hops),
     Placement(
         "messages", verdicts.few_tiles, completed.fewest_hops, tilings.sent, variants=variants.half_tiles

@@ -5,6 +5,7 @@ owner, this rank's last, and copy engines bring them while the next one is multi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import torch
 
 from pyrocshmem import status, trace
 from pyrocshmem.calls.kernel_launch import Launch
-from pyrocshmem.collectives.block_sums import ROUNDS, sum_blocks_kernel
+from pyrocshmem.collectives.block_sums import FIRST, ROUNDS, SUMS, sum_blocks_kernel
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
 from pyrocshmem.shards import shard_range
+from pyrocshmem.signal import MAX_WORLD
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
 from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, operands_of, rows_in
@@ -30,14 +32,23 @@ _COPIES = 0
 _ROWS, _COLS, _WARPS, _SHARE = 8, 512, 4, 8
 
 
+class _Copy(NamedTuple):
+    """What a peer gets: `to` is its memory, and then its flag is raised."""
+
+    to: torch.Tensor
+    what: torch.Tensor
+    flag: torch.Tensor
+
+
 class _Block(NamedTuple):
-    """A product of some rows of A into memory; None: of no rows. sent: where it goes, what goes there, and the flag
-    that says so; None: these are this rank's own rows."""
+    """A product of some rows of A into memory; None: of no rows. summed: rows of this rank's block whose sums are made
+    behind it; None: these are a peer's. sent: what copy engines bring to peers then."""
 
     rows: slice
     place: torch.Tensor
     gemm: GemmPlan | BlasPlan | None
-    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    summed: tuple[int, int] | None = None
+    sent: Sequence[_Copy] = ()
 
 
 class SummedBlocksPlan(FusedPlan):
@@ -45,7 +56,9 @@ class SummedBlocksPlan(FusedPlan):
     own block alone.
 
     Partials, in blocks of `height` rows: sending: for the peers, the next rank first; received: from them, the previous
-    rank first; own: this rank's. sums: [rows, N], this rank's rows of an all-reduce, on the heap.
+    rank first; own: this rank's. sums: [rows, N], this rank's rows of an all-reduce, on the heap. first: so many rows
+    of each block of an all-reduce are multiplied and summed before the others; brought: [R - 1, first, N], the sums of
+    the peers', the previous rank's first.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -56,58 +69,100 @@ class SummedBlocksPlan(FusedPlan):
         most = -(-self.M // self.world)
         # Whole blocks of rows are read of them.
         self.height = -(-most // _ROWS) * _ROWS
+        first = call.config.chunk * call.config.block_m
+        self.first = first if everywhere and first < self.M // self.world else 0
         peers = self.world - 1
-        shape = 2 * peers + 1, self.height, self.N
-        partials = in_passing(workspace, prod(shape), call.wire).view(shape)
+        shape, of_first = (2 * peers + 1, self.height, self.N), (peers, self.first, self.N)
+        size = prod(shape) * call.wire.itemsize
+        held = in_passing(workspace, size + prod(of_first) * call.out.dtype.itemsize, torch.uint8)
+        partials = held[:size].view(call.wire).view(shape)
         self.sending, self.received, (self.own,) = partials.split((peers, peers, 1))
+        self.brought = held[size:].view(call.out.dtype).view(of_first) if self.first else None
         if everywhere:
             # Not in passing: peers may still pull them when this rank has ended the call. The next ones are made when
             # peers have sent their partials for them.
             held = workspace.buffer("row sums", most * self.N, call.out.dtype)
             self.sums = held[: most * self.N].view(most, self.N)
         programs = min(self.height // _ROWS * -(-self.N // _COLS), _SHARE * num_sms(heap.device))
-        self.flags = workspace.flags(1 + int(ROUNDS.value) * programs if everywhere else 1)
+        words = int(SUMS.value) + int(ROUNDS.value) * programs
+        self.flags = workspace.flags(words if everywhere else 1)
         self.epoch = call_number(workspace)
         op = int(status.Op.GEMM_ALL_REDUCE if everywhere else status.Op.GEMM_REDUCE_SCATTER)
         self.enter = step_launch(op, self.world, enters=True)
         activation = activation_number(call.request.activation)
         constants = {"OP": op, "WORLD": self.world, "ROWS": _ROWS, "COLS": _COLS, "ACTIVATION": activation}
-        self.sum = Launch(sum_blocks_kernel, programs, constants, _WARPS, 1)
-        self.blocks = [self._block(call, turn % self.world) for turn in range(1, self.world + 1)]
+        self.sum, self.sum_first = (
+            Launch(sum_blocks_kernel, programs, constants | {"ENDS": ends}, _WARPS, 1)
+            for ends in (True, False)
+        )
+        self.blocks = [self._for_peer(call, turn) for turn in range(1, self.world)]
+        if self.first:
+            self.blocks.append(self._of_own(call, 0, self.first))
+        self.blocks.append(self._of_own(call, self.first, self.height))
         self.blas = next((block.gemm for block in self.blocks if isinstance(block.gemm, BlasPlan)), None)
 
-    def _block(self, call: Call, turn: int) -> _Block:
-        """Of the rank so many behind this one."""
-        owner = (self.rank + turn) % self.world
-        first, last = shard_range(self.M, owner, self.world)
+    def _block(self, call: Call, first: int, last: int, place: torch.Tensor) -> _Block:
+        """The product of rows [first, last)."""
         # The BLAS may take rows in fours: up to three of the next block are multiplied for nothing.
         rows = slice(first, min(first + -(-(last - first) // UNIT) * UNIT, self.M))
-        place = (self.sending[turn - 1] if turn else self.own)[: rows.stop - rows.start]
+        place = place[: rows.stop - rows.start]
         a, b = operands_of(call.a, call.b, call.request.scaling)
         given = (call.config, call.request.allow_tf32, None, "none", place, call.workspace)
         gemm = plan_gemm(rows_in(a, rows), b, *given, scheme=call.scheme) if first < last else None
-        block = _Block(rows, place, gemm)
-        if turn == 0:
-            return block
+        return _Block(rows, place, gemm)
+
+    def _for_peer(self, call: Call, turn: int) -> _Block:
+        """Of the rank so many behind this one."""
+        owner = (self.rank + turn) % self.world
+        first, last = shard_range(self.M, owner, self.world)
+        block = self._block(call, first, last, self.sending[turn - 1])
         to = call.heap.peer_view(self.received[turn - 1, : last - first], owner)
-        flag = call.heap.peer_view(self.flags[self.rank : self.rank + 1], owner)
-        return block._replace(sent=(to, place[: last - first], flag))
+        return block._replace(sent=[_Copy(to, block.place[: last - first], self._flag(call, 0, owner))])
+
+    def _of_own(self, call: Call, begin: int, end: int) -> _Block:
+        """Of rows [begin, end) of this rank's."""
+        first, last = shard_range(self.M, self.rank, self.world)
+        block = self._block(call, first + begin, min(first + end, last), self.own[begin:])
+        if end == self.height:
+            return block._replace(summed=(begin, end))
+        assert self.sums is not None
+        assert self.brought is not None
+        sent = []
+        for turn in range(1, self.world):
+            owner = (self.rank + turn) % self.world
+            to = call.heap.peer_view(self.brought[turn - 1], owner)
+            sent.append(_Copy(to, self.sums[begin:end], self._flag(call, int(FIRST.value), owner)))
+        return block._replace(summed=(begin, end), sent=sent)
+
+    def _flag(self, call: Call, number: int, owner: int) -> torch.Tensor:
+        """Word `number` of flags, this rank's, at `owner`."""
+        word = number * int(MAX_WORLD.value) + self.rank
+        return call.heap.peer_view(self.flags[word : word + 1], owner)
 
     @property
     def replayable(self) -> bool:
         """Whether a graph of a call can be replayed."""
         return all(block.gemm is None or block.gemm.replayable for block in self.blocks)
 
-    def _sum_arguments(self, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+    def _sum_arguments(
+        self, rows: tuple[int, int], bias: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[Any, ...]:
         return (
-            self.own, self.received, self.height, self.sums, out, *out.stride(),
-            PLAIN if bias is None else Finish.of(bias), self.M, self.N, self.flags, self.workspace.context,
+            self.own, self.received, self.height, *rows, self.sums, self.brought if rows[0] else None, out,
+            *out.stride(), PLAIN if bias is None else Finish.of(bias), self.M, self.N, self.flags,
+            self.workspace.context,
         )  # fmt: skip
+
+    def _launch_of(self, rows: tuple[int, int]) -> Launch:
+        """What sums these rows of this rank's."""
+        return self.sum if rows[1] == self.height else self.sum_first
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load all but the products, which are when they are planned."""
         self.enter.compile(step_arguments(self.workspace, self.flags))
-        self.sum.compile(self._sum_arguments(bias, out))
+        for block in self.blocks:
+            if block.summed is not None:
+                self._launch_of(block.summed).compile(self._sum_arguments(block.summed, bias, out))
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue the call."""
@@ -117,11 +172,12 @@ class SummedBlocksPlan(FusedPlan):
         for block in self.blocks:
             if block.gemm is not None:
                 block.gemm.run(rows_in(a, block.rows), b, None, block.place)
-            if block.sent is not None:
-                to, partials, flag = block.sent
+            if block.summed is not None:
+                self._launch_of(block.summed)(self._sum_arguments(block.summed, bias, out))
+            if block.sent:
                 workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
-                    trace.copy(to.copy_, partials)
-                    flag.copy_(self.epoch)
-        self.sum(self._sum_arguments(bias, out))
+                    for to, what, flag in block.sent:
+                        trace.copy(to.copy_, what)
+                        flag.copy_(self.epoch)
         workspace.join(_COPIES)

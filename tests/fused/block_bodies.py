@@ -104,7 +104,7 @@ def came_at_once(
 
 
 @triton.jit
-def blocks_came_at_once(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
+def blocks_came_at_once(flags, number, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
     """`block_sums._came` as it must not be: without the wait."""
     return epoch > 0
 
@@ -262,15 +262,15 @@ def keep_back(words: torch.Tensor) -> None:
     signal.publish = silent
 
 
-def keep_back_copies(plan: Any) -> None:
-    """From now on the flags that copy engines raise are raised nowhere."""
+def keep_back_copies(plan: Any, of_sums: bool = False) -> None:
+    """From now on the flags that copy engines raise are raised nowhere; of_sums: those of sums alone."""
     if hasattr(plan, "pieces"):
         plan.pieces = [(to, rows, torch.empty_like(flag)) for to, rows, flag in plan.pieces]
     elif isinstance(plan, SummedBlocksPlan):
         plan.blocks = [
             block
-            if block.sent is None
-            else block._replace(sent=(*block.sent[:-1], torch.empty_like(block.sent[-1])))
+            if of_sums and block.summed is None
+            else block._replace(sent=[copy._replace(flag=torch.empty_like(copy.flag)) for copy in block.sent])
             for block in plan.blocks
         ]
 

@@ -27,11 +27,11 @@ CONFIG = small_config(placement="blas_blocks")
 
 
 @triton.jit
-def came_but_for_aborts(flags, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
+def came_but_for_aborts(flags, number, context, epoch, OP: tl.constexpr, WORLD: tl.constexpr):
     """`block_sums._came` as it must not be: it heeds no abort."""
     lanes = tl.arange(0, signal.MAX_WORLD)
     peers = (lanes < WORLD) & (lanes != tl.load(context.control + signal.RANK))
-    return signal.wait(signal.word(flags, 0, lanes), peers, epoch, 0, lanes, context, OP, WORLD)
+    return signal.wait(signal.word(flags, number, lanes), peers, epoch, number, lanes, context, OP, WORLD)
 
 
 def sums_without_partials(rank: int, world_size: int, op: str, sent: bool, heeds: bool) -> int:
@@ -70,13 +70,17 @@ def sums_without_partials(rank: int, world_size: int, op: str, sent: bool, heeds
         return int((out != CANARY).sum())
 
 
-def rows_without_word(rank: int, world_size: int, waits: bool) -> int:
-    """Elements of rank 1's rows that rank 0 has pulled though rank 1 has not announced its sums."""
+def rows_without_word(rank: int, world_size: int, waits: bool, first: bool) -> list[int]:
+    """Elements of rank 1's rows that rank 0 has written though rank 1 has not announced its sums, or, first, those of
+    its first rows: of its first rows, and of the others."""
+    config = small_config(placement="blas_blocks", chunk=1)
+    M, height = (151, config.block_m) if first else (40, 20)
+    top = M - M // 2
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=LONG_S)
-        a, b = integers(40, 24, torch.float32, rank), integers(24, 33, torch.float32, 2 + rank)
-        out = torch.zeros(40, 33)
-        options: dict[str, Any] = {"group": heap, "config": CONFIG, "workspace": workspace, "out": out}
+        a, b = integers(M, 24, torch.float32, rank), integers(24, 33, torch.float32, 2 + rank)
+        out = torch.zeros(M, 33)
+        options: dict[str, Any] = {"group": heap, "config": config, "workspace": workspace, "out": out}
         stream_k.gemm_all_reduce(a, b, **options)
         heap.vote("planned")
         if rank == 0:
@@ -85,9 +89,11 @@ def rows_without_word(rank: int, world_size: int, waits: bool) -> int:
                 signal.wait = lambda *args, **more: True
         else:
             (plan,) = workspace.plans.values()
-            keep_back(plan.flags[int(signal.MAX_WORLD.value) :])
+            keep_back_copies(plan, of_sums=True)
+            if not first:
+                keep_back(plan.flags[int(signal.MAX_WORLD.value) :])
         out.fill_(CANARY)
         with contextlib.suppress(ShmemError):
             stream_k.gemm_all_reduce(a, b, **options)
             heap.vote("done")
-        return int((out[20:] != CANARY).sum())
+        return [int((rows != CANARY).sum()) for rows in (out[top : top + height], out[top + height :])]

@@ -24,7 +24,7 @@ from pyrocshmem import Heap, signal, stream_k
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import reduce_tiles
 from pyrocshmem.reference.problems import PROBLEMS
-from pyrocshmem.stream_k.choice.config import BY_ROWS
+from pyrocshmem.stream_k.choice.config import BY_BLOCKS, BY_ROWS
 from pyrocshmem.stream_k.ops import gemm_all_reduce
 from tests.fused.cases import HEAP_BYTES, Case, Operands, Verdict, call, judge, run_case
 from tests.stream_k.products import ON_CPU, integers, small_config
@@ -96,7 +96,7 @@ def changing_data(
 def _wrong_with_changing_data(op: str, placement: str, algorithm: str) -> int:
     config = small_config(placement=placement, algorithm=algorithm, chunk=1)
     # Row blocks of several steps, whose sizes differ by one.
-    shape = (151, 24, 24) if placement in BY_ROWS else (40, 24, 24)
+    shape = (151, 24, 24) if placement in (*BY_ROWS, *BY_BLOCKS) else (40, 24, 24)
     wrong = 0
     with Heap(HEAP_BYTES) as heap:
         workspace = Workspace(heap, wait_seconds=_WAIT_S)

@@ -1,5 +1,7 @@
 """The protocol of the fused ops: epochs, slots, flags and groups, each guard with the test that fails without it."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -142,10 +144,13 @@ def test_no_sums_of_blocks_that_were_given_up(op: str, sent: bool) -> None:
 
 @pytest.mark.cpu
 def test_no_sums_of_blocks_that_were_not_announced() -> None:
-    """Programs that pull leave alone what a peer has said nothing of. Then the control, in which they don't wait."""
-    for waits in (True, False):
-        written = values(run_ranks(block_sum_bodies.rows_without_word, 2, waits, timeout=TIMEOUT_S))[0]
-        assert (written == 0) if waits else (written > 0), waits
+    """Programs leave alone what a peer has said nothing of: sums that they pull, and the sums of first rows, which
+    copies bring. Then the control, in which they don't wait."""
+    for waits, first in itertools.product((True, False), (True, False)):
+        ranks = run_ranks(block_sum_bodies.rows_without_word, 2, waits, first, timeout=TIMEOUT_S)
+        of_first, others = values(ranks)[0]
+        assert (of_first == 0) if waits else (of_first > 0), (waits, first)
+        assert (others > 0) == first, (waits, first)
 
 
 @pytest.mark.cpu

@@ -124,6 +124,43 @@ def test_the_blas_multiplies_where_it_may(
             assert (blas, own, right) == (each * expected, each * (2 - expected), True), case
 
 
+def sums_in_two(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """(products, whether the result is exact) of two calls of each case, the own rows of which are in two parts."""
+    found = []
+    of_sums = [(dtype, more) for op, dtype, more, _ in CASES if op == "gemm_all_reduce"]
+    with Heap(HEAP_BYTES) as heap:
+        for number, ((dtype, more), rows) in enumerate(itertools.product(of_sums, (203, 97 * world_size))):
+            config = small_config(placement="blas_blocks", chunk=1)
+            wide = torch.empty(rows, 2 * N, dtype=dtype)
+            for seed, out in enumerate((wide[:, :N], wide[:, 1::2])):
+                every = [
+                    (
+                        integers(rows, K, dtype, 10 * number + r + seed),
+                        integers(K, N, dtype, 100 + 10 * number + r),
+                    )
+                    for r in range(world_size)
+                ]
+                bias = integers(1, N, more.get("bias", dtype), 200 + seed)[0]
+                options = {**more, "bias": bias if more.get("bias") else None, "out": out.fill_(torch.nan)}
+                stream_k.gemm_all_reduce(*every[rank], group=heap, config=config, **options)
+                heap.synchronize()
+                exact = sum(a.double() @ b.double() for a, b in every) + (
+                    bias.double() if more.get("bias") else 0
+                )
+                plan = [*heap.workspace.plans.values()][-1]
+                exact = exact.relu() if "activation" in more else exact
+                found.append((len(plan.blocks), torch.equal(out.double(), exact)))
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_own_rows_in_two_products(num_ranks: int) -> None:
+    """Into tensors of any strides, which peers can't write."""
+    for found in values(run_ranks(sums_in_two, num_ranks, timeout=TIMEOUT_S)):
+        assert found == [(num_ranks + 1, True)] * len(found)
+
+
 def keeps_rows(rank: int, world_size: int, num_rows: int) -> dict[str, Any]:
     """Gathered rows of two calls by blocks that the BLAS multiplies, which must not lie where the next call's do; the
     last rank has no columns. What the caller's stream did at the end of a call."""
