@@ -49,7 +49,7 @@ def few_tiles(facts: Facts) -> Verdict:
 
 
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little; but it gains
-# with K from here on where an SM has fewer tiles than this (2 x H200, docs/log.md).
+# with K from here on where an SM has fewer tiles than this, that rows don't fill (2 x H200, docs/log.md).
 _SENT_ROWS, _SENT_K, _SENT_TILES = 128, 4608, 0.875
 # Tile rows below which the BLAS and an exchange take less time than copies in steps: of a rank's gathered rows, and of
 # rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers, whole tiles
@@ -94,7 +94,8 @@ def _by_blas(facts: Facts, own_rows: int) -> Verdict:
 def _sent_rows(facts: Facts) -> int:
     """Rows up to which the BLAS gains little over tiles that leave as messages."""
     wide = facts.wire is not None and not facts.is_narrow
-    if wide or facts.K < _SENT_K or facts.tiles >= _SENT_TILES * facts.num_sms:
+    filled = facts.M % facts.block_m == 0 or facts.tiles >= _SENT_TILES * facts.num_sms
+    if wide or filled or facts.K < _SENT_K:
         return _SENT_ROWS
     return _OWN_ROWS
 
@@ -198,7 +199,7 @@ _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
 # Of two ranks' (2 x H100, docs/log.md): room that our GEMMs have and are as fast; what else the BLAS costs,
 # microseconds and bytes a microsecond of a block that is read twice and written; and of the time that sums take on the
 # link, the share that is left at the end.
-_ROOM, _BLOCKS_US, _SUMMED_BYTES, _PULLED_LATE = 1.1, 25.0, 2.5e6, 0.75
+_ROOM, _BLOCKS_US, _SUMMED_BYTES, _PULLED_LATE = 1.1, 15.0, 2.5e6, 0.75
 # Tile rows of a block below which our GEMMs read B too often where K is long.
 _BLOCK_TILES, _LONG_K = 5, 6144
 
@@ -403,9 +404,9 @@ def few_gathered_bytes(facts: Facts) -> Verdict:
     return Verdict(False, f"{gathered}, more than {most} for {facts.M} rows")
 
 
-# Gathered rows, unevenly cut, up to which one product behind an exchange is as fast as one for each block; and inner
-# size up to which our GEMM multiplies evenly cut ones as fast.
-_BLOCKS_OF_ROWS, _BLOCKS_K = 1500, 2048
+# Gathered rows, unevenly cut, and bytes of them, up to which one product behind an exchange is as fast as one for each
+# block; and inner size up to which our GEMM multiplies evenly cut ones as fast.
+_BLOCKS_OF_ROWS, _BLOCKS_BYTES, _BLOCKS_K = 1500, 16 << 20, 2048
 
 
 def blocks_for_blas(facts: Facts) -> Verdict:
@@ -420,6 +421,10 @@ def blocks_for_blas(facts: Facts) -> Verdict:
     little = _little_gathered(facts)
     if little.suits:
         found, what, most = facts.M > _BLOCKS_OF_ROWS, f"{little.why}; M = {facts.M}", _BLOCKS_OF_ROWS
+        size = facts.M * facts.K * facts.dtype.itemsize
+        if not found:
+            what = f"{what} is at most {most}, and A of {size} bytes"
+            found, most = size > _BLOCKS_BYTES, _BLOCKS_BYTES
     else:
         found, what, most = facts.K > _BLOCKS_K, f"K = {facts.K}", _BLOCKS_K
     return Verdict(found, f"{what} is {'more than' if found else 'at most'} {most}")
