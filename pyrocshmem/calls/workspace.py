@@ -183,7 +183,6 @@ class Workspace(Streams):
         self._roomy: set[str] = set()  # kinds of calls that have buffers for them
         self._retired: list[Any] = []
         self.plans = Plans(self._retired.append)
-        self.steps: dict[Hashable, Any] = {}  # launches that plans share, compiled, by what they do
         self.agreed: dict[Hashable, int] = {}
         self._calls: dict[str, int] = {}  # what ranks have compared, counted alike on all of them
         self._op = "no call yet"  # of the last one of these

@@ -61,8 +61,8 @@ class ColumnsPlan(FusedPlan):
             announce=row_blocks.announce_rows,
             lag=0,
         )
-        self.step = step_launch(workspace, op, between=True)
-        self.end = step_launch(workspace, op, ends=True)
+        self.step = step_launch(op, self.world, between=True)
+        self.end = step_launch(op, self.world, ends=True)
         out = call.out if self.result is None else self.result
         programs, ways = None, []
         if by_programs:
@@ -102,6 +102,8 @@ class ColumnsPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.gemm.compile(self._gemm_arguments(a, b, bias))
+        for launch in (self.step, self.end):
+            launch.compile(self._step_arguments())
         self.pulls.compile(out if self.result is None else self.result)
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:

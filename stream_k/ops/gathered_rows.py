@@ -94,7 +94,7 @@ class PiecesPlan(FusedPlan):
         ]
         self.epoch = call_number(workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
-        self.enter, self.end = step_launch(workspace, op, enters=True), step_launch(workspace, op, ends=True)
+        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
         self.gemm: Launch | None = None
         self.senders = ((1 << world) - 1) ^ (1 << heap.rank)
         if call.b.shape[1] > 0:
@@ -158,6 +158,8 @@ class PiecesPlan(FusedPlan):
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.gemm is not None:
             self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+        for launch in (self.enter, self.end):
+            launch.compile(self._step_arguments())
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
@@ -227,7 +229,7 @@ class BlocksPlan(PiecesPlan):
     def _plan_gemm(self, call: Call) -> None:
         request, world = call.request, self.world
         a, b = operands_of(call.a, call.b, request.scaling)
-        self.wait = step_launch(self.workspace, int(status.Op.ALL_GATHER_GEMM))
+        self.wait = step_launch(int(status.Op.ALL_GATHER_GEMM), world)
         for turn in range(world):
             owner = (self.rank + turn) % world
             rows = slice(*shard_range(call.num_rows, owner, world))
@@ -247,6 +249,11 @@ class BlocksPlan(PiecesPlan):
     def replayable(self) -> bool:
         # A graph would keep the same rows' memory for every call.
         return not self.keeps and all(gemm.replayable for *_, gemm in self.blocks)
+
+    def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        waits = [self.wait] if self.blocks else []
+        for launch in (self.enter, *waits, self.end):
+            launch.compile(self._step_arguments())
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from pyrocshmem import status, trace
-from pyrocshmem.calls import planning
 from pyrocshmem.calls.graphs import capture, graphs_are_wanted
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, RowsWay, takes_rows
@@ -44,20 +43,11 @@ _BUSY_K = 1600
 
 
 def step_launch(
-    workspace: Workspace, op: int, *, enters: bool = False, ends: bool = False, between: bool = False
+    op: int, world_size: int, *, enters: bool = False, ends: bool = False, between: bool = False
 ) -> Launch:
-    """A launch of `collectives.row_blocks.step_kernel`, compiled: one for all plans of a workspace, since machine code
-    doesn't depend on what a step waits for, and to ask for it takes the host of a call with new rows time."""
-    key = (op, enters, ends, between, trace.recorder() is not None)
-    launch = workspace.steps.get(key)
-    if launch is None:
-        world = workspace.world_size
-        constants = {"OP": op, "WORLD": world, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
-        launch = Launch(row_blocks.step_kernel, 1, constants, 4, 1)
-        launch.compile(step_arguments(workspace, workspace.flags(1)))
-        if planning.keeps_plans():
-            workspace.steps[key] = launch
-    return launch
+    """A launch of `collectives.row_blocks.step_kernel`."""
+    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
+    return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
 
 
 def step_arguments(
@@ -144,9 +134,8 @@ class RowsPlan(FusedPlan):
         """(row, counted from the first one of the owner's block, column, shape) of a step."""
         config, N = self.product.config, self.product.N
         first, last = shard_range(self.product.M, owner, self.world)
-        (top, bottom), (left, right) = step.rows, step.columns
-        top, bottom = min(top * config.block_m, last - first), min(bottom * config.block_m, last - first)
-        left, right = left * config.block_n, min(right * config.block_n, N)
+        top, bottom = (min(row * config.block_m, last - first) for row in step.rows)
+        left, right = (min(column * config.block_n, N) for column in step.columns)
         return top, left, (bottom - top, right - left)
 
     def _copies(
@@ -200,9 +189,9 @@ class RowsPlan(FusedPlan):
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
         self.enter, self.step, self.end = (
-            step_launch(self.workspace, op, enters=True),
-            step_launch(self.workspace, op, between=self.everywhere),
-            step_launch(self.workspace, op, ends=True),
+            step_launch(op, world, enters=True),
+            step_launch(op, world, between=self.everywhere),
+            step_launch(op, world, ends=True),
         )
 
     def _peers_arguments(self, a: Operand, b: Operand) -> tuple[Any, ...]:
@@ -232,6 +221,8 @@ class RowsPlan(FusedPlan):
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.peers_gemm.compile(self._peers_arguments(a, b))
         self.own_gemm.compile(self._own_arguments(a, b, bias, out))
+        for launch in (self.enter, self.step, self.end):
+            launch.compile(self._step_arguments())
 
     def _prepare_sending(self) -> None:
         """What brings the partials to their owners is the same for every call: from the second one on it is one launch

@@ -88,7 +88,7 @@ class SummedBlocksPlan(FusedPlan):
         self.flags = workspace.flags(words if everywhere else 1)
         self.epoch = call_number(workspace)
         op = int(status.Op.GEMM_ALL_REDUCE if everywhere else status.Op.GEMM_REDUCE_SCATTER)
-        self.enter = step_launch(workspace, op, enters=True)
+        self.enter = step_launch(op, self.world, enters=True)
         activation = activation_number(call.request.activation)
         constants = {"OP": op, "WORLD": self.world, "ROWS": _ROWS, "COLS": _COLS, "ACTIVATION": activation}
         self.sum, self.sum_first = (
@@ -159,6 +159,7 @@ class SummedBlocksPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load all but the products, which are when they are planned."""
+        self.enter.compile(step_arguments(self.workspace, self.flags))
         for block in self.blocks:
             if block.summed is not None:
                 self._launch_of(block.summed).compile(self._sum_arguments(block.summed, bias, out))

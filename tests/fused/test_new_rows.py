@@ -272,35 +272,6 @@ def test_rows_that_were_announced(name: str) -> None:
         assert len(votes) > 1
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize(
-    ("op", "placement"),
-    [
-        ("gemm_all_reduce", "copy_engine"),
-        ("gemm_all_scatter", "copy_engine"),
-        ("all_gather_gemm", "copy_engine"),
-        ("gemm_all_reduce", "blas_blocks"),
-    ],
-)
-def test_steps_are_compiled_once(op: str, placement: str) -> None:
-    """For all plans of a workspace; but not by calls of which sizes alone are planned, which compile nothing."""
-    heap = PlanningHeap(2)
-    kernels: list[str] = []
-
-    def compiling(launch: Launch, args: tuple[Any, ...]) -> None:
-        kernels.append(launch.kernel.__name__)
-
-    config = small_config(placement=placement, chunk=1)
-    with mock.patch.object(Launch, "compile", compiling):
-        for mode, rows in (("sizes", 224), ("plan", 224), ("plan", 160)):
-            kernels.clear()
-            with planning.only(mode):  # type: ignore[arg-type]
-                a, b = torch.zeros(rows, K, dtype=F16), torch.zeros(K, N, dtype=F16)
-                getattr(stream_k, op)(a, b, group=heap, config=config)
-            assert ("step_kernel" in kernels) == (rows == 224), (mode, kernels)
-    assert len(workspace_for(heap).plans) == 2
-
-
 def _nothing(*args: object) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()
 
