@@ -394,10 +394,15 @@ def _short_sum(facts: Facts) -> Verdict:
 _GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1024
 
 
+def _gathered_size(facts: Facts) -> int:
+    """Bytes of all ranks' A."""
+    return facts.M * facts.K * facts.dtype.itemsize
+
+
 def few_gathered_bytes(facts: Facts) -> Verdict:
     """A is gathered soon. Ranks may differ in columns but must agree, so for an all-gather this alone decides."""
     most = _GATHERED_BYTES * (2 if facts.M <= _FEW_GATHERED else 1)
-    size = facts.M * facts.K * facts.dtype.itemsize
+    size = _gathered_size(facts)
     gathered = f"all ranks' A is {size} bytes"
     if size <= most:
         return Verdict(True, f"{gathered}, at most {most} for {facts.M} rows")
@@ -421,8 +426,8 @@ def blocks_for_blas(facts: Facts) -> Verdict:
     little = _little_gathered(facts)
     if little.suits:
         found, what, most = facts.M > _BLOCKS_OF_ROWS, f"{little.why}; M = {facts.M}", _BLOCKS_OF_ROWS
-        size = facts.M * facts.K * facts.dtype.itemsize
         if not found:
+            size = _gathered_size(facts)
             what = f"{what} is at most {most}, and A of {size} bytes"
             found, most = size > _BLOCKS_BYTES, _BLOCKS_BYTES
     else:
