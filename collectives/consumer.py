@@ -11,11 +11,11 @@ from pyrocshmem.collectives.order import unpacked
 @triton.jit
 def consumer_kernel(
     extra, context, problem, events, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A consumer on its own, after or beside the GEMM whose call it closes. problem: packed."""
     epoch = signal.begin(context, False, WORLD)
-    CONSUMER(epoch, extra, context, unpacked(problem), events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, unpacked(problem), events, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     signal.end(context, epoch)
     trace.mark(events, trace.END, -1)
 

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
 
     M, N, K: of the whole result and the inner size. iterations: steps of BLOCK_K along K of a tile. num_split_tiles,
     num_split_programs: the tiles that are cut along K, and the programs that share them. cohort: how many of these work
-    in step. num_gemm_programs: those that have tiles.
+    in step. num_gemm_programs: those that have tiles. group: as for `tile_coords`.
     """
 
     M: Any
@@ -31,10 +31,17 @@ class Problem(NamedTuple):
     num_split_programs: Any
     cohort: Any
     num_gemm_programs: Any
+    group: Any
 
     def packed(self) -> "Problem":
         """As a kernel gets it, which is compiled for any number of rows and any schedule (`pyrocshmem.counts`)."""
-        of_rows = (self.num_split_tiles, self.num_split_programs, self.cohort, self.num_gemm_programs)
+        of_rows = (
+            self.num_split_tiles,
+            self.num_split_programs,
+            self.cohort,
+            self.num_gemm_programs,
+            self.group,
+        )
         return Problem(counts.packed(self.M), self.N, self.K, self.iterations, *map(counts.packed, of_rows))
 
 
@@ -44,20 +51,19 @@ def unpacked(problem):
     return Problem(
         counts.unpacked(problem.M), problem.N, problem.K, problem.iterations, counts.unpacked(problem.num_split_tiles),
         counts.unpacked(problem.num_split_programs), counts.unpacked(problem.cohort),
-        counts.unpacked(problem.num_gemm_programs),
+        counts.unpacked(problem.num_gemm_programs), counts.unpacked(problem.group),
     )  # fmt: skip
 
 
 @triton.jit
-def tile_coords(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Grouped order: GROUP_M tile rows at a time, column by column, so that a wave re-reads little of A and
-    B.
+def tile_coords(tile, tiles_m, tiles_n, group):
+    """Grouped order: `group` tile rows at a time, column by column, so that a wave re-reads little of A and B.
 
-    Example: 4 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
+    Example: 4 x 2 tiles, groups of 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
     """
-    width = GROUP_M * tiles_n
-    first = tile // width * GROUP_M
-    size = min(tiles_m - first, GROUP_M)
+    width = group * tiles_n
+    first = tile // width * group
+    size = min(tiles_m - first, group)
     return first + tile % width % size, tile % width // size
 
 

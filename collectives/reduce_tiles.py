@@ -206,7 +206,7 @@ def _sum_of(sources, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr):
 def _reduce_tile(
     tile, epoch, extra, context, problem, events, PUSHED: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr, OPTIONS: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the R partials of `tile`, sum them, and store the result where it belongs."""
     M, N, flags, finish = problem.M, problem.N, extra.flags, extra.finish
@@ -216,7 +216,7 @@ def _reduce_tile(
     trace.mark(events, trace.WAIT, tile)
     if signal.wait(signal.word(flags, tile, lanes), lanes < WORLD, epoch, tile, lanes, context, _OP, WORLD):
         trace.mark(events, trace.REDUCE, tile)
-        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), problem.group)
         sources = _sources(tile, tiles, epoch, extra, context, PUSHED, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         targets = _targets(extra.results, context, WORLD, OPTIONS.one_shot)
         square_targets = _targets(extra.squares, context, WORLD, OPTIONS.one_shot)
@@ -248,7 +248,6 @@ def _reduce_tile(
 @triton.jit
 def reduce_groups(
     epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
@@ -266,7 +265,7 @@ def reduce_groups(
         if OPTIONS.one_shot:
             for tile in range(first, tiles, step):
                 _reduce_tile(
-                    tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
+                    tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N,
                     OPTIONS,
                 )  # fmt: skip
         else:
@@ -274,7 +273,7 @@ def reduce_groups(
                 tile = owned_tile(group, num_gemm_programs, rank, WORLD)
                 if tile < tiles:
                     _reduce_tile(
-                        tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N, GROUP_M,
+                        tile, epoch, extra, context, problem, events, False, WORLD, BLOCK_M, BLOCK_N,
                         OPTIONS,
                     )  # fmt: skip
             # Only after all own pushes: the tiles of the same groups that the other ranks own.
@@ -290,7 +289,6 @@ def reduce_groups(
 @triton.jit
 def reduce_own_tiles(
     epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: each sums the pushed tiles that it produced itself and, two-shot,
@@ -303,13 +301,9 @@ def reduce_own_tiles(
     for i in range(0, count):
         tile = finished_tile(i, split, program, problem)
         if OPTIONS.one_shot:
-            _reduce_tile(
-                tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
-            )
+            _reduce_tile(tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         elif tile_owner(tile, num_gemm_programs, WORLD) == rank:
-            _reduce_tile(
-                tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
-            )
+            _reduce_tile(tile, epoch, extra, context, problem, events, True, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     if not OPTIONS.one_shot:
         trace.mark(events, trace.WAIT, -1)
         one = tl.arange(0, 1)

@@ -146,9 +146,9 @@ def _sent(
     """Block [BLOCK_M, WIDTH] at (row, col) of this rank's rows, of the partials that peer number `peer` sent, the peers
     being counted in rank order."""
     source = peer + tl.where(peer < rank, 0, 1)
-    first = (rank - source + WORLD - 1) % WORLD * height + row
-    # Only this base differs from peer to peer, so the offsets inside a block take registers once.
-    place = partials + first.to(tl.int64) * N + col
+    turn = (rank - source + WORLD - 1) % WORLD
+    # Only the last term differs from peer to peer, so that the others take registers once.
+    place = partials + (tl.cast(row, tl.int64) * N + col) + turn * (tl.cast(height, tl.int64) * N)
     j = tl.arange(0, WIDTH)
     return tl.load(
         place + tl.arange(0, BLOCK_M)[:, None] * N + j[None, :], mask=(col + j < N)[None, :], other=0.0

@@ -146,7 +146,6 @@ def _squares_row(tile_n, N, context, BLOCK_N: tl.constexpr):
 @triton.jit
 def _push_tile(
     tile, epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a tile of this rank's result, copy it to the peers, raise their flags."""
@@ -157,7 +156,7 @@ def _push_tile(
     trace.mark(events, trace.WAIT, tile)
     if signal.wait(extra.local + tile + one, one == 0, epoch, tile, rank, context, _OP, WORLD, "gpu"):
         trace.mark(events, trace.PUSH, tile)
-        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+        tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), problem.group)
         block = extra.results + rank * N
         places = _peers(block, context, WORLD)
         j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -182,7 +181,6 @@ def _push_tile(
 @triton.jit
 def push_tiles(
     epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Consumer beside the GEMM (programs from num_gemm_programs up) or after it (all programs of its own
@@ -197,9 +195,7 @@ def push_tiles(
         trace.mark(events, trace.WAIT, -1)
         if signal.wait_entered(epoch, context, _OP, WORLD):
             for tile in range(first, tiles, step):
-                _push_tile(
-                    tile, epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS
-                )
+                _push_tile(tile, epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
         trace.mark(events, trace.WAIT, -1)
         for tile in range(first, tiles, step):
             _wait_arrived(tile, epoch, extra.flags, context, WORLD)
@@ -208,7 +204,6 @@ def push_tiles(
 @triton.jit
 def await_own_tiles(
     epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Consumer inside the GEMM's programs: wait for the peers' tiles of the same numbers as those that this program

@@ -18,6 +18,7 @@ from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
 from pyrocshmem.stream_k.choice.verdicts import few_tiles, first_rows, gemm_us, partials_us
+from pyrocshmem.stream_k.local_gemm.schedule import even_group
 
 
 def fewest_hops(config: Config, facts: Facts) -> Config:
@@ -95,6 +96,9 @@ STEP_ELEMENTS = 4 << 20
 _MOST_REDUCED, _FEWEST_SUMMED = 8, 4
 # Tile rows that share columns of B in L2: about so many, at most so many.
 _GROUP, _MOST_GROUP = 8, 16
+# The same of an all-reduce of more than _MOST_GROUP, whose steps they are: the first one must be there when the GEMM of
+# a rank's own rows begins, and little may be left when it ends (2 x H200, docs/log.md).
+_SUMMED_GROUP = 10
 
 
 def own_row_blocks(config: Config, facts: Facts) -> Config:
@@ -113,9 +117,15 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     """The same for an all-reduce, whose sums travel once more: more steps of fp32 sums, since what follows the last one
     is twice as long."""
     assert facts.wire is not None
+    tile_rows = _tile_rows(config, facts, facts.world_size)
     if _pays_to_cut(facts, 2 * partials_us(facts)):
-        return _beside_copies(_in_parts(config), facts, SPARE_FOR_BOTH_COPIES)
-    tile_rows, fewest = _tile_rows(config, facts, facts.world_size), facts.wire.itemsize
+        if tile_rows > _MOST_GROUP:
+            group = even_group(tile_rows, _SUMMED_GROUP)
+            config = changed(config, split="none", chunk=group, group_m=group)
+        else:
+            config = _in_parts(config)
+        return _beside_copies(config, facts, SPARE_FOR_BOTH_COPIES)
+    fewest = facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
     config = in_steps(config, max(least, -(-tile_rows // steps)))
@@ -140,8 +150,7 @@ def columns_in_parts(config: Config, facts: Facts) -> Config:
 
 
 def _in_parts(config: Config) -> Config:
-    """`config` in parts of the columns of as many tile rows as share them, whatever the rows: kernels are compiled for
-    how many these are."""
+    """`config` in parts of the columns of as many tile rows as share them."""
     return changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP)
 
 
@@ -183,4 +192,4 @@ def in_steps(config: Config, chunk: int) -> Config:
 def gathered_pieces(config: Config, facts: Facts) -> Config:
     """An all-gather by copy engines."""
     chunk = piece_rows(facts) // config.block_m
-    return changed(config, split="none", chunk=chunk, group_m=min(config.group_m, chunk))
+    return changed(config, split="none", chunk=chunk, group_m=even_group(chunk, config.group_m))

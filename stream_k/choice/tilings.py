@@ -23,7 +23,7 @@ from pyrocshmem.stream_k.choice.gemm_model import (
     tile_times,
 )
 from pyrocshmem.stream_k.choice.placement import Estimate, Facts, Tiling
-from pyrocshmem.stream_k.local_gemm.schedule import make_schedule
+from pyrocshmem.stream_k.local_gemm.schedule import even_group, make_schedule
 
 # GEMMs of so many rows are as fast as B is read.
 FEW_ROWS = 64
@@ -203,7 +203,10 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
     # Of programs that share an SM, both must be there.
     if schedule.kind == "data_parallel" and programs == num_sms:
         programs = balanced_programs(schedule.num_tiles, num_sms)
-    return first._replace(config=changed(first.config, num_programs=programs))
+    # Where columns are few, about as many tile rows as a wave has.
+    about = max(first.config.group_m, num_sms // schedule.tiles_n)
+    group = even_group(schedule.tiles_m, about)
+    return first._replace(config=changed(first.config, num_programs=programs, group_m=group))
 
 
 def _of_few_rows_alone(first: Tiling, M: int, N: int, K: int, num_sms: int) -> Tiling:

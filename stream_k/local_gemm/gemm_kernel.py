@@ -18,7 +18,7 @@ from pyrocshmem.stream_k.local_gemm.kernel import run_program
 
 _UNSPECIALIZED = (
     "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "cohort",
-    "num_gemm_programs", "b_place", "b_pitch", "blocks_ahead",
+    "num_gemm_programs", "group", "b_place", "b_pitch", "blocks_ahead",
 )  # fmt: skip
 _COLUMN = tl.constexpr(COLUMN)
 _LINE_BYTES = tl.constexpr(128)
@@ -26,8 +26,8 @@ _LINE_BYTES = tl.constexpr(128)
 
 @triton.jit
 def _fetch_ahead(
-    b, pitch, blocks, M, N, K, B_HOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    b, pitch, blocks, M, N, K, group, B_HOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Ask L2 for the first `blocks` blocks of B of this program's first tile. pitch: elements between rows of B, or, of
     a B_HOW of COLUMN, between columns."""
@@ -36,7 +36,7 @@ def _fetch_ahead(
     ROWS: tl.constexpr = BLOCK_N if B_HOW == _COLUMN else BLOCK_K
     LENGTH: tl.constexpr = BLOCK_K if B_HOW == _COLUMN else BLOCK_N
     LINES: tl.constexpr = (LENGTH + ELEMENTS - 1) // ELEMENTS
-    _, tile_n = tile_coords(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    _, tile_n = tile_coords(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), group)
     lanes = tl.arange(0, ROWS * LINES)
     for k in range(0, blocks):
         row, column = lanes // LINES + k * BLOCK_K, lanes % LINES * ELEMENTS + tile_n * BLOCK_N
@@ -60,22 +60,24 @@ def _fetch_ahead(
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def gemm_kernel(
     a, b, c, workspace, fix_up_flags, extra, context, M, N, K, iterations, num_split_tiles, num_split_programs,
-    cohort, num_gemm_programs, strides, b_place, b_pitch, blocks_ahead, events,
+    cohort, num_gemm_programs, group, strides, b_place, b_pitch, blocks_ahead, events,
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, CONSUMER: tl.constexpr, OPTIONS: tl.constexpr,
     OP: tl.constexpr, WORLD: tl.constexpr,
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
     SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """`run_program`, without `gathered` and `arrived`. b_place, b_pitch: where B lies, and the elements between
     its rows, or columns, of which `blocks_ahead` blocks are fetched ahead; None: none is."""
     if b_place is not None:
-        _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-    problem = Problem(M, N, K, iterations, num_split_tiles, num_split_programs, cohort, num_gemm_programs)
+        _fetch_ahead(b_place, b_pitch, blocks_ahead, M, N, K, group, B_HOW, BLOCK_M, BLOCK_N, BLOCK_K)
+    problem = Problem(
+        M, N, K, iterations, num_split_tiles, num_split_programs, cohort, num_gemm_programs, group
+    )
     run_program(
         a, None, b, c, workspace, fix_up_flags, None, extra, context, problem, strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
-        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
     )  # fmt: skip

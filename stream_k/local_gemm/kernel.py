@@ -17,7 +17,7 @@ ANNOUNCE may be None:
     EPILOGUE(parts, tile, row, row_end, tile_n, epoch, c, extra, context, problem,
              WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     ANNOUNCE(tile, told, epoch, extra, context, problem, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
-    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
 
   parts     SUBTILES fp32 blocks [BLOCK_M, BLOCK_N / SUBTILES] of the tile, left to right
   row       row of `c` where the tile starts; rows from `row_end` on are not this tile's
@@ -108,7 +108,6 @@ def _add_partials(
 @triton.jit
 def nothing(
     epoch, extra, context, problem, events, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The CONSUMER of a GEMM without one."""
@@ -138,7 +137,7 @@ def _split_tiles(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the split tiles, last tile first."""
@@ -152,7 +151,7 @@ def _split_tiles(
         tile = column * problem.cohort + program % problem.cohort
         k_begin = max(lo - column * iterations, 0)
         k_end = min(hi - column * iterations, iterations)
-        tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_coords(tile, tiles_m, tiles_n, problem.group)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         trace.mark(events, trace.MMA, tile)
         acc = multiply(
@@ -191,7 +190,7 @@ def _whole_tiles(
     EPILOGUE: tl.constexpr, ANNOUNCE: tl.constexpr, OPTIONS: tl.constexpr, PEERS: tl.constexpr,
     WORLD: tl.constexpr,
     A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr, FLATTEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """Whole tiles `first`, `first` + P, .. below `end`, of a block of rows whose first tile is number `begin`.
@@ -205,7 +204,7 @@ def _whole_tiles(
     prompt = tl.where(end - begin <= 8 * num_gemm_programs, 8, 2) * num_gemm_programs
     trace.mark(events, trace.MMA, first, first < end)
     for tile in tl.range(first, end, num_gemm_programs, flatten=FLATTEN):
-        tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_coords(tile - begin, tiles_m, tiles_n, problem.group)
         row, row_c = _rows_of(tile_m, rank, problem.M, PEERS, WORLD, BLOCK_M)
         acc = multiply(
             a, b, a_row + row, a_rows, tile_n, 0, problem.iterations, problem, strides, A_HOW, B_HOW, ALONG,
@@ -239,7 +238,7 @@ def run_program(
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
     SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """One program of the schedule; the module's docstring has the arguments.
@@ -279,7 +278,7 @@ def run_program(
             _split_tiles(
                 a, b, c, workspace, fix_up_flags, epoch, rank, tiles_m, c_end, extra, context, problem, strides, events,
                 EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, ALONG,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, SEPARATE,
+                BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, SEPARATE,
             )  # fmt: skip
 
     first = program
@@ -294,7 +293,7 @@ def run_program(
             _whole_tiles(
                 a, b, c, 0, first, end, tiles_m, 0, size, start, start + size, rank, epoch, extra, context,
                 problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
             )  # fmt: skip
             theirs = strides
             if arrived.scale_a is not None:
@@ -320,7 +319,7 @@ def run_program(
                     _whole_tiles(
                         gathered, b, c, begin, turn, begin + piece_m * tiles_n, piece_m, start, M, start, row_end, rank,
                         epoch, extra, context, problem, theirs, events, EPILOGUE, ANNOUNCE, OPTIONS, 0, WORLD, A_HOW,
-                        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+                        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
                     )  # fmt: skip
     elif SUMS:
         begin = tiles_m * tiles_n
@@ -328,16 +327,16 @@ def run_program(
         _whole_tiles(
             a, b, c, begin, begin + program, begin + own_tiles_m * tiles_n, own_tiles_m, block_start(rank, M, WORLD),
             M, 0, block_size(rank, M, WORLD), rank, epoch, extra, context, problem, strides, events, EPILOGUE,
-            ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+            ANNOUNCE, OPTIONS, 0, WORLD, A_HOW, B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
         )  # fmt: skip
     elif may_write & (program < num_gemm_programs):
         _whole_tiles(
             a, b, c, 0, first, tiles_m * tiles_n, tiles_m, 0, M, 0, c_end, rank, epoch, extra, context,
             problem, strides, events, EPILOGUE, ANNOUNCE, OPTIONS, PEERS, WORLD, A_HOW, B_HOW, ALONG, FLATTEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+            BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
         )  # fmt: skip
 
-    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, GROUP_M, OPTIONS)
+    CONSUMER(epoch, extra, context, problem, events, WORLD, BLOCK_M, BLOCK_N, OPTIONS)
     if SUMS:
         # What follows on the stream counts on both launches.
         dependent_launch.wait_for_previous()
@@ -354,12 +353,12 @@ def stream_k_kernel(
     LAG: tl.constexpr, ENDS: tl.constexpr, PEERS: tl.constexpr, GATHERS: tl.constexpr, SUMS: tl.constexpr,
     SPLIT: tl.constexpr, SEPARATE: tl.constexpr, A_HOW: tl.constexpr, B_HOW: tl.constexpr, ALONG: tl.constexpr,
     FLATTEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """`run_program`, of a problem that comes packed."""
     run_program(
         a, gathered, b, c, workspace, fix_up_flags, arrived, extra, context, unpacked(problem), strides, events,
         EPILOGUE, ANNOUNCE, CONSUMER, OPTIONS, OP, WORLD, LAG, ENDS, PEERS, GATHERS, SUMS, SPLIT, SEPARATE, A_HOW,
-        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES,
+        B_HOW, ALONG, FLATTEN, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES,
     )  # fmt: skip

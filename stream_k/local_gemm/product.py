@@ -113,7 +113,9 @@ class Product:
         """The sizes and the schedule."""
         plan = self.schedule
         split = (plan.num_split_tiles, plan.num_split_programs, plan.cohort) if self.split else (0, 0, 1)
-        return Problem(self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs)
+        return Problem(
+            self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs, self.config.group_m
+        )
 
     @property
     def part_n(self) -> int:
@@ -170,7 +172,6 @@ class Product:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
             "SUBTILES": self.subtiles,
         }
         grid = self.schedule.num_programs + self.comm_programs

@@ -340,6 +340,15 @@ def _best_parts(iters: int, full_waves: int, most: int, fewest: int, once: int, 
     return min(range(fewest, most + 1), key=time, default=1)
 
 
+def even_group(tiles_m: int, about: int) -> int:
+    """Tile rows of a group, of so many that a group has about `about` of them and the last one about as many: few rows
+    left over would read all of B once more.
+
+    Example: of 9 tile rows and about 8 it is 9, of 18 it is 9, of 20 it is 7, of 28 it is 7.
+    """
+    return _cdiv(tiles_m, max(1, (2 * tiles_m + about) // (2 * about)))
+
+
 def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int]:
     """(pm, pn), the place of virtual tile `tile`: down columns of `group_m` tiles, for reuse in L2.
 

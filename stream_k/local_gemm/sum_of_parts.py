@@ -30,11 +30,10 @@ _AT_ONCE = tl.constexpr(4)
 _ELEMENTS, _WARPS = 512, 4
 
 
-@triton.jit(do_not_specialize=("M", "N", "num_tiles", "num_parts"))
+@triton.jit(do_not_specialize=("M", "N", "num_tiles", "num_parts", "group"))
 def sum_parts_kernel(
-    partials, c, finish, M, N, num_tiles, num_parts, stride_m, stride_n, events,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    partials, c, finish, M, N, num_tiles, num_parts, group, stride_m, stride_n, events,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Rows [r ROWS, (r + 1) ROWS) of tile t, program t BLOCK_M / ROWS + r: C = the sum of the parts, finished.
 
@@ -47,7 +46,7 @@ def sum_parts_kernel(
     tile = tl.program_id(0) // PROGRAMS
     first = tl.program_id(0) % PROGRAMS * ROWS
     trace.mark(events, trace.REDUCE, tile)
-    tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile_m, tile_n = tile_coords(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), group)
     row, column = tile_m * BLOCK_M + first, tile_n * BLOCK_N
     if row < M:
         inside = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -77,13 +76,13 @@ class SumOfParts:
         constants = {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "GROUP_M": config.group_m,
             "ROWS": rows,
             "ACTIVATION": activation,
         }
         programs = schedule.num_split_tiles * config.block_m // rows
         self.partials = partials
-        self.sizes = (product.M, product.N, schedule.num_split_tiles, schedule.num_cohorts, *out.stride())
+        parts = (schedule.num_split_tiles, schedule.num_cohorts, config.group_m)
+        self.sizes = (product.M, product.N, *parts, *out.stride())
         self.launch = Launch(sum_parts_kernel, programs, constants, _WARPS, 1, chained=True)
 
     def compile(self, finish: Finish, out: torch.Tensor) -> None:

@@ -714,7 +714,6 @@ def consumer_launches(
         "WORLD": world_size,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
     }
     processors = num_sms(device)
     if config.placement == "after":

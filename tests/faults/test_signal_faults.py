@@ -166,7 +166,7 @@ def test_a_gate_names_the_call_and_its_own_rank() -> None:
     """It counts programs of the own GEMM, so what it expects is no call's number."""
     workspace = Workspace(device=target.device(), wait_seconds=0.05)
     workspace.control[int(signal.EPOCH.value)] = 41
-    problem = Problem(0, 0, 0, 0, 0, 0, 1, 3).packed()
+    problem = Problem(0, 0, 0, 0, 0, 0, 1, 3, 0).packed()
     gate_kernel[(1,)](workspace.context, problem, None, OP=int(status.Op.GEMM_ALL_REDUCE), WORLD=1)
     if workspace.device.type == "cuda":
         torch.cuda.synchronize(workspace.device)

@@ -122,7 +122,7 @@ def wrong_blocks(M: int, world: int, block_m: int, start: Any = order.block_star
 def problem_of(schedule: Schedule) -> order.Problem:
     """What kernels are told of it."""
     split = (schedule.num_split_tiles, schedule.num_split_programs, schedule.cohort)
-    return order.Problem(0, 0, 0, schedule.iters_per_tile, *split, schedule.num_programs)
+    return order.Problem(0, 0, 0, schedule.iters_per_tile, *split, schedule.num_programs, 0)
 
 
 def shares(schedule: Schedule, program_range: Any = order.program_range) -> list[tuple[int, int]]:
