@@ -9,6 +9,7 @@ On the CPU target a launch runs in Triton's interpreter, where kernels of severa
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Hashable, Iterable
 from functools import cache
@@ -58,6 +59,38 @@ def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable
     return tuple(found)
 
 
+# Of a multiprocessor of sm_90: registers, bytes of shared memory, and those of them that each program costs.
+_REGISTERS, _SHARED, _RESERVED = 1 << 16, 228 << 10, 1 << 10
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, and per cent.
+_CARVEOUT, _ALL_OF_IT = 9, 100
+
+
+def rooms_beside(kernel: Any, small: Any) -> int:
+    """How many programs of `small`, which waits, a multiprocessor has room for beside one of `kernel`: both as
+    `Launch.compile` gives them."""
+    (registers, shared), (few, little) = map(_takes, (kernel, small))
+    return min((_REGISTERS - registers) // few, (_SHARED - shared) // little)
+
+
+def _takes(kernel: Any) -> tuple[int, int]:
+    """(registers, bytes of shared memory) of a program."""
+    threads, of_thread = 32 * kernel.metadata.num_warps, -(-kernel.n_regs // 8) * 8
+    return threads * of_thread, kernel.metadata.shared + _RESERVED
+
+
+@cache
+def _leave_shared_memory(function: int) -> None:
+    """A multiprocessor divides shared memory from L1 when it is idle, for the kernel that comes first: without this a
+    program of a large GEMM can't begin before a small one that is there has left (docs/log.md). function: the driver's
+    handle; 0: nothing is loaded, where code is only compiled for a GPU."""
+    if not function:
+        return
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver.cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _ALL_OF_IT)
+    if code:
+        raise RuntimeError(f"cuFuncSetAttribute: error {code} of the CUDA driver")
+
+
 @cache
 def _specialized(kernel: Any) -> tuple[bool, ...]:
     """Of which arguments of a kernel the value counts, if it is an integer."""
@@ -73,7 +106,8 @@ class Launch:
     run-time argument is `events` (`pyrocshmem.trace`), which comes from the recorder. A kernel may have none.
     chained: the kernel may start before the one before it ends, and has a `chain.wait_for_previous`; false where the
     target has no such launches. max_registers: of a thread, NVIDIA, for what is to run beside the kernel; 0: any. It
-    gets more only where it would spill with as few.
+    gets more only where it would spill with as few. waits: it may wait on a multiprocessor for a GEMM that begins there
+    after it, and leaves that all shared memory.
     """
 
     def __init__(
@@ -85,6 +119,7 @@ class Launch:
         num_stages: int,
         chained: bool = False,
         max_registers: int = 0,
+        waits: bool = False,
     ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
@@ -93,6 +128,7 @@ class Launch:
         on_nvidia = target.backend() == "cuda" and not target.interpreted()
         self.chained = chained and on_nvidia
         self.max_registers = max_registers if on_nvidia else 0
+        self.waits = waits and on_nvidia
         if self.chained:
             self.options["launch_pdl"] = True
         self._values = tuple(constants.values())
@@ -141,7 +177,10 @@ class Launch:
             kernel = self.kernel
             compiled = kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options, **options)
             _known[key] = compiled
-        return compiled, compiled[self.grid]
+        run = compiled[self.grid]
+        if self.waits:
+            _leave_shared_memory(compiled.function)
+        return compiled, run
 
     def _compiled_for(self, arguments: tuple[Any, ...], **options: int) -> Hashable:
         """All that the machine code depends on."""

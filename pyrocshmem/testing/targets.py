@@ -58,7 +58,7 @@ class _Utilities:
         self, name: str, kernel: bytes, shared: int, device: int
     ) -> tuple[int, int, int, int, int]:
         used = resources(kernel) if self._target.nvidia else (0, 0)
-        return 1, 1, *used, 1024
+        return 1, 0, *used, 1024
 
     def unload_module(self, module: int) -> None:
         pass

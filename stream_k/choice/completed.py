@@ -9,8 +9,6 @@ from __future__ import annotations
 from pyrocshmem.collectives.exchange import cheaper_algorithm
 from pyrocshmem.stream_k.choice.config import (
     SPARE,
-    SPARE_FOR_BOTH_COPIES,
-    SPARE_FOR_COPIES,
     Config,
     changed,
 )
@@ -63,11 +61,11 @@ def beside(config: Config, facts: Facts) -> Config:
     return _balanced(config, facts, facts.num_sms - SPARE, comm, 4, rows)
 
 
-def _beside_copies(config: Config, facts: Facts, spare: int = SPARE_FOR_COPIES) -> Config:
-    """All SMs but those of the waits: fewer programs that take as many waves are 3% slower here (docs/log.md)."""
+def _beside_copies(config: Config, facts: Facts) -> Config:
+    """All SMs, which waits share: fewer programs that take as many waves are 3% slower here (docs/log.md)."""
     if not _shares_sms(facts):
         return config
-    return changed(config, split="none", num_programs=max(facts.num_sms - spare, 1))
+    return changed(config, split="none", num_programs=facts.num_sms)
 
 
 def pushed_beside(config: Config, facts: Facts) -> Config:
@@ -124,12 +122,11 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
             config = changed(config, split="none", chunk=group, group_m=group)
         else:
             config = _in_parts(config)
-        return _beside_copies(config, facts, SPARE_FOR_BOTH_COPIES)
+        return _beside_copies(config, facts)
     fewest = facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
-    config = in_steps(config, max(least, -(-tile_rows // steps)))
-    return _beside_copies(config, facts, SPARE_FOR_BOTH_COPIES)
+    return _beside_copies(in_steps(config, max(least, -(-tile_rows // steps))), facts)
 
 
 def _pays_to_cut(facts: Facts, on_links: float) -> bool:

@@ -55,7 +55,8 @@ class Config:
       k_blocks                   1, 2, 4 or 8: parts of K of one length whose sums are added as a binary tree; several
                                  need whole tiles, split="none". See `pyrocshmem.batch_invariant`
       split                      a name of `stream_k.local_gemm.schedule.SPLITS`
-      num_programs               programs of the launch; 0: one an SM
+      num_programs               programs of the launch; 0: one an SM. In placement "copy_engine" fewer where an SM has
+                                 no room for what waits beside one
     Communication:
       placement                  where finished tiles are consumed: the name of a placement of a registered op, see
                                  docs/architecture.md. Whether the op at hand has it is checked when a call is planned
@@ -166,11 +167,8 @@ def check_config(config: object) -> None:
 
 
 # SMs that a GEMM leaves free where helpers run on streams of their own. A helper that starts before the GEMM would
-# otherwise keep one of its programs waiting: beside even a small program an SM can't give all its shared memory away.
+# otherwise keep one of its programs waiting. Waits of copy engines leave a GEMM room (`planned.least_free`).
 SPARE = 4
-# Where the helpers are the waits of copy engines: as many as may begin before the GEMM; two in an all-reduce, whose
-# partials and sums are copied.
-SPARE_FOR_COPIES, SPARE_FOR_BOTH_COPIES = 1, 2
 
 
 def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
@@ -181,7 +179,9 @@ def with_a_free_multiprocessor(config: Config, device: torch.device) -> Config:
     num_sms = target.num_sms(device)
     if config.num_programs == 0 and num_sms > 1:
         return changed(config, num_programs=max(num_sms - SPARE, num_sms // 2))
-    if config.num_programs >= num_sms:
+    # Whether its waits have room beside the GEMM is known when both are compiled.
+    looked_at = config.placement == "copy_engine" and target.backend() == "cuda"
+    if config.num_programs >= num_sms + looked_at:
         raise ValueError(
             f"Config.num_programs is {config.num_programs} on {num_sms} multiprocessors; with placement "
             f"{config.placement!r} the GEMM must leave one free"

@@ -8,7 +8,7 @@ import torch
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK
-from pyrocshmem.stream_k.choice.config import SPARE_FOR_COPIES, Config, changed
+from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
@@ -32,6 +32,9 @@ _BLOCK_ROWS, _SUMMED_K, _SUMMED_K_BY_ROWS = 1024, 3072, 5120
 # Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks, by the BLAS and by our GEMM;
 # and microseconds for which columns of the last tiles travel behind it.
 _BLOCK_MULTIPLY_ADDS, _OUR_MULTIPLY_ADDS, _LAST_COLUMNS_US = 5.15e6, 3.8e6, 60.0
+# SMs that our GEMM leaves free beside copies, since beside one of its programs there is no room for one that waits
+# (`ops.planned.least_free`): with scales of blocks, and one more, whatever the scales, where an all-reduce has two.
+_SPARE_OF_BLOCKS, _SPARE_OF_TWO = 1, 1
 # What takes the place of those whose GEMM is the BLAS's.
 _OWN = {"blas": "after", "unfused": "messages", "blas_blocks": "copy_engine"}
 
@@ -66,6 +69,9 @@ def choose_scaled(
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
     if promoted(scheme):
         config = _for_promotion(config, M, N, target.num_sms(device))
+    if config.placement == "copy_engine" and config.num_programs == target.num_sms(device):
+        spare = _SPARE_OF_BLOCKS * (scheme.recipe == "blockwise") + _SPARE_OF_TWO * (op == "gemm_all_reduce")
+        config = changed(config, num_programs=max(1, config.num_programs - spare))
     # Parts of a tile leave in fp32 where they are parts of a sum, or the result is.
     parts = config.block_m * min(config.block_n, _MOST_COLUMNS) // _MOST_OF_A_PART
     return changed(config, subtiles=max(config.subtiles, parts))
@@ -128,7 +134,7 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
     """Whether our GEMM with scales of blocks, while columns are copied between two ranks, takes less time than the BLAS
     and an exchange behind it (2 x H200, docs/log.md). tiles: of 128 x 128."""
     exchange = peers_us(2 * M * 2 * N, 2)
-    waves = -(-tiles // (num_sms - SPARE_FOR_COPIES))
+    waves = -(-tiles // (num_sms - _SPARE_OF_BLOCKS))
     ours = max(waves * 128 * 128 * K / _OUR_MULTIPLY_ADDS, exchange) + _LAST_COLUMNS_US
     return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
 

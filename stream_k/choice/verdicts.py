@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from pyrocshmem.stream_k.choice.config import SPARE_FOR_BOTH_COPIES, SPARE_FOR_COPIES
 from pyrocshmem.stream_k.choice.placement import Facts, Verdict
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 
@@ -124,7 +123,7 @@ def _low_columns(facts: Facts) -> Verdict:
     little = few_tiles(facts)
     if little.suits:
         return little
-    num_sms = facts.num_sms - SPARE_FOR_COPIES
+    num_sms = facts.num_sms
     waves = -(-facts.tiles // num_sms)
     idle = (waves * num_sms / _tiles_in_full(facts) - 1) * gemm_us(facts)
     last = _LAST_US + _LAST_COLUMNS_US * (facts.world_size - 1)
@@ -196,10 +195,9 @@ _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
 # Of several peers' sums: tiles for which our waves have room, over tiles that there are, where the BLAS gains more than
 # the sums cost, in a reduce-scatter and in an all-reduce.
 _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
-# Of two ranks' (2 x H100, docs/log.md): room that our GEMMs have and are as fast; what else the BLAS costs,
-# microseconds and bytes a microsecond of a block that is read twice and written; and of the time that sums take on the
-# link, the share that is left at the end.
-_ROOM, _BLOCKS_US, _SUMMED_BYTES, _PULLED_LATE = 1.1, 15.0, 2.5e6, 0.75
+# Of two ranks' (2 x H200, docs/log.md): what else the BLAS costs, microseconds and bytes a microsecond of a block that
+# is read twice and written; and of the time that sums take on the link, the share that is left at the end.
+_BLOCKS_US, _SUMMED_BYTES, _PULLED_LATE = 15.0, 2.5e6, 0.75
 # Tile rows of a block below which our GEMMs read B too often where K is long.
 _BLOCK_TILES, _LONG_K = 5, 6144
 
@@ -228,7 +226,7 @@ def _partial_blocks(facts: Facts, reduces: bool, unfused: Callable[[Facts], Verd
     else:
         second = unfused(facts)
         if not second.suits:
-            second = _unfilled(facts, reduces, room)
+            second = _unfilled(facts, room)
     return Verdict(True, f"{copied.why}, and {second.why}") if second.suits else second
 
 
@@ -255,8 +253,10 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     short = _short(facts)
     if short.suits:
         return short
-    waves, num_sms, tiles = _block_waves(facts, reduces)
-    idle = max(0.0, waves * num_sms / tiles - _ROOM) * gemm_us(facts)
+    # The second GEMM begins on SMs that the first one leaves, so that all tiles come in one row of waves.
+    num_sms, tiles = facts.num_sms, _tiles_in_full(facts)
+    waves = -(-facts.world_size * _block_tiles(facts) // num_sms)
+    idle = (waves * num_sms / tiles - 1) * gemm_us(facts)
     size = facts.M * facts.N * facts.wire.itemsize
     taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
     if reduces:
@@ -298,22 +298,19 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
     return (_COPIES_US + _PEER_US * (world_size - 1)) * (_PULLED_TOO if reduces else 1.0)
 
 
-def _unfilled(facts: Facts, reduces: bool, room: float) -> Verdict:
+def _unfilled(facts: Facts, room: float) -> Verdict:
     """Whether our GEMMs have room in their waves for more than `room` times the tiles that there are."""
-    waves, num_sms, tiles = _block_waves(facts, reduces)
+    num_sms, tiles, block = facts.num_sms, _tiles_in_full(facts), _block_tiles(facts)
+    waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
     if waves * num_sms > room * tiles:
         return Verdict(True, f"{what} more than {room:g} times as many")
     return Verdict(False, f"{what} at most {room:g} times as many")
 
 
-def _block_waves(facts: Facts, reduces: bool) -> tuple[int, int, float]:
-    """(waves of our GEMMs, of the peers' rows and of a rank's own; SMs that they have; tiles, as `_tiles_in_full`)."""
-    num_sms = facts.num_sms - (SPARE_FOR_BOTH_COPIES if reduces else SPARE_FOR_COPIES)
-    tile_rows = -(-facts.M // facts.block_m)
-    block = -(-_block_rows(facts) // facts.block_m) * facts.tiles // tile_rows
-    waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
-    return waves, num_sms, _tiles_in_full(facts)
+def _block_tiles(facts: Facts) -> int:
+    """Tiles of a rank's block of rows."""
+    return -(-_block_rows(facts) // facts.block_m) * facts.tiles // -(-facts.M // facts.block_m)
 
 
 _WIDE = Verdict(False, "partial sums travel in fp32, and it was measured of 16 bits")

@@ -19,7 +19,7 @@ from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_n
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, on_all_ranks
+from pyrocshmem.stream_k.ops.planned import FusedPlan, least_free, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import Block, Programs, Pull, Pulls, blocks_of
 from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 
@@ -101,9 +101,9 @@ class ColumnsPlan(FusedPlan):
         return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.gemm.compile(self._gemm_arguments(a, b, bias))
-        for launch in (self.step, self.end):
-            launch.compile(self._step_arguments())
+        gemm = self.gemm.compile(self._gemm_arguments(a, b, bias))
+        waits = [launch.compile(self._step_arguments()) for launch in (self.step, self.end)]
+        self.least_free = least_free(gemm, waits, 1)
         self.pulls.compile(out if self.result is None else self.result)
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:

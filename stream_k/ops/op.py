@@ -41,6 +41,7 @@ from pyrocshmem.stream_k.choice.config import (
     BY_MESSAGE,
     BY_ROWS,
     Config,
+    changed,
     check_config,
     with_a_free_multiprocessor,
 )
@@ -635,11 +636,18 @@ def _make_plan(
     example = out if out is not None else torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
 
     def make(longest_k: int) -> FusedPlan:
-        assert op.plan is not None
         direct = offset is not None
         # Elsewhere a rank's schedule has its own.
         longest_k = longest_k if share_counts else 0
         made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k)
+        plan = planned(made)
+        most = num_sms(heap.device) - plan.least_free
+        if not plan.least_free or config.num_programs <= most:
+            return plan
+        return planned(replace(made, config=changed(config, num_programs=most)))
+
+    def planned(made: Call) -> FusedPlan:
+        assert op.plan is not None
         plan = op.plan(made)
         plan.called, plan.placement = call, config.placement
         plan.shape, plan.dtype = shape, op.result_dtype(request)

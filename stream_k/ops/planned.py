@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from pyrocshmem import signal
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
+from pyrocshmem.calls.kernel_launch import rooms_beside
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.heap import Heap
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
@@ -29,6 +31,15 @@ def on_all_ranks(heap: Heap, tensor: torch.Tensor) -> list[torch.Tensor]:
     """What each rank has at the place of `tensor` on its heap. A slice of one costs a tenth of another view."""
     ranks = range(heap.world_size)
     return [tensor if rank == heap.rank else heap.peer_view(tensor, rank) for rank in ranks]
+
+
+def least_free(gemm: Any, waits: Iterable[Any], count: int) -> int:
+    """Multiprocessors that a GEMM must leave free where `count` programs of `waits` may be resident before it: on one
+    that has no room for both, the GEMM's program would begin only when such a wait ends, which may be for that
+    program's tiles. All as `Launch.compile` gives them; None, where nothing is compiled."""
+    if gemm is None:
+        return 0
+    return max(0, count - min(rooms_beside(gemm, wait) for wait in waits))
 
 
 def call_number(workspace: Workspace) -> torch.Tensor:
@@ -52,6 +63,7 @@ class FusedPlan:
     several one, since all heed the same switches. launches: each a `Launch`. result: a buffer of the workspace, to be
     copied to `out`; None: the op writes `out` itself. squares: fp32 [tiles x M], where asked for. called: the call as
     the ranks compared it. placement: its configuration's. shape, dtype: of the result. graphs: of repeated calls.
+    least_free: as the function of this name has it, of a compiled plan.
     """
 
     product: Product
@@ -65,6 +77,7 @@ class FusedPlan:
     dtype: torch.dtype
     workspace: Workspace
     graphs: Graphs
+    least_free: int = 0
 
     @property
     def replayable(self) -> bool:

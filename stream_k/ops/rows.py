@@ -30,7 +30,7 @@ from pyrocshmem.stream_k.choice.config import changed
 from pyrocshmem.stream_k.local_gemm.product import tiles_of_block
 from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, on_all_ranks
+from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, least_free, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of, tiles_of
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
@@ -47,7 +47,7 @@ def step_launch(
 ) -> Launch:
     """A launch of `collectives.row_blocks.step_kernel`."""
     constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
-    return Launch(row_blocks.step_kernel, 1, constants, 4, 1)
+    return Launch(row_blocks.step_kernel, 1, constants, 4, 1, waits=True)
 
 
 def step_arguments(
@@ -219,10 +219,13 @@ class RowsPlan(FusedPlan):
         return tiles_of(rows, step.columns, all_rows, product.schedule.tiles_n, product.config.group_m)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.peers_gemm.compile(self._peers_arguments(a, b))
-        self.own_gemm.compile(self._own_arguments(a, b, bias, out))
-        for launch in (self.enter, self.step, self.end):
-            launch.compile(self._step_arguments())
+        peers = self.peers_gemm.compile(self._peers_arguments(a, b))
+        own = self.own_gemm.compile(self._own_arguments(a, b, bias, out))
+        waits = [launch.compile(self._step_arguments()) for launch in (self.enter, self.step, self.end)]
+        # Before the GEMMs begin there may be a wait for the peers' tiles and, in an all-reduce, one for own tiles. Only
+        # that one can keep the second GEMM from beginning: the other ends with the first.
+        both = int(self.everywhere)
+        self.least_free = max(least_free(peers, waits, 1 + both), least_free(own, waits, both))
 
     def _prepare_sending(self) -> None:
         """What brings the partials to their owners is the same for every call: from the second one on it is one launch

@@ -57,7 +57,8 @@ def compiled(
     made: list[str] = []
 
     class Kernel:
-        n_regs, n_spills = 1, 0
+        n_regs, n_spills, function = 1, 0, 0
+        metadata = mock.Mock(num_warps=1, shared=0)
 
         def __getitem__(self, grid: object) -> object:
             return lambda *args: None

@@ -112,10 +112,19 @@ def test_steps_in_8_bits_are_as_large_as_in_16(size: tuple[int, int, int], h200:
 
 
 def test_programs_beside_copies(h200: torch.device) -> None:
-    """As many SMs stay free as there may be waits before the GEMM: with none left for one a program would come late."""
-    for op, programs in (("gemm_all_scatter", 131), ("gemm_reduce_scatter", 131), ("gemm_all_reduce", 130)):
-        config = rules.cost_model(op, 12204, 3840, 5120, BF16, 2, h200, placement="copy_engine")
-        assert config.num_programs == programs
+    """In 16 bits waits have room beside them. With scales of blocks they have none, with scales of rows two haven't: as
+    many SMs stay free as may wait before the GEMM begins."""
+    size = (12204, 3840, 5120)
+    for op, of_rows, of_blocks in (
+        ("gemm_all_scatter", 132, 131),
+        ("gemm_reduce_scatter", 132, 131),
+        ("gemm_all_reduce", 131, 130),
+    ):
+        assert rules.cost_model(op, *size, BF16, 2, h200, placement="copy_engine").num_programs == 132
+        for recipe, programs in (("rowwise", of_rows), ("blockwise", of_blocks)):
+            more = (Scheme(recipe, fast=False), NONE)
+            config = choose_scaled(op, *size, RANKS, h200, *more, placement="copy_engine")
+            assert config.num_programs == programs
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
