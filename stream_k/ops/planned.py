@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyrocshmem import signal
+from pyrocshmem import signal, target
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import rooms_beside
@@ -36,8 +36,9 @@ def on_all_ranks(heap: Heap, tensor: torch.Tensor) -> list[torch.Tensor]:
 def least_free(gemm: Any, waits: Iterable[Any], count: int) -> int:
     """Multiprocessors that a GEMM must leave free where `count` programs of `waits` may be resident before it: on one
     that has no room for both, the GEMM's program would begin only when such a wait ends, which may be for that
-    program's tiles. All as `Launch.compile` gives them; None, where nothing is compiled."""
-    if gemm is None:
+    program's tiles. All as `Launch.compile` gives them; None, where nothing is compiled. Of NVIDIA's: elsewhere a GEMM
+    leaves one free (`with_a_free_multiprocessor`)."""
+    if gemm is None or target.backend() != "cuda":
         return 0
     return max(0, count - min(rooms_beside(gemm, wait) for wait in waits))
 

@@ -37,7 +37,7 @@ def test_room_by_registers_and_shared_memory() -> None:
 
 
 @pytest.mark.cpu
-def test_as_many_stay_free_as_have_no_room() -> None:
+def test_as_many_stay_free_as_have_no_room(h200: torch.device) -> None:
     assert [least_free(gemm, [WAIT, WAIT], 2) for gemm in (PEERS, SUMS, ROWWISE, BLOCKWISE)] == [0, 1, 1, 2]
     assert [least_free(gemm, [WAIT], 1) for gemm in (PEERS, SUMS, ROWWISE, BLOCKWISE)] == [0, 0, 0, 1]
     assert least_free(SUMS, [WAIT], 0) == 0
