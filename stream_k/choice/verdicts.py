@@ -307,6 +307,7 @@ def least_copied_us(world_size: int, reduces: bool) -> float:
 def _unfilled(facts: Facts, room: float) -> Verdict:
     """Whether our GEMMs have room in their waves for more than `room` times the tiles that there are."""
     num_sms, tiles, block = facts.num_sms, _tiles_in_full(facts), _block_tiles(facts)
+    # Counted apart, as when these limits were found (4 and 8 x H200), though they come in one row.
     waves = -(-block * (facts.world_size - 1) // num_sms) + -(-block // num_sms)
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, with room for"
     if waves * num_sms > room * tiles:
