@@ -7,11 +7,7 @@ what copy engines move, and programs of a GEMM and of what runs beside it.
 from __future__ import annotations
 
 from pyrocshmem.collectives.exchange import cheaper_algorithm
-from pyrocshmem.stream_k.choice.config import (
-    SPARE,
-    Config,
-    changed,
-)
+from pyrocshmem.stream_k.choice.config import SPARE, Config, changed
 from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
 from pyrocshmem.stream_k.choice.placement import Facts
 from pyrocshmem.stream_k.choice.tilings import piece_rows
@@ -117,12 +113,8 @@ def summed_row_blocks(config: Config, facts: Facts) -> Config:
     assert facts.wire is not None
     tile_rows = _tile_rows(config, facts, facts.world_size)
     if _pays_to_cut(facts, 2 * partials_us(facts)):
-        if tile_rows > _MOST_GROUP:
-            group = even_group(tile_rows, _SUMMED_GROUP)
-            config = changed(config, split="none", chunk=group, group_m=group)
-        else:
-            config = _in_parts(config)
-        return _beside_copies(config, facts)
+        group = even_group(tile_rows, _SUMMED_GROUP) if tile_rows > _MOST_GROUP else _MOST_GROUP
+        return _beside_copies(_in_parts(config, group), facts)
     fewest = facts.wire.itemsize
     steps = max(fewest, _steps_of(facts, facts.world_size))
     least = min(_FEWEST_SUMMED, -(-tile_rows // fewest))
@@ -146,9 +138,9 @@ def columns_in_parts(config: Config, facts: Facts) -> Config:
     return _beside_copies(_in_parts(config), facts)
 
 
-def _in_parts(config: Config) -> Config:
-    """`config` in parts of the columns of as many tile rows as share them."""
-    return changed(config, split="none", chunk=_MOST_GROUP, group_m=_MOST_GROUP)
+def _in_parts(config: Config, group: int = _MOST_GROUP) -> Config:
+    """`config` in parts of the columns of `group` tile rows, which share them."""
+    return changed(config, split="none", chunk=group, group_m=group)
 
 
 def pulled_columns(config: Config, facts: Facts) -> Config:

@@ -644,6 +644,7 @@ def _make_plan(
         most = num_sms(heap.device) - plan.least_free
         if not plan.least_free or config.num_programs <= most:
             return plan
+        # Known only now that its kernels are compiled; those of fewer programs are the same.
         return planned(replace(made, config=changed(config, num_programs=most)))
 
     def planned(made: Call) -> FusedPlan:

@@ -21,6 +21,7 @@ def of_a_plan() -> tuple[int, int]:
     )
     (plan,) = workspace.plans.values()
     assert plan.placement == "copy_engine"
+    assert all(launch.waits for launch in (plan.step, plan.end)), "no shared memory is left to the GEMM"
     return plan.product.config.num_programs, plan.least_free
 
 

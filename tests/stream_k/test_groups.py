@@ -76,7 +76,7 @@ def test_even_groups(about: int) -> None:
     """About as many tile rows as asked for, and no more groups than that makes."""
     for tiles_m in range(1, 500):
         group = even_group(tiles_m, about)
-        assert 1 <= group <= max(tiles_m, 1)
+        assert 1 <= group <= tiles_m
         assert group <= 1.5 * about + 1
         if tiles_m >= about:
             assert group >= about / 1.5

@@ -1,6 +1,5 @@
 """Programs of a GEMM begin beside what waits on their multiprocessors, for tiles that they may have yet to do."""
 
-import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -67,9 +66,7 @@ def test_a_gemm_begins_beside_what_waits(waits: bool) -> None:
     a = torch.randn(4096, 2048, device=device(), dtype=torch.bfloat16)
     b = torch.randn(4096, 2048, device=device(), dtype=torch.bfloat16).t()
     expected, out = a @ b, torch.empty(4096, 4096, device=device(), dtype=torch.bfloat16)
-    config = dataclasses.replace(
-        stream_k.Config(), placement="after", split="none", num_programs=sms, block_m=128, block_n=256
-    )
+    config = stream_k.Config(placement="after", split="none", num_programs=sms)
     stream_k.gemm(a, b, out=out, config=config)
     flag = torch.zeros(1, dtype=torch.int32, device=device())
     one, told = torch.ones_like(flag), torch.empty(2 * sms, dtype=torch.int32, device=device())
