@@ -44,18 +44,17 @@ def kinds(args: tuple[Any, ...], specialized: Iterable[bool] = _ALL) -> Hashable
     if it is an integer. A call of new rows asks for each launch, so this is written for speed."""
     found: list[Any] = []
     for arg, by_value in zip(args, specialized, strict=False):
-        if isinstance(arg, torch.Tensor):
-            small = arg.untyped_storage().nbytes() < _TWO_GIB
-            found.append((arg.dtype, arg.data_ptr() % _ALIGNED == 0, small))
-        elif isinstance(arg, int) and type(arg) is not bool:
+        which = type(arg)
+        if which is int:
             bits = 32 if -_INT32 <= arg < _INT32 else 64 if arg < _INT64 else 65
             found.append((bits, arg == 1, arg % _ALIGNED == 0) if by_value else bits)
-        elif isinstance(arg, tuple):
-            found.append((type(arg), kinds(arg)))
-        elif isinstance(arg, TensorDescriptor):
+        elif which is TensorDescriptor:
             found.append((arg.base.dtype, *arg.block_shape, arg.padding))
+        elif which is torch.Tensor or isinstance(arg, torch.Tensor):
+            small = arg.untyped_storage().nbytes() < _TWO_GIB
+            found.append((arg.dtype, arg.data_ptr() % _ALIGNED == 0, small))
         else:
-            found.append(type(arg))
+            found.append((which, kinds(arg)) if isinstance(arg, tuple) else which)
     return tuple(found)
 
 
@@ -134,6 +133,7 @@ class Launch:
         self._values = tuple(constants.values())
         self._marks = "events" in kernel.arg_names
         self._run: Any = None
+        self._compiled: Any = None
         self._recorded = False
 
     def compile(self, args: tuple[Any, ...]) -> Any:
@@ -163,6 +163,12 @@ class Launch:
                 f"{error.limit}; smaller blocks and a smaller Config.num_stages need less"
             ) from None
         return compiled
+
+    def compile_once(self, args: tuple[Any, ...]) -> Any:
+        """What the first `compile` gave, of a launch that plans share."""
+        if self._compiled is None:
+            self._compiled = self.compile(args)
+        return self._compiled
 
     def ask_for(self, args: tuple[Any, ...]) -> None:
         """Begin to compile for `args`: in Triton's AsyncCompileMode, which the caller has entered."""

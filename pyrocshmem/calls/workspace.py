@@ -88,11 +88,13 @@ class Plans:
     """The KEPT_PLANS plans that were asked for last, by what they are made for. A serving engine brings other rows at
     every step, so most are never asked for again.
 
-    retire: is given those that go while a captured graph may still be replayed, which reads what they hold.
+    retire: is given those that go while a captured graph may still be replayed, which reads what they hold. shared:
+    what plans have in common, by what it is made for; it goes when all go.
     """
 
     def __init__(self, retire: Callable[[Any], None]) -> None:
         self._retire = retire
+        self.shared: dict[Hashable, Any] = {}
         self._kept: dict[Hashable, _Kept] = {}
         self._last: _Kept | None = None
         self._asked = 0
@@ -130,6 +132,7 @@ class Plans:
             if kept.captured:
                 self._retire(kept.plan)
         self._kept.clear()
+        self.shared.clear()
         self._last = None
 
     def _drop_oldest(self) -> None:

@@ -21,7 +21,7 @@ from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, least_free, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import Block, Programs, Pull, Pulls, blocks_of
-from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
+from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
 
 class ColumnsPlan(FusedPlan):
@@ -61,15 +61,15 @@ class ColumnsPlan(FusedPlan):
             announce=row_blocks.announce_rows,
             lag=0,
         )
-        self.step = step_launch(op, self.world, between=True)
-        self.end = step_launch(op, self.world, ends=True)
+        self.step = step_launch(workspace, op, between=True)
+        self.end = step_launch(workspace, op, ends=True)
         out = call.out if self.result is None else self.result
         programs, ways = None, []
         if by_programs:
             step_rows = self.chunk * config.block_m
             programs = Programs(op, product, workspace, self.columns, self.flags, step_rows)
         else:
-            ways = [RowsWay(columns, out) for columns in on_all_ranks(call.heap, self.columns)]
+            ways = [RowsWay(columns, out) for columns in on_all_ranks(workspace, self.columns)]
         steps = [self._pull(step, block, ways) for step, block in enumerate(blocks)]
         self.pulls = Pulls(workspace, self.step, steps, programs)
 
@@ -102,7 +102,7 @@ class ColumnsPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         gemm = self.gemm.compile(self._gemm_arguments(a, b, bias))
-        waits = [launch.compile(self._step_arguments()) for launch in (self.step, self.end)]
+        waits = [launch.compile_once(self._step_arguments()) for launch in (self.step, self.end)]
         self.least_free = least_free(gemm, waits, 1)
         self.pulls.compile(out if self.result is None else self.result)
 

@@ -37,8 +37,8 @@ from pyrocshmem.stream_k.local_gemm.scales import (
 )
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
-from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
 from pyrocshmem.stream_k.ops.scaled_rows import WORD, ScaledRows
+from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
 # Streams beside the caller's: of copies to peers, and of those that keep the gathered rows.
 _COPIES, _KEPT = range(2)
@@ -94,7 +94,7 @@ class PiecesPlan(FusedPlan):
         ]
         self.epoch = call_number(workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
-        self.enter, self.end = step_launch(op, world, enters=True), step_launch(op, world, ends=True)
+        self.enter, self.end = step_launch(workspace, op, enters=True), step_launch(workspace, op, ends=True)
         self.gemm: Launch | None = None
         self.senders = ((1 << world) - 1) ^ (1 << heap.rank)
         if call.b.shape[1] > 0:
@@ -159,7 +159,7 @@ class PiecesPlan(FusedPlan):
         if self.gemm is not None:
             self.gemm.compile(self._gemm_arguments(a, b, bias, out))
         for launch in (self.enter, self.end):
-            launch.compile(self._step_arguments())
+            launch.compile_once(self._step_arguments())
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
@@ -229,7 +229,7 @@ class BlocksPlan(PiecesPlan):
     def _plan_gemm(self, call: Call) -> None:
         request, world = call.request, self.world
         a, b = operands_of(call.a, call.b, request.scaling)
-        self.wait = step_launch(int(status.Op.ALL_GATHER_GEMM), world)
+        self.wait = step_launch(self.workspace, int(status.Op.ALL_GATHER_GEMM))
         for turn in range(world):
             owner = (self.rank + turn) % world
             rows = slice(*shard_range(call.num_rows, owner, world))
@@ -253,7 +253,7 @@ class BlocksPlan(PiecesPlan):
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         waits = [self.wait] if self.blocks else []
         for launch in (self.enter, *waits, self.end):
-            launch.compile(self._step_arguments())
+            launch.compile_once(self._step_arguments())
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.

@@ -12,7 +12,6 @@ from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.kernel_launch import rooms_beside
 from pyrocshmem.calls.workspace import Workspace
-from pyrocshmem.heap import Heap
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.product import Product
 from pyrocshmem.stream_k.local_gemm.scales import Operand
@@ -27,10 +26,17 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
 
 
-def on_all_ranks(heap: Heap, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank has at the place of `tensor` on its heap. A slice of one costs a tenth of another view."""
-    ranks = range(heap.world_size)
-    return [tensor if rank == heap.rank else heap.peer_view(tensor, rank) for rank in ranks]
+def on_all_ranks(workspace: Workspace, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank has at the place of `tensor`, which lies in a buffer of the workspace on the heap. Plans share
+    what they know of the buffer, since a new view of a peer's memory takes the host as long as ten of this one."""
+    heap, shared = workspace.heap, workspace.plans.shared
+    assert heap is not None
+    key = "on all ranks", tensor.untyped_storage().data_ptr(), tensor.dtype
+    there = shared.get(key)
+    if there is None:
+        there = shared[key] = [heap.peer_view(tensor, rank) for rank in range(heap.world_size)]
+    where = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return [tensor if rank == heap.rank else x.as_strided(*where) for rank, x in enumerate(there)]
 
 
 def least_free(gemm: Any, waits: Iterable[Any], count: int) -> int:

@@ -17,10 +17,8 @@ import torch
 
 from pyrocshmem import status, trace
 from pyrocshmem.calls.graphs import capture, graphs_are_wanted
-from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.row_copy import RowCopy, RowsWay, takes_rows
 from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
-from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.counts import packed
@@ -32,6 +30,7 @@ from pyrocshmem.stream_k.local_gemm.scales import Operand
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, least_free, on_all_ranks
 from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of, tiles_of
+from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
 # Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
 # copies, the fourth tells owners what has been copied.
@@ -42,37 +41,14 @@ _MAIN, _TILES, _COPIES, _FLAGS = range(4)
 _BUSY_K = 1600
 
 
-def step_launch(
-    op: int, world_size: int, *, enters: bool = False, ends: bool = False, between: bool = False
-) -> Launch:
-    """A launch of `collectives.row_blocks.step_kernel`."""
-    constants = {"OP": op, "WORLD": world_size, "ENTERS": enters, "ENDS": ends, "BETWEEN": between}
-    return Launch(row_blocks.step_kernel, 1, constants, 4, 1, waits=True)
-
-
-def step_arguments(
-    workspace: Workspace,
-    flags: torch.Tensor,
-    tile_flags: torch.Tensor | None = None,
-    raised: int = 0,
-    receivers: int = 0,
-    tiles: tuple[int, int] = (0, 0),
-    awaited: int = 0,
-    senders: int = 0,
-) -> tuple[Any, ...]:
-    """Those of `collectives.row_blocks.step_kernel`. tile_flags: None where it waits for no tiles."""
-    own = flags if tile_flags is None else tile_flags
-    return flags, own, raised, receivers, *tiles, awaited, senders, workspace.context
-
-
 class RowsPlan(FusedPlan):
     """The launches and copies of a call of at least two ranks: the launch of this rank's rows, which waits for nothing
     before it, must follow the launch of the peers' rows. `everywhere`: every rank gets all rows, not its own block
     alone.
 
     product: of this rank's rows; for_peers: of the others'. sums: [rows, N], this rank's rows of an all-reduce, on the
-    heap. partials: R - 1 blocks of rows for the peers, the next rank's first, then R - 1 from them, the previous rank's
-    first.
+    heap. owned: [first, last) of the rows of each rank's block. partials: R - 1 blocks of rows for the peers, the next
+    rank's first, then R - 1 from them, the previous rank's first.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -93,6 +69,7 @@ class RowsPlan(FusedPlan):
             True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
         M, N = product.M, product.N
+        self.owned = [shard_range(M, owner, self.world) for owner in range(self.world)]
         tile = config.block_m * config.block_n
         cut = partial(blocks_of, self.tiles, product.schedule.tiles_n, self.chunk, group, tile)
         # What a tile of this rank waits for is told by its number, so that all steps have as many.
@@ -120,10 +97,10 @@ class RowsPlan(FusedPlan):
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
-            ways = [RowsWay(sums, out) for sums in on_all_ranks(heap, self.sums)]
+            ways = [RowsWay(sums, out) for sums in on_all_ranks(workspace, self.sums)]
             steps = [self._pull(len(self.steps) + i, each, ways) for i, each in enumerate(pulled)]
         rows = self.partials.view(-1, N)
-        there = on_all_ranks(heap, rows)
+        there = on_all_ranks(workspace, rows)
         way = RowsWay(rows, rows)
         self.copies = [self._copies(step, way, there, block) for step in self.steps]
         self._make_launches(call, rows[: peers * block])
@@ -133,10 +110,10 @@ class RowsPlan(FusedPlan):
     def _place(self, step: Block, owner: int) -> tuple[int, int, tuple[int, int]]:
         """(row, counted from the first one of the owner's block, column, shape) of a step."""
         config, N = self.product.config, self.product.N
-        first, last = shard_range(self.product.M, owner, self.world)
-        top, bottom = (min(row * config.block_m, last - first) for row in step.rows)
-        left, right = (min(column * config.block_n, N) for column in step.columns)
-        return top, left, (bottom - top, right - left)
+        first, last = self.owned[owner]
+        height, (begin, end), (left, right) = last - first, step.rows, step.columns
+        top, left = min(begin * config.block_m, height), min(left * config.block_n, N)
+        return top, left, (min(end * config.block_m, height) - top, min(right * config.block_n, N) - left)
 
     def _copies(
         self, step: Block, way: RowsWay, there: list[torch.Tensor], block: int
@@ -160,10 +137,9 @@ class RowsPlan(FusedPlan):
         copies: dict[int, RowCopy] = {}
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
-            first, _ = shard_range(self.product.M, owner, self.world)
             top, left, shape = self._place(step, owner)
             if shape[0] > 0:
-                copies[owner] = ways[owner].copy((top, left), (first + top, left), shape)
+                copies[owner] = ways[owner].copy((top, left), (self.owned[owner][0] + top, left), shape)
         own = [copies.pop(self.rank)] if self.rank in copies else []
         return Pull(
             self._step_arguments(word, self.peers, tiles, word, self.peers), list(copies.values()), own
@@ -189,9 +165,9 @@ class RowsPlan(FusedPlan):
             op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
         )
         self.enter, self.step, self.end = (
-            step_launch(op, world, enters=True),
-            step_launch(op, world, between=self.everywhere),
-            step_launch(op, world, ends=True),
+            step_launch(self.workspace, op, enters=True),
+            step_launch(self.workspace, op, between=self.everywhere),
+            step_launch(self.workspace, op, ends=True),
         )
 
     def _peers_arguments(self, a: Operand, b: Operand) -> tuple[Any, ...]:
@@ -221,7 +197,7 @@ class RowsPlan(FusedPlan):
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         peers = self.peers_gemm.compile(self._peers_arguments(a, b))
         own = self.own_gemm.compile(self._own_arguments(a, b, bias, out))
-        waits = [launch.compile(self._step_arguments()) for launch in (self.enter, self.step, self.end)]
+        waits = [launch.compile_once(self._step_arguments()) for launch in (self.enter, self.step, self.end)]
         # Before the GEMMs begin there may be a wait for the peers' tiles and, in an all-reduce, one for own tiles. Only
         # that one can keep the second GEMM from beginning: the other ends with the first.
         both = int(self.everywhere)

@@ -22,7 +22,7 @@ from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
 from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, operands_of, rows_in
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
-from pyrocshmem.stream_k.ops.rows import step_arguments, step_launch
+from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 from pyrocshmem.target import num_sms
 
 # The stream of copies, beside the caller's.
@@ -88,7 +88,7 @@ class SummedBlocksPlan(FusedPlan):
         self.flags = workspace.flags(words if everywhere else 1)
         self.epoch = call_number(workspace)
         op = int(status.Op.GEMM_ALL_REDUCE if everywhere else status.Op.GEMM_REDUCE_SCATTER)
-        self.enter = step_launch(op, self.world, enters=True)
+        self.enter = step_launch(workspace, op, enters=True)
         activation = activation_number(call.request.activation)
         constants = {"OP": op, "WORLD": self.world, "ROWS": _ROWS, "COLS": _COLS, "ACTIVATION": activation}
         self.sum, self.sum_first = (
@@ -159,7 +159,7 @@ class SummedBlocksPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load all but the products, which are when they are planned."""
-        self.enter.compile(step_arguments(self.workspace, self.flags))
+        self.enter.compile_once(step_arguments(self.workspace, self.flags))
         for block in self.blocks:
             if block.summed is not None:
                 self._launch_of(block.summed).compile(self._sum_arguments(block.summed, bias, out))
