@@ -71,14 +71,21 @@ _OWN_ROWS = FEW_ROWS
 
 
 # But of more than half of them, with columns for one to two waves of our tiles, of 64 columns or of 128, the BLAS has
-# 1.05 of our speed on average, up to 1.18 (one H200).
+# 1.05 of our speed on average, up to 1.18; and of more than a quarter, where tiles of 64 columns leave a third of the
+# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, up to 1.30, to the end of this K (one H200).
 _FEWEST_COLUMNS, _MOST_COLUMNS = 64, 256
+_IDLE_COLUMNS, _IDLE_K = 32, 7168
 
 
 def faster_by_blas(facts: Facts) -> Verdict:
     """A GEMM alone by the BLAS, as measured on one H200 (docs/log.md)."""
-    two_waves = _FEWEST_COLUMNS * facts.num_sms < facts.N <= _MOST_COLUMNS * facts.num_sms
-    return _by_blas(facts, _OWN_ROWS // 2 if two_waves else _OWN_ROWS)
+    columns = facts.N / facts.num_sms
+    own_rows = _OWN_ROWS
+    if _FEWEST_COLUMNS < columns <= _MOST_COLUMNS:
+        own_rows = _OWN_ROWS // 2
+    elif _IDLE_COLUMNS < columns <= 2 * _FEWEST_COLUMNS / 3 and facts.K <= _IDLE_K:
+        own_rows = _OWN_ROWS // 4
+    return _by_blas(facts, own_rows)
 
 
 def _by_blas(facts: Facts, own_rows: int) -> Verdict:
@@ -122,7 +129,7 @@ def low_for_blas(facts: Facts) -> Verdict:
 
 
 # What copies of columns leave when the GEMM is done: microseconds until those of the last step begin, and of each peer.
-_LAST_US, _LAST_COLUMNS_US = 15.0, 25.0
+_LAST_US, _LAST_COLUMNS_US = 8.0, 25.0
 
 
 def _low_columns(facts: Facts) -> Verdict:

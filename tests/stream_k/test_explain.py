@@ -196,8 +196,8 @@ CROSSED = [
         "gemm_all_scatter",
         (768, 8192, 4096, 2, None),
         (1024, 8192, 4096, 2, None),
-        "copies end 40 us late: more than an exchange behind the GEMM takes, 42 us",
-        "copies end 40 us late: an exchange behind the GEMM takes 55 us",
+        "copies end 33 us late: more than an exchange behind the GEMM takes, 42 us",
+        "copies end 33 us late: an exchange behind the GEMM takes 55 us",
     ),
     (
         "gemm_all_scatter",
