@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -72,11 +72,13 @@ class Verdict(NamedTuple):
     why: str
 
 
-class Estimate(NamedTuple):
-    """The time that a model gives a choice, in microseconds. what: the choice, in words."""
+class Estimate(Protocol):
+    """The time that a model gives a choice, in microseconds, and the choice, in words."""
 
-    what: str
-    us: float
+    @property
+    def us(self) -> float: ...
+    @property
+    def what(self) -> str: ...
 
 
 class Tiling(NamedTuple):

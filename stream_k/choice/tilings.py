@@ -22,7 +22,7 @@ from pyrocshmem.stream_k.choice.gemm_model import (
     hides_gathering,
     tile_times,
 )
-from pyrocshmem.stream_k.choice.placement import Estimate, Facts, Tiling
+from pyrocshmem.stream_k.choice.placement import Facts, Tiling
 from pyrocshmem.stream_k.local_gemm.schedule import even_group, make_schedule
 
 # GEMMs of so many rows are as fast as B is read.
@@ -197,10 +197,9 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
         times = tile_times(M, N, K, num_sms, whole)
         tile, schedule = times[0].tile, times[0].schedule
         programs = tile.resident * num_sms
-        estimates = tuple(Estimate(f"tile {each.tile}", each.us) for each in times)
         cut = ", none of which is cut" if whole else ""
         why = f"it takes the least time of {len(times)} tiles{cut}, by the model of 16-bit GEMMs on an H200"
-        first = Tiling(with_tile(config, tile), why, estimates)
+        first = Tiling(with_tile(config, tile), why, times)
     # Of programs that share an SM, both must be there.
     if schedule.kind == "data_parallel" and programs == num_sms:
         programs = balanced_programs(schedule.num_tiles, num_sms)
@@ -270,4 +269,4 @@ def gathered(first: Tiling, facts: Facts) -> Tiling:
     best = times[0]
     why = f"behind rows that arrive in pieces of {piece_rows(facts)} it ends first of {len(times)}, by the model"
     config = changed(with_tile(first.config, best.tile), num_programs=best.programs)
-    return Tiling(config, why, tuple(Estimate(f"tile {each.tile}", each.us) for each in times))
+    return Tiling(config, why, times)
