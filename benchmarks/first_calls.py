@@ -109,19 +109,21 @@ def measure_blas(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 def _new_and_again(make: Callable[[int], object], case: Case, heap: Heap) -> tuple[float, float]:
     draw = random.Random(case.op)
     numbers = draw.sample(range(1, case.rows), min(_NEW_ROWS, case.rows - 1))
-    return _host_us(make, numbers, heap), _host_us(make, numbers, heap)
-
-
-def _host_us(make: Callable[[int], object], numbers: list[int], heap: Heap) -> float:
-    spent = []
-    for turn, rows in enumerate(numbers):
-        begin = time.perf_counter()
-        make(rows)
-        spent.append(1e6 * (time.perf_counter() - begin))
-        if turn % _CALLS_BETWEEN == 0:
+    spent: tuple[list[float], list[float]] = ([], [])
+    # A few new ones, then the same: a host's speed changes within seconds.
+    for first in range(0, len(numbers), _CALLS_BETWEEN):
+        for times in spent:
+            times += [_host_us(make, rows) for rows in numbers[first : first + _CALLS_BETWEEN]]
             heap.synchronize()
     heap.barrier()
-    return statistics.median(spent)
+    new, again = map(statistics.median, spent)
+    return new, again
+
+
+def _host_us(make: Callable[[int], object], rows: int) -> float:
+    begin = time.perf_counter()
+    make(rows)
+    return 1e6 * (time.perf_counter() - begin)
 
 
 def table(ops: list[str], rows: int, N: int, K: int, dtype: str, num_ranks: int) -> Iterator[str]:
