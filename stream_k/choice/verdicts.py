@@ -72,7 +72,7 @@ _OWN_ROWS = FEW_ROWS
 
 # But of more than half of them, with columns for one to two waves of our tiles, of 64 columns or of 128, the BLAS has
 # 1.05 of our speed on average, up to 1.18; and of more than a quarter, where tiles of 64 columns leave a third of the
-# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, up to 1.30, to the end of this K (one H200).
+# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, 0.88 to 1.29, up to this K (one H200).
 _FEWEST_COLUMNS, _MOST_COLUMNS = 64, 256
 _IDLE_COLUMNS, _IDLE_K = 32, 7168
 
