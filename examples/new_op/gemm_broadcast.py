@@ -38,7 +38,7 @@ from pyrocshmem.stream_k.local_gemm.plan import GemmPlan
 from pyrocshmem.stream_k.ops.gradients import Gradients, b_gradient, bias_gradient, keep
 from pyrocshmem.stream_k.ops.op import Call, GemmOp, Request, call, register_gemm, run
 from pyrocshmem.stream_k.ops.planned import FusedPlan
-from pyrocshmem.stream_k.ops.rows import step_launch
+from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
 _POINTER = tl.constexpr(POINTER)
 
@@ -97,12 +97,11 @@ class _Push(FusedPlan):
         self.result: torch.Tensor | None = None
         if not call.direct:
             self.result = self.workspace.buffer("results", M * N, call.out.dtype)[: M * N].view(M, N)
-        everyone = (1 << self.world) - 1
-        # Word number 0, raised by the root at all others; `StepArguments` of collectives.row_blocks.
-        raised = everyone ^ (1 << root) if self.is_root else 0
-        awaited = 0 if self.is_root else 1 << root
-        self.step_arguments = (self.flags, self.flags, 0, raised, 0, 0, 0, awaited, self.workspace.context)
-        self.step = step_launch(OP.number, self.world, enters=not self.is_root, ends=True)
+        # Word number 0, raised by the root at all others.
+        others = ((1 << self.world) - 1) ^ (1 << root)
+        receivers, senders = (others, 0) if self.is_root else (0, 1 << root)
+        self.step_arguments = step_arguments(self.workspace, self.flags, receivers=receivers, senders=senders)
+        self.step = step_launch(self.workspace, OP.number, enters=not self.is_root, ends=True)
         if self.is_root:
             self.product = call.product(stores_fp32=call.out.dtype == torch.float32)
             self.fix_up = self.product.fix_up(self.workspace)
@@ -118,7 +117,7 @@ class _Push(FusedPlan):
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.is_root:
             self.gemm.compile(self._arguments(a, b, bias, out))
-        self.step.compile(self.step_arguments)
+        self.step.compile_once(self.step_arguments)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.is_root:
