@@ -86,7 +86,7 @@ class Explanation:
         lines.append(f"  next best: {self._next()}")
         for each in self.estimates[1 : _SHOWN + 1] if not blas else ():
             lines.append(
-                f"    {each.what}: about {each.us:.1f} us, the chosen one {self.estimates[0].us:.1f} us"
+                f"    tile {each.tile}: about {each.us:.1f} us, the chosen one {self.estimates[0].us:.1f} us"
             )
         return "\n".join(lines)
 
@@ -115,7 +115,7 @@ class Explanation:
             )
         by_blas, times = self.config.placement in BY_BLAS, self.estimates
         if len(times) > 1 and not by_blas:
-            return f"{times[1].what}, {times[1].us / times[0].us:.2f} times as long by the model"
+            return f"tile {times[1].tile}, {times[1].us / times[0].us:.2f} times as long by the model"
         if self.next_best is None:
             return "unknown, nothing was estimated or measured"
         # Of our GEMM, where the BLAS is the faster one.

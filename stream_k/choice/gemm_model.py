@@ -94,11 +94,6 @@ class TileTime(NamedTuple):
     tile: Tile
     schedule: Schedule
 
-    @property
-    def what(self) -> str:
-        """In words."""
-        return f"tile {self.tile}"
-
 
 # What is chosen is looked up by the tile row, of any tile, in which the last row lies.
 _ROWS = 64
@@ -151,11 +146,6 @@ class GatheringTime(NamedTuple):
     us: float
     tile: Tile
     programs: int
-
-    @property
-    def what(self) -> str:
-        """In words."""
-        return f"tile {self.tile}"
 
 
 def hides_gathering(M: int, N: int, ranks: int, num_sms: int) -> tuple[bool, int]:

@@ -22,7 +22,7 @@ from pyrocshmem.calls.invariance import NONE, Invariance
 from pyrocshmem.calls.op import find, lookup, registered
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.stream_k.choice.config import Config, changed, known_placements
-from pyrocshmem.stream_k.choice.gemm_model import balanced_programs
+from pyrocshmem.stream_k.choice.gemm_model import Tile, balanced_programs
 
 
 class Facts(NamedTuple):
@@ -73,12 +73,12 @@ class Verdict(NamedTuple):
 
 
 class Estimate(Protocol):
-    """The time that a model gives a choice, in microseconds, and the choice, in words."""
+    """The time that a model gives a tile, in microseconds."""
 
     @property
     def us(self) -> float: ...
     @property
-    def what(self) -> str: ...
+    def tile(self) -> Tile: ...
 
 
 class Tiling(NamedTuple):

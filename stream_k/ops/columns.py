@@ -76,15 +76,12 @@ class ColumnsPlan(FusedPlan):
     def _pull(self, step: int, block: Block, ways: list[RowsWay]) -> Pull:
         """A step: the wait for its tiles, and the copies of all ranks' columns, the neighbour's first. ways: from the
         columns of each; none where programs pull."""
-        config, N = self.product.config, self.product.N
         everyone = (1 << self.world) - 1
         if not ways:
             return Pull(self._step_arguments(step, everyone, block.tiles))
         peers = everyone ^ (1 << self.rank)
-        top, bottom = (min(row * config.block_m, self.product.M) for row in block.rows)
-        left, right = (min(column * config.block_n, N) for column in block.columns)
-        shape = bottom - top, right - left
-        copies = []
+        N, copies = self.product.N, []
+        top, left, shape = block.place(self.product.config, self.product.M, N)
         for turn in range(1, self.world + 1):
             owner = (self.rank + turn) % self.world
             copies.append(ways[owner].copy((top, left), (top, owner * N + left), shape))

@@ -22,6 +22,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.consumer import gate_launch
 from pyrocshmem.stream_k.choice.completed import STEP_ELEMENTS
+from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.local_gemm.product import Product
 
 # Streams beside those of `stream_k.ops.rows`.
@@ -39,6 +40,13 @@ class Block(NamedTuple):
     rows: tuple[int, int]
     columns: tuple[int, int]
     tiles: tuple[int, int]
+
+    def place(self, config: Config, M: int, N: int) -> tuple[int, int, tuple[int, int]]:
+        """(row, column, shape) of it in a matrix [M, N], whose last tiles may be cut off, or not be there."""
+        (top, bottom), (left, right) = self.rows, self.columns
+        top, bottom = min(top * config.block_m, M), min(bottom * config.block_m, M)
+        left, right = min(left * config.block_n, N), min(right * config.block_n, N)
+        return top, left, (bottom - top, right - left)
 
 
 def blocks_of(

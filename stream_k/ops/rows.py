@@ -109,11 +109,8 @@ class RowsPlan(FusedPlan):
 
     def _place(self, step: Block, owner: int) -> tuple[int, int, tuple[int, int]]:
         """(row, counted from the first one of the owner's block, column, shape) of a step."""
-        config, N = self.product.config, self.product.N
         first, last = self.owned[owner]
-        height, (begin, end), (left, right) = last - first, step.rows, step.columns
-        top, left = min(begin * config.block_m, height), min(left * config.block_n, N)
-        return top, left, (min(end * config.block_m, height) - top, min(right * config.block_n, N) - left)
+        return step.place(self.product.config, last - first, self.product.N)
 
     def _copies(
         self, step: Block, way: RowsWay, there: list[torch.Tensor], block: int
