@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pyrocshmem import target
+from pyrocshmem.benchmarks import models
+from pyrocshmem.benchmarks.shapes import cases_of
 from pyrocshmem.benchmarks.trial import Case, Outcome, tune_case
 from pyrocshmem.heap import Heap
 from pyrocshmem.launching import spawn
@@ -63,9 +66,10 @@ def run(
     ranks = num_ranks if num_ranks is not None else target.num_devices() or 2
     check_gpus(ranks)
     chosen = dtype or ("bfloat16" if on_gpu else "float16")
+    drawn = [models.with_seed(text, commit) if models.is_drawn(text) else text for text in shapes]
     cases = plan(
         tuple(ops.split(",")) if ops else OPS,
-        shapes or ["llama3" if on_gpu else ""],
+        drawn or ["llama3" if on_gpu else ""],
         chosen,
         partial_dtype,
         ranks,
@@ -88,7 +92,23 @@ def run(
         times = f"{usual:.1f} us", f"{best:.1f} us", f"{usual / best:.3f}"
         rows.add_row(str(case), outcome.entry.timing, *times, differs)
     console.print(rows)
+    for op in dict.fromkeys(case.op for case in cases):
+        ratios = [
+            outcome.entry.cost_model_us / outcome.entry.us
+            for case, outcome in zip(cases, found, strict=True)
+            if case.op == op
+        ]
+        console.print(f"{op}: {over_search(ratios)}", soft_wrap=True, markup=False)
     return [text for outcome in found for text in outcome.wrong]
+
+
+def over_search(ratios: list[float]) -> str:
+    """In words, the time of the cost model's choice over that of the fastest found, of some cases."""
+    ordered = sorted(ratios)
+    return (
+        f"{len(ordered)} cases, cost model over fastest {statistics.mean(ordered):.3f} on average, "
+        f"{ordered[int(0.95 * len(ordered))]:.3f} at the 95th percentile, {ordered[-1]:.3f} at worst"
+    )
 
 
 def _table(out: Path | None) -> tuple[Path, tuned.Table]:
@@ -128,14 +148,17 @@ def plan(
         for wire in wires if op in _SUMS else [None]:
             sent = None if wire is None else getattr(torch, wire)
             for text in shapes:
-                for shape in _shapes_of(op, text):
+                for shape in _shapes_of(op, text, ranks, dtype):
                     cases.append(Case(op, *shape, getattr(torch, dtype), ranks if op != "gemm" else 1, sent))
     return cases
 
 
-def _shapes_of(op: str, text: str) -> list[tuned.Shape]:
+def _shapes_of(op: str, text: str, ranks: int, dtype: str) -> list[tuned.Shape]:
     if not text:
         return [_CPU_SHAPE]
+    if models.is_drawn(text):
+        drawn = cases_of(op, text, ranks, dtype, True)
+        return list(dict.fromkeys((case.M, case.N, case.K) for case in drawn))
     if text != "llama3":
         M, N, K = parse_sizes(text, "MNK", option="--shapes", least=1)
         return [(M, N, K)]

@@ -29,7 +29,7 @@ def main(
     shapes: Annotated[
         list[str] | None,
         typer.Option(
-            help="M,N,K of a rank's product, or llama3; repeatable. Default: llama3, on a CPU small."
+            help="M,N,K of a rank's product, llama3, or models[:SEED]; repeatable. Default: llama3, on a CPU small."
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16, on a CPU float16.")] = None,

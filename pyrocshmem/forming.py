@@ -35,7 +35,7 @@ from pyrocshmem.errors import InitTimeout, ShmemError
 from pyrocshmem.finegrained_alloc import PIECE
 from pyrocshmem.groups import Group
 from pyrocshmem.stores import store_may_be_gone
-from pyrocshmem.torch_contexts import normal_tensors
+from pyrocshmem.torch_contexts import makes_normal_tensors
 
 SYSTEM_WORDS = 4096  # int32 words at the start of every heap: flags and the like, see `pyrocshmem.signal`
 SYSTEM_BYTES = 4 * SYSTEM_WORDS
@@ -97,7 +97,7 @@ def storage_at(address: int, nbytes: int, device: torch.device, owner: object) -
     return storage
 
 
-@normal_tensors()
+@makes_normal_tensors
 def tensor_on(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,

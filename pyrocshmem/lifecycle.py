@@ -49,7 +49,7 @@ from pyrocshmem.groups import Group, as_group
 from pyrocshmem.signed_records import parsed
 from pyrocshmem.stores import store_may_be_gone
 from pyrocshmem.timeouts import init_seconds
-from pyrocshmem.torch_contexts import normal_tensors
+from pyrocshmem.torch_contexts import makes_normal_tensors
 
 ALIGNMENT = 256
 PADDED_RANKS = 8
@@ -197,7 +197,7 @@ class Ledger:
 class Lifecycle:
     """Forming, votes, faults and the end of a heap; see `Heap` for the arguments and attributes."""
 
-    @normal_tensors()
+    @makes_normal_tensors
     def __init__(
         self,
         nbytes: int | None = None,

@@ -117,7 +117,7 @@ class _Push(FusedPlan):
     def compile(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.is_root:
             self.gemm.compile(self._arguments(a, b, bias, out))
-        self.step.compile_once(self.step_arguments)
+        self.step.compile_once(lambda: self.step_arguments)
 
     def run(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.is_root:

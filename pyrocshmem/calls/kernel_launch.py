@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from itertools import repeat
 from typing import Any
@@ -164,11 +164,15 @@ class Launch:
             ) from None
         return compiled
 
-    def compile_once(self, args: tuple[Any, ...]) -> Any:
-        """What the first `compile` gave, of a launch that plans share."""
+    def compile_once(self, arguments: Callable[[], tuple[Any, ...]]) -> Any:
+        """What the first `compile` gave, of a launch that plans share. arguments: makes them."""
         if self._compiled is None:
-            self._compiled = self.compile(args)
+            self._compiled = self.compile(arguments())
         return self._compiled
+
+    def compile_again(self) -> None:
+        """At the next `compile_once`, whose arguments may be of other kinds."""
+        self._compiled = None
 
     def ask_for(self, args: tuple[Any, ...]) -> None:
         """Begin to compile for `args`: in Triton's AsyncCompileMode, which the caller has entered."""

@@ -198,6 +198,17 @@ def filled(made: Any, x: torch.Tensor) -> Any:
     return descriptor
 
 
+def of_rows(made: Any, x: torch.Tensor, how: int) -> Any:
+    """`template` of the matrix `x`, where `made` is the one of a matrix of the same kind but for its rows."""
+    if made is None:
+        return None
+    descriptor = object.__new__(TensorDescriptor)
+    rows, columns = x.shape
+    shape = [columns, rows] if how == COLUMN else [rows, columns]
+    descriptor.__dict__.update(made.__dict__, shape=shape)
+    return descriptor
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., N] as [M, N] with contiguous rows: a view where memory holds them so."""
     if x.ndim == 2 and x.is_contiguous() and not x.is_neg():

@@ -36,6 +36,7 @@ from pyrocshmem import signal, status, timeouts
 from pyrocshmem.blocks import held_by
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
+from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.labels import label
 from pyrocshmem.calls.streams import Streams
 from pyrocshmem.checks import as_integer
@@ -46,7 +47,7 @@ from pyrocshmem.heap import SYSTEM_BYTES, Heap, heap_for
 from pyrocshmem.hosts import Hosts, hosts_for
 from pyrocshmem.lifecycle import Difference
 from pyrocshmem.message_slots import QUAD_BYTES, Room, clear
-from pyrocshmem.torch_contexts import normal_tensors, on_device
+from pyrocshmem.torch_contexts import makes_normal_tensors, normal_tensors, on_device
 
 # Slots are whole multiples of this, so that they hold whole rows of a tile of any width.
 _SLOT_STEP = 4096
@@ -58,6 +59,9 @@ _WORTH_COLLECTING = 16 << 20
 
 # Plans that a workspace keeps. A plan of a fused op takes some 20 KB of the host, and graphs of the driver's memory.
 KEPT_PLANS = 512
+# What plans share, in things: calls of one kind have a dozen, but each number of rows has its own where A lies in
+# columns, whose stride it is.
+_MOST_SHARED = 4 * KEPT_PLANS
 
 _MESSAGES = f"symmetric:{torch.int32}:messages"
 
@@ -89,7 +93,7 @@ class Plans:
     every step, so most are never asked for again.
 
     retire: is given those that go while a captured graph may still be replayed, which reads what they hold. shared:
-    what plans have in common, by what it is made for; it goes when all go.
+    what plans have in common, by what it is made for; it goes when all go, or when it is too much.
     """
 
     def __init__(self, retire: Callable[[Any], None]) -> None:
@@ -111,6 +115,8 @@ class Plans:
     def __setitem__(self, key: Hashable, plan: Any) -> None:
         if len(self._kept) >= KEPT_PLANS:
             self._drop_oldest()
+        if len(self.shared) > _MOST_SHARED:
+            self.shared.clear()
         self._asked += 1
         self._last = self._kept[key] = _Kept(plan, self._asked)
 
@@ -132,6 +138,9 @@ class Plans:
             if kept.captured:
                 self._retire(kept.plan)
         self._kept.clear()
+        for made in self.shared.values():
+            if isinstance(made, Launch):
+                made.compile_again()  # a plan that is being made may have it, and buffers of another kind now
         self.shared.clear()
         self._last = None
 
@@ -154,7 +163,7 @@ class Workspace(Streams):
     for neither heap nor device, more than 8 ranks, or such seconds; RuntimeError under capture.
     """
 
-    @normal_tensors()
+    @makes_normal_tensors
     def __init__(
         self,
         heap: Heap | None = None,
@@ -308,7 +317,7 @@ class Workspace(Streams):
         self._op = "".join(re.findall(r"^\w+", call.text))
         return replies
 
-    @normal_tensors()
+    @makes_normal_tensors
     def planned_together(
         self, call: CallName, make: Callable[[int], Any], share: int = 0, share_counts: bool = False
     ) -> Any:

@@ -3,7 +3,7 @@ kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from pyrocshmem.calls.tensors import (
     as_argument,
     filled,
     how_to_read,
+    of_rows,
     rows_held,
     strides_by_pointer,
     template,
@@ -28,7 +29,7 @@ from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives.order import Problem
 from pyrocshmem.elements import ELEMENTS
 from pyrocshmem.signal import Context
-from pyrocshmem.stream_k.choice.config import Config
+from pyrocshmem.stream_k.choice.config import Config, changed, of_kernels
 from pyrocshmem.stream_k.local_gemm.aligned_copies import Copies, rows_cost_more, worth_a_copy
 from pyrocshmem.stream_k.local_gemm.gemm_kernel import gemm_kernel
 from pyrocshmem.stream_k.local_gemm.kernel import Arrived, nothing, stream_k_kernel
@@ -68,7 +69,8 @@ class Product:
     strides: as `strides_by_pointer` gives them. copies: of operands that are read elsewhere; None:
     both are read where they are.
     comm_programs: programs beside those of the schedule. subtiles: column parts of a tile. element_size: of the
-    operands, in bytes. scheme: of their scales; None: they have none.
+    operands, in bytes. scheme: of their scales; None: they have none. shared, alike: what plans share, where products
+    of this key differ in rows and schedules alone; None: they share nothing.
     """
 
     M: int
@@ -87,6 +89,8 @@ class Product:
     copies: Copies | None
     element_size: int
     scheme: Scheme | None = None
+    shared: dict[Hashable, Any] | None = None
+    alike: Hashable = None
 
     @property
     def split(self) -> bool:
@@ -117,6 +121,13 @@ class Product:
             self.M, self.N, self.K, plan.iters_per_tile, *split, plan.num_programs, self.config.group_m
         )
 
+    def of_rows(self, M: int, a: torch.Tensor) -> Product:
+        """That of so many rows in as many tiles, where A lies in rows and is not copied. a: the operand."""
+        made = changed(self, M=M, a_template=of_rows(self.a_template, a, self.a_how))
+        for cached in ("problem", "packed_problem"):
+            made.__dict__.pop(cached, None)
+        return made
+
     @property
     def part_n(self) -> int:
         """Columns of one part of a tile."""
@@ -142,12 +153,20 @@ class Product:
         order: Order = "",
         alone: bool = False,
         flatten: bool = True,
+        once: bool = False,
     ) -> Launch:
         """The launch of `stream_k_kernel` for this product; the arguments are `stream_k.local_gemm.kernel`'s. order:
         of rows, one of the three there; "": from top to bottom. alone: of `gemm_kernel` instead, which may be made
         ready while the launch before it ends: nothing communicates, and parts for a second kernel are left to it.
         flatten: whether tiles overlap, where the configuration says so. The call ends with it where it consumes; or
-        alone, if a fix-up counts the calls."""
+        alone, if a fix-up counts the calls. once: for `Launch.compile_once`: the same one for all products that are
+        alike, with arguments of the same kinds."""
+        grid = self.schedule.num_programs + self.comm_programs
+        chained = order == "SUMS" or (alone and not self._wants_neighbours)
+        key = op, world_size, epilogue, options, announce, consumer, lag, order, alone, flatten, grid, chained
+        shared = self.shared if once else None
+        if shared is not None and (self.alike, key) in shared:
+            return shared[self.alike, key]
         config, separate = self.config, alone and self.separate
         together, stages = self._side_by_side(TREE_REGISTERS_ALONE if alone else TREE_REGISTERS)
         constants = {
@@ -174,12 +193,13 @@ class Product:
             "BLOCK_K": config.block_k,
             "SUBTILES": self.subtiles,
         }
-        grid = self.schedule.num_programs + self.comm_programs
         kernel = gemm_kernel if alone else stream_k_kernel
-        chained = order == "SUMS" or (alone and not self._wants_neighbours)
         # Of 8 warps 240: Triton 3.8 and 3.9 take up to 255 for sums, where 3.6 takes 184.
         most = _BESIDE_A_HELPER // (32 * config.num_warps) if order == "SUMS" else 0
-        return Launch(kernel, grid, constants, config.num_warps, stages, chained, most)
+        made = Launch(kernel, grid, constants, config.num_warps, stages, chained, most)
+        if shared is not None:
+            shared[self.alike, key] = made
+        return made
 
     def _side_by_side(self, registers: int) -> tuple[int, int]:
         """(blocks of K that grow in one loop, its stages): as many as there are registers of a thread for their sums,
@@ -275,6 +295,7 @@ def make_product(
     keeps_a: bool = False,
     workspace: Workspace | None = None,
     scheme: Scheme | None = None,
+    alike: Hashable = None,
 ) -> Product:
     """Plan a [M, K] x b [K, N], none of them 0, both checked.
 
@@ -284,7 +305,9 @@ def make_product(
     reads as zeros. num_rows: M, where `a` has only some of the rows. row_blocks: how many blocks the rows are cut
     into, of whole tiles each; 0: one matrix. num_blocks: how many of them are computed; None: all.
     keeps_a: A is not copied, whatever its layout. workspace: of the calls; None: they may overlap. scheme: of
-    8-bit operands, as `Product` has it. Raises ValueError when no program is left for the GEMM.
+    8-bit operands, as `Product` has it. alike: the same for calls of the workspace that differ in rows and
+    configurations alone, whose products share what depends on neither; None: nothing is shared. Raises ValueError when
+    no program is left for the GEMM.
     """
     M, K, N = a.shape[0] if num_rows is None else num_rows, a.shape[1], b.shape[1]
     rows = _rows_of_tiles(M, row_blocks, num_blocks, config.block_m)
@@ -297,21 +320,21 @@ def make_product(
     # Where there is no tf32 (16-bit operands; gfx950) compilers refuse the word: full precision is always right.
     tf32 = allow_tf32 and ELEMENTS[a.dtype].tf32 and target.backend() != "hip"
     precision = "tf32" if tf32 else "ieee"
-    by_rows = not _blocks_are_aligned(M, row_blocks, a.element_size())
     if K % config.k_blocks:
         raise ValueError(f"Config.k_blocks is {config.k_blocks}, which K = {K} is no multiple of")
-    a, b, a_how, b_how, copies = _as_read(
-        a, b, config, schedule, by_rows, bool(row_blocks), keeps_a, workspace
-    )
+    a, b, a_how, b_how, copies = _as_read(a, b, config, schedule, M, row_blocks, keeps_a, workspace)
     if config.k_blocks > 1 and K // config.k_blocks % config.block_k:
         # A block of K ends inside a step, where descriptors would go on reading.
         a_how, b_how = POINTER, POINTER
+    shared = None if alike is None or workspace is None or copies is not None else workspace.plans.shared
+    # All of a product that depends on neither rows nor schedule.
+    key = alike, of_kernels(config), a_how, b_how, schedule.has_shared_tiles, subtiles, comm_programs
+    found = None if shared is None else shared.get(key)
+    if found is not None:
+        a_template = of_rows(found.a_template, a, a_how)
+        return changed(found, M=M, config=config, schedule=schedule, a_template=a_template)
     strides = Strides(*strides_by_pointer(a, a_how), *strides_by_pointer(b, b_how))
-    templates = (
-        template(a, a_how, config.block_m, config.block_k),
-        template(b, b_how, config.block_k, config.block_n),
-    )
-    return Product(
+    made = Product(
         M,
         N,
         K,
@@ -319,7 +342,8 @@ def make_product(
         schedule,
         a_how,
         b_how,
-        *templates,
+        template(a, a_how, config.block_m, config.block_k),
+        template(b, b_how, config.block_k, config.block_n),
         strides,
         precision,
         comm_programs,
@@ -327,7 +351,12 @@ def make_product(
         copies,
         a.element_size(),
         scheme,
+        shared,
+        key,
     )
+    if shared is not None:
+        shared[key] = changed(made)  # a copy: it is given to no plan, whose products know more
+    return made
 
 
 def _rows_of_tiles(M: int, row_blocks: int, num_blocks: int | None, block_m: int) -> int:
@@ -343,19 +372,21 @@ def _as_read(
     b: torch.Tensor,
     config: Config,
     schedule: Schedule,
-    by_rows: bool,
-    in_blocks: bool,
+    num_rows: int,
+    row_blocks: int,
     keeps_a: bool,
     workspace: Workspace | None,
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, Copies | None]:
-    """(a, b, how each is read, copies): the operands, or what is read in their place. by_rows: no descriptor reads
-    columns of A. in_blocks: rows are; the others are `make_product`'s."""
+    """(a, b, how each is read, copies): the operands, or what is read in their place. The arguments are
+    `make_product`'s."""
     a_how, b_how = how_to_read(a), how_to_read(b)
+    # Whether no descriptor reads columns of A, whose blocks begin anywhere.
+    by_rows = a_how != ROW and not _blocks_are_aligned(num_rows, row_blocks, a.element_size())
     if a_how == COLUMN and by_rows:
         a_how = POINTER
     copies_a, copies_b = worth_a_copy(a, a_how) and not keeps_a, worth_a_copy(b, b_how)
     # Blocks of rows end where the next ones begin.
-    tile_rows = 0 if in_blocks or keeps_a else schedule.tiles_m * config.block_m
+    tile_rows = 0 if row_blocks or keeps_a else schedule.tiles_m * config.block_m
     keep: Callable[[int], torch.Tensor] | None = None
     if a_how == ROW and tile_rows > a.shape[0]:
         if rows_held(a) >= tile_rows:

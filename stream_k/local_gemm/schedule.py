@@ -33,7 +33,9 @@ iteration a quarter longer; programs of a cohort of 8 lose a twentieth (docs/sch
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from pyrocshmem.checks import as_integer
 
@@ -91,8 +93,9 @@ class Schedule:
     cohort: int = 1
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            _non_negative(name, getattr(self, name))
+        if not _are_counts(self.__dict__.values()):
+            for name, value in self.__dict__.items():
+                _non_negative(name, value)
         if self.cohort == 0 or self.num_split_tiles % self.cohort or self.num_split_programs % self.cohort:
             raise ValueError(
                 f"cohort is {self.cohort}, allowed are divisors of {self.num_split_tiles} split tiles and of "
@@ -274,12 +277,14 @@ def make_schedule(
     Raises TypeError for a size that is no integer, ValueError for a negative size, for a block, program or
     iteration count below 1, and for an unknown `split`.
     """
-    for name, size in (("M", M), ("N", N), ("K", K)):
-        _non_negative(name, size)
-    counts = (("block_m", block_m), ("block_n", block_n), ("block_k", block_k))
-    for name, size in (*counts, ("num_programs", num_programs), ("min_split_iters", min_split_iters)):
-        if _non_negative(name, size) == 0:
-            raise ValueError(f"{name} must be at least 1, got 0")
+    least_1 = (block_m, block_n, block_k, num_programs, min_split_iters)
+    if not _are_counts((M, N, K, *least_1)) or 0 in least_1:
+        for name, size in zip(("M", "N", "K"), (M, N, K), strict=True):
+            _non_negative(name, size)
+        names = ("block_m", "block_n", "block_k", "num_programs", "min_split_iters")
+        for name, size in zip(names, least_1, strict=True):
+            if _non_negative(name, size) == 0:
+                raise ValueError(f"{name} must be at least 1, got 0")
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, allowed {', '.join(SPLITS)}")
 
@@ -363,6 +368,11 @@ def tile_coords(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[in
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _are_counts(values: Collection[Any]) -> bool:
+    """Whether all are plain integers of 0 or more: what plans ask of each schedule that they make."""
+    return {*map(type, values)} == {int} and min(values) >= 0
 
 
 def _non_negative(name: str, value: int) -> int:

@@ -7,6 +7,7 @@ copy engine it also waits for the peers', and copies then bring the step's rows 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class ColumnsPlan(FusedPlan):
             Options(c_how, activation),
             announce=row_blocks.announce_rows,
             lag=0,
+            once=True,
         )
         self.step = step_launch(workspace, op, between=True)
         self.end = step_launch(workspace, op, ends=True)
@@ -98,8 +100,8 @@ class ColumnsPlan(FusedPlan):
         return self.product.arguments(a, b, self.c, self.fix_up, extra, self.workspace.context)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        gemm = self.gemm.compile(self._gemm_arguments(a, b, bias))
-        waits = [launch.compile_once(self._step_arguments()) for launch in (self.step, self.end)]
+        gemm = self.gemm.compile_once(partial(self._gemm_arguments, a, b, bias))
+        waits = [launch.compile_once(self._step_arguments) for launch in (self.step, self.end)]
         self.least_free = least_free(gemm, waits, 1)
         self.pulls.compile(out if self.result is None else self.result)
 

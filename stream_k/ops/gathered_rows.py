@@ -8,6 +8,7 @@ whole, a product of the BLAS each. Few rows go by messages, before the GEMM.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,7 +21,6 @@ from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, Output, acti
 from pyrocshmem.collectives.exchange import Exchange
 from pyrocshmem.counts import packed
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.heap import Heap
 from pyrocshmem.shards import shard_range
 from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
@@ -36,7 +36,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     scales_a_row,
 )
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
+from pyrocshmem.stream_k.ops.planned import FusedPlan, at_rank, call_number, in_passing
 from pyrocshmem.stream_k.ops.scaled_rows import WORD, ScaledRows
 from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
@@ -86,9 +86,7 @@ class PiecesPlan(FusedPlan):
             self.own_scales = held[: prod(shape)].view(shape)
         self.block = first, last = shard_range(M, heap.rank, world)
         self.pieces = [
-            self._copy(
-                heap, piece, slice(begin, min(begin + height, last - first)), (heap.rank - turn) % world
-            )
+            self._copy(piece, slice(begin, min(begin + height, last - first)), (heap.rank - turn) % world)
             for turn in range(1, world)
             for piece, begin in enumerate(range(0, most, height))
         ]
@@ -105,13 +103,12 @@ class PiecesPlan(FusedPlan):
         """Of a block of at most so many rows."""
         return min(config.chunk * config.block_m, most)
 
-    def _copy(
-        self, heap: Heap, piece: int, rows: slice, peer: int
-    ) -> tuple[slice, list[torch.Tensor], torch.Tensor]:
+    def _copy(self, piece: int, rows: slice, peer: int) -> tuple[slice, list[torch.Tensor], torch.Tensor]:
         """(which of the own rows, where each part of them goes, flag) of a piece."""
         word = piece * int(signal.MAX_WORLD.value) + self.rank
-        to = [heap.peer_view(x[slice(*self.block)][rows], peer) for x in parts_of(self.gathered)]
-        return rows, to, heap.peer_view(self.flags[word : word + 1], peer)
+        at = partial(at_rank, self.workspace, rank=peer)
+        to = [at(x[slice(*self.block)][rows]) for x in parts_of(self.gathered)]
+        return rows, to, at(self.flags[word : word + 1])
 
     def _plan_gemm(self, call: Call) -> None:
         config, world = call.config, self.world
@@ -122,7 +119,7 @@ class PiecesPlan(FusedPlan):
             self.stand_in = rows
             if isinstance(self.gathered, Scaled):
                 self.stand_in = Scaled(rows, self.gathered.scale.new_zeros(1, self.gathered.scale.shape[1]))
-            call = replace(call, a=rows)
+            call = replace(call, a=rows, alike=None)
         self.product = product = call.product(ELEMENTS[call.out.dtype].wide, row_blocks=world, keeps_a=True)
         M = product.M
         self.argument = as_argument(self.rows, product.a_how, config.block_m, config.block_k)
@@ -136,7 +133,8 @@ class PiecesPlan(FusedPlan):
         self.fix_up = product.fix_up(self.workspace)
         op = int(status.Op.ALL_GATHER_GEMM)
         activation = activation_number(call.request.activation)
-        self.gemm = product.launch(op, world, store_output, Options(self.c_how, activation), order="GATHERS")
+        options = Options(self.c_how, activation)
+        self.gemm = product.launch(op, world, store_output, options, order="GATHERS", once=True)
 
     def _gemm_arguments(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor
@@ -157,9 +155,9 @@ class PiecesPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if self.gemm is not None:
-            self.gemm.compile(self._gemm_arguments(a, b, bias, out))
+            self.gemm.compile_once(partial(self._gemm_arguments, a, b, bias, out))
         for launch in (self.enter, self.end):
-            launch.compile_once(self._step_arguments())
+            launch.compile_once(self._step_arguments)
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         workspace = self.workspace
@@ -253,7 +251,7 @@ class BlocksPlan(PiecesPlan):
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         waits = [self.wait] if self.blocks else []
         for launch in (self.enter, *waits, self.end):
-            launch.compile_once(self._step_arguments())
+            launch.compile_once(self._step_arguments)
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         # Before the products, not beside the first: while the BLAS has every SM no kernel finds room.

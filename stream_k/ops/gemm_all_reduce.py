@@ -103,7 +103,7 @@ def _make_plan(call: Call) -> FusedPlan:
         return MessagePlan(call, OP, call.config.algorithm)
     if call.config.placement == "blas_blocks":
         return SummedBlocksPlan(call, everywhere=True)
-    return RowsPlan(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
+    return RowsPlan.of(call, everywhere=True) if call.config.placement == "copy_engine" else _Plan(call)
 
 
 class _Plan(FusedPlan):

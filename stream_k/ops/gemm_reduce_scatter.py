@@ -70,7 +70,7 @@ def _make_plan(call: Call) -> FusedPlan:
         return MessagePlan(call, OP, "reduce_scatter")
     if call.config.placement == "blas_blocks":
         return SummedBlocksPlan(call, everywhere=False)
-    return RowsPlan(call, everywhere=False)
+    return RowsPlan.of(call, everywhere=False)
 
 
 @once

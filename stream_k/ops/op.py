@@ -24,7 +24,7 @@ from pyrocshmem import trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.invariance import TP
-from pyrocshmem.calls.kernel_launch import Launch
+from pyrocshmem.calls.kernel_launch import Launch, kinds
 from pyrocshmem.calls.op import Op, Sizes, register
 from pyrocshmem.calls.operators import dispatched, find, name_of, needs_gradient, ops, ranks, refuse
 from pyrocshmem.calls.tensors import aligned, kind, left_kind
@@ -69,7 +69,7 @@ from pyrocshmem.stream_k.local_gemm.scales import (
 from pyrocshmem.stream_k.ops.batches import by_rows, is_batched, scales_of_rows, scattered
 from pyrocshmem.stream_k.ops.planned import FusedPlan
 from pyrocshmem.target import num_sms
-from pyrocshmem.torch_contexts import normal_tensors, on_device
+from pyrocshmem.torch_contexts import makes_normal_tensors, on_device
 
 # Long enough for every rule that splits tiles.
 _ENDLESS_K = 1 << 40
@@ -233,7 +233,7 @@ class Call:
     request: checked; its bias has the residual in it, as `in_one` says. a, b: its operands, with an inner size of at
     least 1. out: its output, or a tensor like it. direct: peers can write `out` itself. config: the one to use.
     num_rows: M of the whole product. longest_k: the largest inner size of all ranks, where their schedules depend on
-    it, else 0.
+    it, else 0. alike: the same for calls that differ in nothing but rows and configurations, or None.
     """
 
     request: Request
@@ -246,6 +246,7 @@ class Call:
     heap: Heap
     num_rows: int
     longest_k: int
+    alike: Hashable
 
     @property
     def wire(self) -> torch.dtype:
@@ -284,6 +285,7 @@ class Call:
             keeps_a=keeps_a,
             workspace=self.workspace,
             scheme=self.scheme,
+            alike=self.alike,
         )
 
 
@@ -516,13 +518,14 @@ def longest_k(workspace: Workspace, call: CallName, K: int) -> int:
     def asked(size: int) -> Hashable:
         return f"{call.text}: configuration{mode}", size if equal else round(size / _AS_LONG)
 
-    if asked(K) not in workspace.agreed:
+    mine = asked(K)
+    if mine not in workspace.agreed:
         votes = workspace.heap.vote(f"{call}: configuration{mode}", str(K).encode())
         sizes = [int(size) for size in votes]
         if equal and len(set(sizes)) > 1:
             raise ValueError(f"calls are tp-invariant here, of equal shares of K; the ranks' are {sizes}")
         workspace.agreed |= {asked(size): max(sizes) for size in sizes}
-    return workspace.agreed[asked(K)]
+    return workspace.agreed[mine]
 
 
 def _chosen(op: GemmOp, request: Request, M: int, workspace: Workspace) -> Config:
@@ -579,7 +582,7 @@ def _by_hand(config: Config, op: GemmOp) -> str:
     return f"copy_engine, {config.chunk * config.block_m} rows at a time"
 
 
-@normal_tensors()
+@makes_normal_tensors
 def _make_plan(
     op: GemmOp,
     key: Hashable,
@@ -609,37 +612,30 @@ def _make_plan(
         rules = _chosen(op, request, M, workspace) if mode else config
         check_scaled(op.name, config, rules, scheme, mode)
     elif request.config is not None:
-        check_invariant(
-            op.name, config, M, N, K, dtype, heap.world_size, heap.device, invariance.current(workspace)
-        )
+        check_invariant(op.name, config, M, N, K, dtype, heap.world_size, heap.device, mode)
     config = with_a_free_multiprocessor(config, heap.device)
     if request.squared_partials and config.placement in _WHOLE:
         raise ValueError(
             f"Config.placement is {config.placement!r}, which has no squared partials; use another"
         )
-    # What follows from these, the configuration above all, is the same on all ranks, whatever M.
-    share_counts = not op.has_own_columns and _depends_on_k(config, M, N, heap.device)
-    partials = f"partials={config.wire_dtype(op.result_dtype(request))}, " if op.sums else ""
-    call = CallName.of(
-        f"{name}(# x {K if op.has_own_columns else N} {dtype}, bias={request.bias is not None}, "
-        f"residual={residual is not None}, activation={request.activation}, squares={request.squared_partials}, "
-        f"tf32={request.allow_tf32}, {partials}"
-        f"{scales_described(request.a, request.b, request.scaling, op.has_own_columns)}"
-        f"{f'options={request.options}, ' if request.options else ''}"
-        f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(heap.device)} SMs"
-        f"{'' if request.config is None else f', {_by_hand(request.config, op)}'}{invariance.of_call(workspace)})",
-        M,
-    )
     # Strides and alignment may differ between ranks: a layout that is new on this one alone is planned here alone.
     a, b = with_inner_size(request.a, request.b)
-    request = request._replace(bias=in_one(request.bias, residual))
     example = out if out is not None else torch.empty(shape, dtype=op.result_dtype(request), device=a.device)
+    alike = _alike(op, request, a, b, example, offset, mode, workspace)
+    # What follows from these, the configuration above all, is the same on all ranks, whatever M.
+    share_counts = not op.has_own_columns and _depends_on_k(config, M, N, heap.device)
+    shared, known = workspace.plans.shared, ("text", alike, config.partial_dtype, request.config)
+    text = shared.get(known)
+    if text is None:
+        text = shared[known] = _text(op, request, config, offset, workspace)
+    call = CallName.of(text, M)
+    request = request._replace(bias=in_one(request.bias, residual))
 
     def make(longest_k: int) -> FusedPlan:
         direct = offset is not None
         # Elsewhere a rank's schedule has its own.
         longest_k = longest_k if share_counts else 0
-        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k)
+        made = Call(request, a, b, example, direct, config, workspace, heap, num_rows, longest_k, alike)
         plan = planned(made)
         most = num_sms(heap.device) - plan.least_free
         if not plan.least_free or config.num_programs <= most:
@@ -651,7 +647,7 @@ def _make_plan(
         assert op.plan is not None
         plan = op.plan(made)
         plan.called, plan.placement = call, config.placement
-        plan.shape, plan.dtype = shape, op.result_dtype(request)
+        plan.shape, plan.dtype = shape, example.dtype
         plan.make_graphs()
         plan.compile(*operands_of(a, b, request.scaling), request.bias, example)
         return plan
@@ -664,6 +660,55 @@ def _make_plan(
     if planning.keeps_plans():
         workspace.plans[key] = plan
     return plan
+
+
+def _text(op: GemmOp, request: Request, config: Config, offset: int | None, workspace: Workspace) -> str:
+    """What ranks compare of a call, as `CallName` has it."""
+    a, b = request.a, request.b
+    K, N = b.shape
+    partials = f"partials={config.wire_dtype(op.result_dtype(request))}, " if op.sums else ""
+    return (
+        f"{op.name}(# x {K if op.has_own_columns else N} {a.dtype}, bias={request.bias is not None}, "
+        f"residual={request.residual is not None}, activation={request.activation}, "
+        f"squares={request.squared_partials}, tf32={request.allow_tf32}, {partials}"
+        f"{scales_described(a, b, request.scaling, op.has_own_columns)}"
+        f"{f'options={request.options}, ' if request.options else ''}"
+        f"out_offset={offset}, recorded={trace.current.get() is not None}, {num_sms(a.device)} SMs"
+        f"{'' if request.config is None else f', {_by_hand(request.config, op)}'}{invariance.of_call(workspace)})"
+    )
+
+
+def _alike(
+    op: GemmOp,
+    request: Request,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    offset: int | None,
+    mode: invariance.Invariance,
+    workspace: Workspace,
+) -> Hashable:
+    """`Call.alike`: of all of it but its rows and its configuration. One object, since plans ask by it often."""
+    scaling = request.scaling
+    scales, rest = ((), ()) if scaling is None else (scaling[:2], scaling[2:])
+    tensors = (a, b, out, request.bias, request.residual, *scales)
+    facts = (
+        op.name,
+        kinds(tensors),
+        tuple(None if x is None else (x.stride(), x.shape[1:]) for x in tensors),
+        b.shape,
+        scheme_of(scaling, request.a, request.b),
+        request.activation,
+        request.squared_partials,
+        request.allow_tf32,
+        request.save_gathered,
+        request.options,
+        rest,
+        offset,
+        trace.recorder() is not None,
+        mode,
+    )
+    return workspace.plans.shared.setdefault(("alike", facts), object())
 
 
 def scales_described(

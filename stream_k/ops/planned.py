@@ -26,17 +26,24 @@ def in_passing(workspace: Workspace, count: int, dtype: torch.dtype) -> torch.Te
     return workspace.buffer("in passing", size, torch.uint8)[:size].view(dtype)
 
 
-def on_all_ranks(workspace: Workspace, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank has at the place of `tensor`, which lies in a buffer of the workspace on the heap. Plans share
-    what they know of the buffer, since a new view of a peer's memory takes the host as long as ten of this one."""
+def at_rank(workspace: Workspace, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """What `rank` has at the place of `tensor`, which lies in a buffer of the workspace on the heap. Plans share what
+    they know of the buffer, since a new view of a peer's memory takes the host as long as ten of this one."""
     heap, shared = workspace.heap, workspace.plans.shared
     assert heap is not None
-    key = "on all ranks", tensor.untyped_storage().data_ptr(), tensor.dtype
+    if rank == heap.rank:
+        return tensor
+    key = "at a peer", rank, tensor.untyped_storage().data_ptr(), tensor.dtype
     there = shared.get(key)
     if there is None:
-        there = shared[key] = [heap.peer_view(tensor, rank) for rank in range(heap.world_size)]
-    where = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return [tensor if rank == heap.rank else x.as_strided(*where) for rank, x in enumerate(there)]
+        there = shared[key] = heap.peer_view(tensor, rank)
+    view: torch.Tensor = there.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return view
+
+
+def on_all_ranks(workspace: Workspace, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """`at_rank` of each."""
+    return [at_rank(workspace, tensor, rank) for rank in range(workspace.world_size)]
 
 
 def least_free(gemm: Any, waits: Iterable[Any], count: int) -> int:

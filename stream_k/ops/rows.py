@@ -18,7 +18,7 @@ import torch
 from pyrocshmem import status, trace
 from pyrocshmem.calls.graphs import capture, graphs_are_wanted
 from pyrocshmem.calls.row_copy import RowCopy, RowsWay, takes_rows
-from pyrocshmem.calls.tensors import POINTER, as_argument, filled, how_to_write, template
+from pyrocshmem.calls.tensors import POINTER, ROW, as_argument, filled, how_to_write, template
 from pyrocshmem.collectives import row_blocks
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, Options, activation_number
 from pyrocshmem.counts import packed
@@ -48,7 +48,7 @@ class RowsPlan(FusedPlan):
 
     product: of this rank's rows; for_peers: of the others'. sums: [rows, N], this rank's rows of an all-reduce, on the
     heap. owned: [first, last) of the rows of each rank's block. partials: R - 1 blocks of rows for the peers, the next
-    rank's first, then R - 1 from them, the previous rank's first.
+    rank's first, then R - 1 from them, the previous rank's first. there: these rows, of all ranks.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -68,14 +68,13 @@ class RowsPlan(FusedPlan):
         self.product = product = replace(call, config=own).product(
             True, row_blocks=self.world, num_blocks=1, peer_bytes=peers * dtype.itemsize
         )
-        M, N = product.M, product.N
-        self.owned = [shard_range(M, owner, self.world) for owner in range(self.world)]
+        N = product.N
         tile = config.block_m * config.block_n
         cut = partial(blocks_of, self.tiles, product.schedule.tiles_n, self.chunk, group, tile)
         # What a tile of this rank waits for is told by its number, so that all steps have as many.
         self.steps = [*cut(cut=at_once)]
-        pulled = [*cut()] if everywhere else []
-        self.flags = workspace.flags(len(self.steps) + len(pulled))
+        self.pulled = [*cut()] if everywhere else []
+        self.flags = workspace.flags(len(self.steps) + len(self.pulled))
         num_tiles = self.world * self.tiles * product.schedule.tiles_n
         self.tile_flags = workspace.buffer("local flags", num_tiles, torch.int32, local=True)
         self._step_arguments = partial(step_arguments, workspace, self.flags, self.tile_flags)
@@ -83,28 +82,60 @@ class RowsPlan(FusedPlan):
         half = peers * block * N
         self.partials = in_passing(workspace, 2 * half, dtype)
         self.received = self.partials[half:]
+        self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
+        self.op = op = int(status.Op.GEMM_ALL_REDUCE if everywhere else status.Op.GEMM_REDUCE_SCATTER)
+        self.enter, self.step, self.end = (
+            step_launch(workspace, op, enters=True),
+            step_launch(workspace, op, between=everywhere),
+            step_launch(workspace, op, ends=True),
+        )
+        rows = self.partials.view(-1, N)
+        self.compiled: list[Any] = []
+        self.there = on_all_ranks(workspace, rows)
+        self.way = RowsWay(rows, rows)
+        self._begin(call)
+        self._make_launches(call, rows[: peers * block])
+
+    @classmethod
+    def of(cls, call: Call, everywhere: bool) -> RowsPlan:
+        """That of a call: made of the one of other rows that end in the same row of tiles, where there is one."""
+        tiles = tiles_of_block(call.num_rows, call.heap.world_size, call.config.block_m)
+        key = cls, everywhere, call.alike, call.config, tiles
+        shared = call.workspace.plans.shared
+        found: RowsPlan | None = None if call.alike is None else shared.get(key)
+        if found is None:
+            found = cls(call, everywhere)
+            # What lies in columns may be read in another way for other rows.
+            if call.alike is not None and found.product.a_how == ROW:
+                shared[key] = found
+            return found
+        plan = changed(found)
+        plan.product, plan.for_peers = (
+            x.of_rows(call.num_rows, call.a) for x in (found.product, found.for_peers)
+        )
+        plan._begin(call)
+        return plan
+
+    def _begin(self, call: Call) -> None:
+        """All that depends on how many rows the last tiles have."""
+        workspace, M, N = self.workspace, self.product.M, self.product.N
+        self.owned = [shard_range(M, owner, self.world) for owner in range(self.world)]
         self.sending: torch.cuda.CUDAGraph | None = None
         self.was_called = False
-        self.peers = ((1 << self.world) - 1) ^ (1 << self.rank)
         self.result: torch.Tensor | None = None
-        if everywhere and not takes_rows(call.out):
-            self.result = workspace.buffer("own results", M * N, call.out.dtype, local=True)[: M * N].view(
-                M, N
-            )
         self.sums: torch.Tensor | None = None
         steps: list[Pull] = []
-        if everywhere:
+        if self.everywhere:
+            if not takes_rows(call.out):
+                held = workspace.buffer("own results", M * N, call.out.dtype, local=True)
+                self.result = held[: M * N].view(M, N)
             most = -(-M // self.world)
             self.sums = workspace.buffer("row sums", most * N, call.out.dtype)[: most * N].view(most, N)
             out = call.out if self.result is None else self.result
             ways = [RowsWay(sums, out) for sums in on_all_ranks(workspace, self.sums)]
-            steps = [self._pull(len(self.steps) + i, each, ways) for i, each in enumerate(pulled)]
-        rows = self.partials.view(-1, N)
-        there = on_all_ranks(workspace, rows)
-        way = RowsWay(rows, rows)
-        self.copies = [self._copies(step, way, there, block) for step in self.steps]
-        self._make_launches(call, rows[: peers * block])
-        together = len(steps) if steps and _BUSY_K * peers > product.K else 1
+            steps = [self._pull(len(self.steps) + i, each, ways) for i, each in enumerate(self.pulled)]
+        self.copies = [self._copies(step) for step in self.steps]
+        together = len(steps) if steps and _BUSY_K * (self.world - 1) > self.product.K else 1
         self.pulls = Pulls(workspace, self.step, steps, together=together)
 
     def _place(self, step: Block, owner: int) -> tuple[int, int, tuple[int, int]]:
@@ -112,17 +143,15 @@ class RowsPlan(FusedPlan):
         first, last = self.owned[owner]
         return step.place(self.product.config, last - first, self.product.N)
 
-    def _copies(
-        self, step: Block, way: RowsWay, there: list[torch.Tensor], block: int
-    ) -> list[tuple[int, RowCopy, torch.Tensor]]:
-        """(owner, copy, into) of a step: of the partial rows of the other ranks' blocks, in the order of their tiles.
-        there: these rows, of all ranks."""
-        copies, peers = [], self.world - 1
+    def _copies(self, step: Block) -> list[tuple[int, RowCopy, torch.Tensor]]:
+        """(owner, copy, into) of a step: of the partial rows of the other ranks' blocks, in the order of their
+        tiles."""
+        copies, peers, block = [], self.world - 1, self.tiles * self.product.config.block_m
         for peer in range(peers):
             owner = (self.rank + 1 + peer) % self.world
             top, left, shape = self._place(step, owner)
             begin, to = (peer * block + top, left), ((peers + peer) * block + top, left)
-            copies.append((owner, way.copy(begin, to, shape), there[owner]))
+            copies.append((owner, self.way.copy(begin, to, shape), self.there[owner]))
         return copies
 
     def _pull(self, word: int, step: Block, ways: list[RowsWay]) -> Pull:
@@ -144,13 +173,19 @@ class RowsPlan(FusedPlan):
 
     def _make_launches(self, call: Call, for_peers: torch.Tensor) -> None:
         product, peers, world = self.product, self.for_peers, self.world
-        op = int(status.Op.GEMM_ALL_REDUCE if self.everywhere else status.Op.GEMM_REDUCE_SCATTER)
+        op = self.op
         how = how_to_write(for_peers)
         self.for_peers_c = as_argument(for_peers, how, peers.config.block_m, peers.part_n)
         self.fix_up = peers.fix_up(self.workspace)
         # Partials get no bias and no activation: one machine code for all.
         self.peers_gemm = peers.launch(
-            op, world, row_blocks.store_rows, Options(how), announce=row_blocks.announce_rows, order="PEERS"
+            op,
+            world,
+            row_blocks.store_rows,
+            Options(how),
+            announce=row_blocks.announce_rows,
+            order="PEERS",
+            once=True,
         )
         out = call.out if self.sums is None else self.sums
         self.c_template = template(out, POINTER, product.config.block_m, product.part_n)
@@ -159,12 +194,7 @@ class RowsPlan(FusedPlan):
         announce = row_blocks.announce_rows if self.everywhere else None
         options = row_blocks.SumOptions(POINTER, activation_number(call.request.activation), op)
         self.own_gemm = product.launch(
-            op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS"
-        )
-        self.enter, self.step, self.end = (
-            step_launch(self.workspace, op, enters=True),
-            step_launch(self.workspace, op, between=self.everywhere),
-            step_launch(self.workspace, op, ends=True),
+            op, world, row_blocks.sum_rows, options, announce=announce, order="SUMS", once=True
         )
 
     def _peers_arguments(self, a: Operand, b: Operand) -> tuple[Any, ...]:
@@ -192,9 +222,13 @@ class RowsPlan(FusedPlan):
         return tiles_of(rows, step.columns, all_rows, product.schedule.tiles_n, product.config.group_m)
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        peers = self.peers_gemm.compile(self._peers_arguments(a, b))
-        own = self.own_gemm.compile(self._own_arguments(a, b, bias, out))
-        waits = [launch.compile_once(self._step_arguments()) for launch in (self.enter, self.step, self.end)]
+        peers = self.peers_gemm.compile_once(partial(self._peers_arguments, a, b))
+        own = self.own_gemm.compile_once(partial(self._own_arguments, a, b, bias, out))
+        waits = [launch.compile_once(self._step_arguments) for launch in (self.enter, self.step, self.end)]
+        compiled = [peers, own, *waits]
+        if compiled == self.compiled:
+            return
+        self.compiled = compiled
         # Before the GEMMs begin there may be a wait for the peers' tiles and, in an all-reduce, one for own tiles. Only
         # that one can keep the second GEMM from beginning: the other ends with the first.
         both = int(self.everywhere)

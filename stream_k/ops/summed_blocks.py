@@ -6,6 +6,7 @@ owner, this rank's last, and copy engines bring them while the next one is multi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
 from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, operands_of, rows_in
 from pyrocshmem.stream_k.ops.op import Call
-from pyrocshmem.stream_k.ops.planned import FusedPlan, call_number, in_passing
+from pyrocshmem.stream_k.ops.planned import FusedPlan, at_rank, call_number, in_passing
 from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 from pyrocshmem.target import num_sms
 
@@ -116,8 +117,8 @@ class SummedBlocksPlan(FusedPlan):
         owner = (self.rank + turn) % self.world
         first, last = shard_range(self.M, owner, self.world)
         block = self._block(call, first, last, self.sending[turn - 1])
-        to = call.heap.peer_view(self.received[turn - 1, : last - first], owner)
-        return block._replace(sent=[_Copy(to, block.place[: last - first], self._flag(call, 0, owner))])
+        to = at_rank(self.workspace, self.received[turn - 1, : last - first], owner)
+        return block._replace(sent=[_Copy(to, block.place[: last - first], self._flag(0, owner))])
 
     def _of_own(self, call: Call, begin: int, end: int) -> _Block:
         """Of rows [begin, end) of this rank's."""
@@ -130,14 +131,14 @@ class SummedBlocksPlan(FusedPlan):
         sent = []
         for turn in range(1, self.world):
             owner = (self.rank + turn) % self.world
-            to = call.heap.peer_view(self.brought[turn - 1], owner)
-            sent.append(_Copy(to, self.sums[begin:end], self._flag(call, int(FIRST.value), owner)))
+            to = at_rank(self.workspace, self.brought[turn - 1], owner)
+            sent.append(_Copy(to, self.sums[begin:end], self._flag(int(FIRST.value), owner)))
         return block._replace(summed=(begin, end), sent=sent)
 
-    def _flag(self, call: Call, number: int, owner: int) -> torch.Tensor:
+    def _flag(self, number: int, owner: int) -> torch.Tensor:
         """Word `number` of flags, this rank's, at `owner`."""
         word = number * int(MAX_WORLD.value) + self.rank
-        return call.heap.peer_view(self.flags[word : word + 1], owner)
+        return at_rank(self.workspace, self.flags[word : word + 1], owner)
 
     @property
     def replayable(self) -> bool:
@@ -159,7 +160,7 @@ class SummedBlocksPlan(FusedPlan):
 
     def compile(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compile and load all but the products, which are when they are planned."""
-        self.enter.compile_once(step_arguments(self.workspace, self.flags))
+        self.enter.compile_once(partial(step_arguments, self.workspace, self.flags))
         for block in self.blocks:
             if block.summed is not None:
                 self._launch_of(block.summed).compile(self._sum_arguments(block.summed, bias, out))

@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 from pyrocshmem import Heap, stream_k, target
 from pyrocshmem.benchmarks import trial, tune
 from pyrocshmem.benchmarks.candidates import candidates
+from pyrocshmem.benchmarks.shapes import cases_of
 from pyrocshmem.benchmarks.trial import Case, tune_case
 from pyrocshmem.benchmarks.tune_command import app
 from pyrocshmem.calls import kernel_launch
@@ -201,8 +202,29 @@ def times_short_and_long(rank: int, world_size: int) -> list[dict[str, Any]]:
 def test_cases_of_microseconds_are_timed_as_graphs() -> None:
     """Of 20 calls that read copies of B in turn; times are a call's."""
     ((short, long),) = values(run_ranks(times_short_and_long, 1))
-    assert short == {"entry": (40.0, 50.0, "graph"), "graphs": [[1, 1], *[[20, 20]] * 4]}
-    assert long == {"entry": (200.0, 250.0, "eager"), "graphs": [[1, 1]] * 5}
+    assert short == {"entry": (40.0, 50.0, "graph"), "graphs": [[1, 1], *[[20, 20]] * 6]}
+    assert long == {"entry": (200.0, 250.0, "eager"), "graphs": [[1, 1]] * 7}
+
+
+def wins_by_chance(rank: int, world_size: int) -> tuple[dict[str, Any] | None, float, float]:
+    """(configuration, time, the cost model's) of an entry where another one is the fastest of several, and no faster
+    when only these two are timed."""
+    base = cost_model("gemm", 64, 48, 32, HALF, 1, CPU)
+    others = [dataclasses.replace(base, group_m=group) for group in (1, 2)]
+    trial.candidates = lambda *_: {config: Variant(config) for config in (base, *others)}
+
+    def medians(self: Any, configs: Any, iters: int) -> dict[Config, float]:
+        several = len(dict.fromkeys(configs)) > 2
+        return {config: 8e-6 if several and config == others[1] else 10e-6 for config in configs}
+
+    trial._Trial.medians = medians  # type: ignore[method-assign]
+    entry = tune_case(Case("gemm", 64, 48, 32, HALF, 1), None, CPU, 3, 0).entry
+    return entry.config, entry.us, entry.cost_model_us
+
+
+@pytest.mark.num_ranks(1)
+def test_what_wins_must_win_again() -> None:
+    assert values(run_ranks(wins_by_chance, 1)) == [(None, 10.0, 10.0)]
 
 
 @pytest.mark.num_ranks(2)
@@ -290,3 +312,18 @@ def test_what_is_planned() -> None:
         (4096, 1792), (8192, 3584), (16384, 6656)
     }  # fmt: skip
     assert {case.ranks for case in cases if case.op == "gemm"} == {1}
+
+
+def test_drawn_shapes_are_those_of_benchmarks() -> None:
+    for op in tune.OPS:
+        cases = tune.plan((op,), ["models:5eed"], "bfloat16", "bfloat16", 2)
+        drawn = [(case.M, case.N, case.K) for case in cases_of(op, "models:5eed", 2, "bfloat16", True)]
+        assert [(case.M, case.N, case.K) for case in cases] == list(dict.fromkeys(drawn))
+        assert len(cases) > 40
+
+
+def test_choices_over_what_a_search_finds() -> None:
+    ratios = [1.0] * 18 + [1.5, 2.0]
+    words = "20 cases, cost model over fastest 1.075 on average, 2.000 at the 95th percentile, 2.000 at worst"
+    assert tune.over_search(ratios) == words
+    assert "1.500 at the 95th" in tune.over_search([1.0] * 18 + [1.5, 2.0, 1.0])
