@@ -170,6 +170,9 @@ def with_tile(config: Config, tile: Tile | Config) -> Config:
 _DEEP_ROWS = 128
 # Inner size from which 17 to 64 rows gain by tiles that Stream-K cuts: 23% at 13824, while 2240 lost 20%, 7168 7%.
 _CUT_K = 8192
+# Those of fewer than half a wave of tiles of 17 to 32 rows, where K is this long: a second kernel that adds parts gains
+# 1 to 18%, at 8192 nothing or up to 6%. Of fewer rows parts lose up to 4% (16 GEMMs on one H200, docs/log.md).
+_APART_K = 10240
 
 
 def alone(first: Tiling, facts: Facts) -> Tiling:
@@ -213,6 +216,9 @@ def _of_few_rows_alone(first: Tiling, M: int, N: int, K: int, num_sms: int) -> T
     """A GEMM of few rows, with tiles that are cut only where K is long enough for that to gain; where it has few
     columns, too, their parts are added by a second kernel."""
     tiles = -(-N // 64)
+    if 2 * tiles <= num_sms < 3 * tiles and first.config.block_m == 32 and K >= _APART_K:
+        why = f"{first.why}; {tiles} of them leave half of {num_sms} SMs idle, and K = {K} pays for a second kernel"
+        return Tiling(changed(first.config, split="separate"), why)
     if 3 * tiles > num_sms:
         if first.config.split == "none" or K >= _CUT_K:
             return first

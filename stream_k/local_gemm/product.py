@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from pyrocshmem import target
+from pyrocshmem import counts, target
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.tensors import (
     COLUMN,
@@ -123,9 +123,9 @@ class Product:
 
     def of_rows(self, M: int, a: torch.Tensor) -> Product:
         """That of so many rows in as many tiles, where A lies in rows and is not copied. a: the operand."""
-        made = changed(self, M=M, a_template=of_rows(self.a_template, a, self.a_how))
-        for cached in ("problem", "packed_problem"):
-            made.__dict__.pop(cached, None)
+        problem = self.packed_problem._replace(M=counts.packed(M))
+        made = changed(self, M=M, a_template=of_rows(self.a_template, a, self.a_how), packed_problem=problem)
+        made.__dict__.pop("problem", None)
         return made
 
     @property

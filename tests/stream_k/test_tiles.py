@@ -129,6 +129,26 @@ def test_choose(h200: torch.device) -> None:
         assert len(found) == 1
 
 
+def test_few_rows_of_few_columns_with_long_k(h200: torch.device) -> None:
+    """As measured: of 17 to 32 rows a second kernel adds parts of tiles that leave half of the SMs idle; of more rows
+    the BLAS is ahead, but where columns are so few that parts have all SMs at work."""
+    measured = {
+        (19, 3584, 18944): ("after", "separate"),
+        (32, 3072, 28672): ("after", "separate"),
+        (16, 3584, 18944): ("after", "none"),
+        (19, 3584, 8192): ("after", "none"),
+        (33, 3072, 8192): ("after", "none"),
+        (40, 1024, 14336): ("after", "separate"),
+    }
+    by_blas = ((33, 3072, 28672), (48, 3584, 18944), (40, 2048, 11008))
+    for shape in (*measured, *by_blas):
+        found = stream_k.choose("gemm", *shape, torch.bfloat16, 1, h200)
+        if shape in by_blas:
+            assert found.placement == "blas", shape
+        else:
+            assert (found.placement, found.split) == measured[shape], shape
+
+
 def test_who_brings_columns(h200: torch.device) -> None:
     """Programs where links have more to do than SMs, of which each has one to itself."""
 
