@@ -72,11 +72,11 @@ _OWN_ROWS = FEW_ROWS
 
 # But of more than half of them, with columns for one to two waves of our tiles, of 64 columns or of 128, the BLAS has
 # 1.05 of our speed on average, up to 1.18; and of more than a quarter, where tiles of 64 columns leave a third of the
-# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, 0.88 to 1.29, up to this K (one H200). Where
-# these are a wave or less it has 1.06 of ours, 1.20 at most, from this K on, with more than half of the rows.
+# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, 0.88 to 1.29, up to this K (one H200). Of
+# more than half of them and down to few columns, it has 1.07 of ours on average, up to 1.20, from a long K on.
 _FEWEST_COLUMNS, _MOST_COLUMNS = 64, 256
 _IDLE_COLUMNS, _IDLE_K = 32, 7168
-_NARROWEST_COLUMNS, _LONG_K = 13, 10240
+_NARROWEST_COLUMNS, _DEEP_K = 13, 12288
 
 
 def faster_by_blas(facts: Facts) -> Verdict:
@@ -85,10 +85,11 @@ def faster_by_blas(facts: Facts) -> Verdict:
     own_rows = _OWN_ROWS
     if _FEWEST_COLUMNS < columns <= _MOST_COLUMNS:
         own_rows = _OWN_ROWS // 2
-    elif _IDLE_COLUMNS < columns <= 2 * _FEWEST_COLUMNS / 3 and facts.K <= _IDLE_K:
-        own_rows = _OWN_ROWS // 4
-    elif _NARROWEST_COLUMNS < columns <= _IDLE_COLUMNS and facts.K >= _LONG_K:
-        own_rows = _OWN_ROWS // 2
+    elif columns <= 2 * _FEWEST_COLUMNS / 3:
+        if columns > _IDLE_COLUMNS and facts.K <= _IDLE_K:
+            own_rows = _OWN_ROWS // 4
+        elif columns > _NARROWEST_COLUMNS and facts.K >= _DEEP_K:
+            own_rows = _OWN_ROWS // 2
     return _by_blas(facts, own_rows)
 
 

@@ -139,8 +139,9 @@ def test_few_rows_of_few_columns_with_long_k(h200: torch.device) -> None:
         (19, 3584, 8192): ("after", "none"),
         (33, 3072, 8192): ("after", "none"),
         (40, 1024, 14336): ("after", "separate"),
+        (64, 4352, 10752): ("after", "none"),
     }
-    by_blas = ((33, 3072, 28672), (48, 3584, 18944), (40, 2048, 11008))
+    by_blas = ((33, 3072, 28672), (48, 3584, 18944), (40, 2048, 14336), (52, 5632, 20480))
     for shape in (*measured, *by_blas):
         found = stream_k.choose("gemm", *shape, torch.bfloat16, 1, h200)
         if shape in by_blas:
