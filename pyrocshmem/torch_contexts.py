@@ -35,6 +35,4 @@ def makes_normal_tensors(function: Callable[P, T]) -> Callable[P, T]:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, a GPU is the current device, on which Triton compiles, loads and launches, wherever the tensors are."""
-    if device.type == "cpu" or torch.cuda.current_device() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
