@@ -48,7 +48,8 @@ class RowsPlan(FusedPlan):
 
     product: of this rank's rows; for_peers: of the others'. sums: [rows, N], this rank's rows of an all-reduce, on the
     heap. owned: [first, last) of the rows of each rank's block. partials: R - 1 blocks of rows for the peers, the next
-    rank's first, then R - 1 from them, the previous rank's first. there: these rows, of all ranks.
+    rank's first, then R - 1 from them, the previous rank's first. there: these rows, of all ranks. free: `least_free`
+    of plans that are made of one another, by their compiled kernels, none of which goes.
     """
 
     def __init__(self, call: Call, everywhere: bool) -> None:
@@ -90,7 +91,7 @@ class RowsPlan(FusedPlan):
             step_launch(workspace, op, ends=True),
         )
         rows = self.partials.view(-1, N)
-        self.compiled: list[Any] = []
+        self.free: dict[tuple[int, ...], int] = {}
         self.there = on_all_ranks(workspace, rows)
         self.way = RowsWay(rows, rows)
         self._begin(call)
@@ -107,7 +108,7 @@ class RowsPlan(FusedPlan):
             found = cls(call, everywhere)
             # What lies in columns may be read in another way for other rows.
             if call.alike is not None and found.product.a_how == ROW:
-                shared[key] = found
+                shared[key] = changed(found)  # a copy, without the graphs of its calls
             return found
         plan = changed(found)
         plan.product, plan.for_peers = (
@@ -225,14 +226,15 @@ class RowsPlan(FusedPlan):
         peers = self.peers_gemm.compile_once(partial(self._peers_arguments, a, b))
         own = self.own_gemm.compile_once(partial(self._own_arguments, a, b, bias, out))
         waits = [launch.compile_once(self._step_arguments) for launch in (self.enter, self.step, self.end)]
-        compiled = [peers, own, *waits]
-        if compiled == self.compiled:
+        compiled = tuple(map(id, (peers, own, *waits)))
+        if compiled in self.free:
+            self.least_free = self.free[compiled]
             return
-        self.compiled = compiled
         # Before the GEMMs begin there may be a wait for the peers' tiles and, in an all-reduce, one for own tiles. Only
         # that one can keep the second GEMM from beginning: the other ends with the first.
         both = int(self.everywhere)
         self.least_free = max(least_free(peers, waits, 1 + both), least_free(own, waits, both))
+        self.free[compiled] = self.least_free
 
     def _prepare_sending(self) -> None:
         """What brings the partials to their owners is the same for every call: from the second one on it is one launch
