@@ -106,8 +106,9 @@ class RowsPlan(FusedPlan):
         found: RowsPlan | None = None if call.alike is None else shared.get(key)
         if found is None:
             found = cls(call, everywhere)
-            # What lies in columns may be read in another way for other rows.
-            if call.alike is not None and found.product.a_how == ROW:
+            # What lies in columns may be read in another way for other rows, and what is copied has memory for these.
+            both = (found.product, found.for_peers)
+            if call.alike is not None and all(x.a_how == ROW and x.copies is None for x in both):
                 shared[key] = changed(found)  # a copy, without the graphs of its calls
             return found
         plan = changed(found)

@@ -226,9 +226,9 @@ def test_what_is_shared_is_bounded(h200: torch.device) -> None:
 ROWS = (256, 255, 193, 250, 130, 65, 129, 128, 66, 127, 3, 1, 2, 250)
 
 
-def with_other_rows(rank: int, world_size: int, op: str) -> tuple[list[int], int]:
-    """(rows of calls whose results were wrong, plans that were made from nothing) of calls of `op`, one number of rows
-    after another, each of them twice."""
+def with_other_rows(rank: int, world_size: int, op: str, inner: int) -> tuple[list[int], int]:
+    """(rows of calls whose results were wrong, plans that were made from nothing) of calls of `op`, of this inner size,
+    one number of rows after another, each of them twice."""
     wrong = []
     config = replace(BY_COPIES, chunk=2, num_programs=3)
     bias = integers(1, N, torch.float16, 7)[0]
@@ -236,7 +236,7 @@ def with_other_rows(rank: int, world_size: int, op: str) -> tuple[list[int], int
     with Heap(HEAP_BYTES) as heap, whole as made:
         for turn, rows in enumerate(sorted(ROWS * 2, key=ROWS.index)):
             each = [
-                [integers(*size, torch.float16, 100 * turn + peer) for size in ((rows, K), (K, N))]
+                [integers(*size, torch.float16, 100 * turn + peer) for size in ((rows, inner), (inner, N))]
                 for peer in range(world_size)
             ]
             result = sum(a.double() @ b.double() for a, b in each) + bias.double()
@@ -255,4 +255,10 @@ def with_other_rows(rank: int, world_size: int, op: str) -> tuple[list[int], int
 def test_plans_made_of_those_of_other_rows(op: str, ranks: int) -> None:
     """Plans are made from nothing for the first rows of each number of tile rows of a rank's block."""
     tile_rows = {-(-rows // (ranks * BY_COPIES.block_m)) for rows in ROWS}
-    assert values(run_ranks(with_other_rows, ranks, op)) == [([], len(tile_rows))] * ranks
+    assert values(run_ranks(with_other_rows, ranks, op, K)) == [([], len(tile_rows))] * ranks
+
+
+@pytest.mark.num_ranks(2)
+def test_plans_of_operands_that_are_copied_are_made_from_nothing() -> None:
+    """Rows of an odd pitch are copied, into memory for as many as a plan was made for."""
+    assert values(run_ranks(with_other_rows, 2, "gemm_reduce_scatter", K + 1)) == [([], len(set(ROWS)))] * 2
