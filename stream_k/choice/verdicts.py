@@ -48,8 +48,9 @@ def few_tiles(facts: Facts) -> Verdict:
 
 
 # Rows up to here leave the tiles of a GEMM as messages faster than from memory, and cuBLAS gains little; but it gains
-# with K from here on where an SM has fewer tiles than this, that rows don't fill (2 x H200, docs/log.md).
-_SENT_ROWS, _SENT_K, _SENT_TILES = 128, 4608, 0.875
+# where an SM has fewer tiles than this, that rows don't fill, with K from here on: of tiles of half of those rows, and
+# of taller ones (2 x H200, docs/log.md).
+_SENT_ROWS, _SENT_TILES, _SENT_K, _TALL_SENT_K = 128, 0.875, 4608, 2048
 # Tile rows below which the BLAS and an exchange take less time than copies in steps: of a rank's gathered rows, and of
 # rows that end inside a tile (2 x H100, GEMMs of public models, docs/log.md). Of sums with several peers, whole tiles
 # or not: of all ranks together in a reduce-scatter, of each in an all-reduce (4 and 8 x H200).
@@ -112,9 +113,8 @@ def _sent_rows(facts: Facts) -> int:
     """Rows up to which the BLAS gains little over tiles that leave as messages."""
     wide = facts.wire is not None and not facts.is_narrow
     filled = facts.M % facts.block_m == 0 or facts.tiles >= _SENT_TILES * facts.num_sms
-    if wide or filled or facts.K < _SENT_K:
-        return _SENT_ROWS
-    return _OWN_ROWS
+    least = _TALL_SENT_K if 2 * facts.block_m > _SENT_ROWS else _SENT_K
+    return _OWN_ROWS if least <= facts.K and not (wide or filled) else _SENT_ROWS
 
 
 def _before_messages(facts: Facts, then: Callable[[Facts], Verdict], own_rows: int | None = None) -> Verdict:
@@ -130,7 +130,7 @@ def _before_messages(facts: Facts, then: Callable[[Facts], Verdict], own_rows: i
 
 def low_for_blas(facts: Facts) -> Verdict:
     """The BLAS and an exchange of columns, where there is little to overlap with."""
-    return _before_messages(facts, _low_columns)
+    return _before_messages(facts, _low_columns, _OWN_ROWS)
 
 
 # What copies of columns leave when the GEMM is done: microseconds until those of the last step begin, and of each peer.
@@ -190,10 +190,12 @@ def _leaves_late(facts: Facts) -> Verdict:
     idle = _idles(facts, hops=1)
     if idle.suits:
         return idle
-    multiple = 2 * _SENT_ROWS
-    if few_tiles(facts).suits and facts.M % multiple == 0:
+    multiple, least = 2 * _SENT_ROWS, _SENT_TILES * facts.num_sms
+    if facts.M % multiple == 0 and facts.K < _SENT_K and least <= facts.tiles < facts.num_sms:
         return Verdict(
-            False, f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made"
+            False,
+            f"M = {facts.M} is a multiple of {multiple} rows, whose sums leave as they are made: K = {facts.K} is "
+            f"less than {_SENT_K}, and {facts.tiles} tiles keep most of {facts.num_sms} SMs busy",
         )
     if facts.tiles <= 1.5 * facts.num_sms:
         return Verdict(True, f"{facts.tiles} tiles are at most one and a half waves on {facts.num_sms} SMs")
@@ -210,6 +212,9 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
+# A reduce-scatter of two ranks needs no more than this and a share of the GEMM, which in blocks takes longer (2 x
+# H200, docs/log.md).
+_SCATTERED_US, _CUT_GEMM = 12.0, 0.035
 # Of several peers' sums: tiles for which our waves have room, over tiles that there are, where the BLAS gains more than
 # the sums cost, in a reduce-scatter and in an all-reduce.
 _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
@@ -254,10 +259,12 @@ def _copied(facts: Facts, reduces: bool) -> Verdict:
         return Verdict(False, "it was measured in 16 bits alone")
     took = partials_us(facts)
     least = least_copied_us(facts.world_size, reduces)
-    what = f"copies of partial blocks take {took:.0f} us"
+    if facts.world_size == 2 and not reduces:
+        least = min(least, _SCATTERED_US + _CUT_GEMM * gemm_us(facts))
+    what = f"copies of partial blocks take {took:.1f} us"
     if took <= least:
-        return Verdict(False, f"{what}, of up to {least:.0f} an exchange behind the GEMM is as fast")
-    return Verdict(True, f"{what}, more than {least:.0f}")
+        return Verdict(False, f"{what}, of up to {least:.1f} an exchange behind the GEMM is as fast")
+    return Verdict(True, f"{what}, more than {least:.1f}")
 
 
 def _left_idle(facts: Facts, reduces: bool) -> Verdict:

@@ -135,7 +135,8 @@ def drawn(rank: int, world_size: int, examples: int) -> list[str]:
 
 @pytest.mark.num_ranks(2)
 def test_drawn_sizes() -> None:
-    assert all_ranks(2, 4 if ON_CPU else 40, body=drawn) == []
+    # On a GPU nearly every size compiles kernels of its own.
+    assert all_ranks(2, 4 if ON_CPU else 8, body=drawn) == []
 
 
 def summed(rank: int, world_size: int) -> list[bool]:

@@ -123,9 +123,10 @@ def test_choose(h200: torch.device) -> None:
     few, more = chosen(4096, 1792, 4096), chosen(4096, 4160, 4096)
     assert (few.num_programs, more.num_programs) == (112, NUM_SMS)
     assert chosen(4096, 4096, 4096, torch.float32).block_k == 32
-    # Beside communication all ranks must choose alike, whatever their K.
+    # Messages go by the same tiles, whatever K.
     for op in ("gemm_all_reduce", "gemm_all_scatter", "gemm_reduce_scatter"):
-        found = {stream_k.choose(op, 256, 4096, K, torch.bfloat16, 2, h200) for K in (64, 1000, 30_000)}
+        sizes = ((256, 4096, K) for K in (64, 1000, 30_000))
+        found = {stream_k.choose(op, *size, torch.bfloat16, 2, h200, placement="messages") for size in sizes}
         assert len(found) == 1
 
 

@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("h200")]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANKS = 2
+# Rows of a rank that end with a tile.
+WHOLE = (256, 512, 768)
 # (op, M, N, K of a rank's product, what partial sums travel in): microseconds of placements, what was chosen before
 # there was the pair first; 2 x H200, bf16, graphs of 6 or 10 calls. Without a fraction: 2 x H100.
 MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] = {
@@ -203,6 +205,33 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
             ("gemm_all_reduce", 128, 2048, 5120, 22.8, 23.7),
             ("gemm_all_reduce", 128, 3072, 8192, 34.2, 35.6),
             ("gemm_reduce_scatter", 128, 2048, 5120, 21.8, 23.3),
+            ("gemm_reduce_scatter", 72, 4608, 2048, 21.2, 19.7),
+            ("gemm_reduce_scatter", 80, 4096, 2048, 19.3, 18.8),
+            ("gemm_reduce_scatter", 80, 5120, 2560, 25.0, 21.6),
+            ("gemm_reduce_scatter", 112, 7168, 1024, 19.2, 19.7),
+            ("gemm_reduce_scatter", 256, 3584, 7168, 42.4, 41.1),
+            ("gemm_reduce_scatter", 256, 4096, 2048, 23.3, 23.9),
+            ("gemm_reduce_scatter", 256, 4096, 4096, 32.5, 34.6),
+            ("gemm_reduce_scatter", 256, 5120, 2560, 33.8, 27.5),
+            ("gemm_reduce_scatter", 256, 7168, 10240, 77.1, 67.9),
+            ("gemm_reduce_scatter", 256, 8192, 4096, 45.1, 44.1),
+            ("gemm_reduce_scatter", 256, 4096, 14336, 69.8, 62.1),
+            ("gemm_reduce_scatter", 256, 8192, 10240, 88.1, 82.0),
+            ("gemm_reduce_scatter", 256, 8192, 14336, 115.3, 108.3),
+            ("gemm_reduce_scatter", 512, 4096, 14336, 103.1, 96.9),
+            ("gemm_reduce_scatter", 512, 3072, 4096, 39.0, 34.2),
+            ("gemm_reduce_scatter", 512, 5120, 2560, 44.4, 41.9),
+            ("gemm_reduce_scatter", 768, 5120, 4096, 66.3, 68.3),
+            ("gemm_all_reduce", 72, 7168, 2048, 27.0, 25.4),
+            ("gemm_all_reduce", 80, 5120, 2560, 26.0, 23.0),
+            ("gemm_all_reduce", 104, 4096, 2048, 19.1, 20.7),
+            ("gemm_all_reduce", 112, 5120, 4096, 33.7, 31.2),
+            ("gemm_all_scatter", 80, 3584, 1792, 18.0, 18.2),
+            ("gemm_all_scatter", 80, 5120, 2560, 26.8, 23.1),
+            ("gemm_all_scatter", 96, 4608, 2048, 24.4, 22.1),
+            ("gemm_all_scatter", 96, 8192, 1024, 25.6, 22.8),
+            ("gemm_all_scatter", 104, 2048, 4096, 21.1, 21.5),
+            ("gemm_all_scatter", 120, 7168, 2048, 34.3, 26.5),
         )
     },
     ("gemm_all_scatter", 89, 2560, 6912, None): {"messages": 30.4, "unfused": 27.2},
@@ -233,6 +262,22 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
     ("gemm_all_scatter", 3739, 3840, 8192, None): {"copy_engine": 387, "unfused": 380},
     ("gemm_all_scatter", 2366, 4608, 8192, None): {"copy_engine": 323, "unfused": 292},
     ("gemm_all_scatter", 2369, 7168, 4096, None): {"copy_engine": 264, "unfused": 296},
+}
+
+# (M, N, K of a rank's product) of reduce-scatters whose partial blocks take 9 to 17 us to copy: as above.
+SCATTERED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] = {
+    ("gemm_reduce_scatter", M, N, K, BF16): {"copy_engine": own, "unfused": unfused, "blas_blocks": blocks}
+    for M, N, K, own, unfused, blocks in (
+        (600, 5376, 10752, 157.1, 116.6, 128.1),
+        (610, 5120, 2560, 68.8, 50.4, 51.3),
+        (650, 8192, 8192, 188.5, 150.1, 144.9),
+        (938, 5120, 2048, 69.7, 63.6, 57.1),
+        (1024, 5120, 4096, 104.6, 88.5, 82.5),
+        (1125, 4096, 4096, 105.8, 79.5, 73.5),
+        (1152, 4096, 14336, 300.9, 199.1, 216.0),
+        (1280, 4096, 2048, 69.4, 63.3, 58.2),
+        (1500, 3584, 7168, 165.2, 134.9, 126.2),
+    )
 }
 
 # (M, N, K of a rank's product) of all-gathers of few rows: as above.
@@ -324,7 +369,8 @@ def lost(measured: dict[tuple[str, int, int, int, torch.dtype | None], dict[str,
 def test_choices_are_nearly_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost() < 1.02
     # Nor would it do to choose the pair never.
-    monkeypatch.setattr(verdicts, "_SENT_ROWS", 1 << 30)
+    for rows in ("_SENT_ROWS", "_OWN_ROWS"):
+        monkeypatch.setattr(verdicts, rows, 1 << 30)
     assert lost() > 1.05
 
 
@@ -334,9 +380,29 @@ def test_few_gathered_rows_of_many_bytes_come_in_blocks(monkeypatch: pytest.Monk
     assert lost(FEW_GATHERED) > 1.04
 
 
+def test_blocks_that_are_copied_soon_are_scattered_by_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lost(SCATTERED) < 1.005
+    monkeypatch.setattr(verdicts, "_CUT_GEMM", 0.0)
+    assert lost(SCATTERED) > 1.008
+    monkeypatch.setattr(verdicts, "_SCATTERED_US", 1e3)
+    assert lost(SCATTERED) > 1.03
+
+
+def test_long_rows_of_whole_tiles_are_for_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {
+        case: took for case, took in MEASURED.items() if case[0] == "gemm_reduce_scatter" and case[1] in WHOLE
+    }
+    assert len(whole) == 15
+    assert lost(whole) < 1.01
+    monkeypatch.setattr(verdicts, "_SENT_K", 1 << 30)
+    assert lost(whole) > 1.015
+    monkeypatch.setattr(verdicts, "_SENT_TILES", 0.0)
+    assert lost(whole) > 1.05
+
+
 def test_few_rows_that_leave_sms_idle_are_for_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {case: took for case, took in MEASURED.items() if 64 < case[1] <= 128 and case[4] is not FP32}
-    assert len(few) == 23
+    assert len(few) == 37
     assert lost(few) < 1.02
     monkeypatch.setattr(verdicts, "_SENT_TILES", 0.0)
     assert lost(few) > 1.06
