@@ -164,15 +164,15 @@ def report(
     ] = None,
 ) -> None:
     """Write docs/results.md and docs/results, docs/img/speedup.svg, and the table of README.md."""
-    from pyrocshmem.benchmarks import documents, notes, plots
+    from pyrocshmem.benchmarks import documents, notes, plots, searches
 
     found = _read(files)
     try:
-        said = notes.read(RESULTS / "notes.md")
+        said, searched = notes.read(RESULTS / "notes.md"), searches.read(RESULTS)
         # Elsewhere first: what is in docs/ stays whole until all is made.
         with tempfile.TemporaryDirectory() as folder:
             drawn = plots.draw(found, Path(folder))
-            documents.write(found, drawn, ROOT, said, plots.FRONT)
+            documents.write(found, drawn, ROOT, said, plots.FRONT, searched)
     except (OSError, ValueError) as error:
         options.refuse(error)
     typer.echo(f"wrote docs/results.md, docs/results, {len(drawn)} pictures and the table of README.md")

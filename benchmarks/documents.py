@@ -15,6 +15,7 @@ from pyrocshmem.benchmarks.headline import headline
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.pages import pages_of
 from pyrocshmem.benchmarks.records import File
+from pyrocshmem.benchmarks.searches import Search
 from pyrocshmem.benchmarks.sets_page import mean_and_worst, what
 from pyrocshmem.benchmarks.shapes import baseline
 from pyrocshmem.benchmarks.tables import MODES, table
@@ -117,11 +118,18 @@ def between(page: Path, begin: str, made: str, end: str) -> str:
     return f"{before}{begin}\n{made}{end}{after}"
 
 
-def write(files: Sequence[File], plots: Sequence[Path], root: Path, notes: Notes, front: str) -> None:
-    """docs/results.md and the pages behind it, with the `notes` and the `plots`, which are copied to docs/results (that
-    named `front` to docs/img), where nothing else stays; and the tables between their marks in README.md and other
-    pages. ValueError, before anything is written, where the marks are missing."""
-    pages = pages_of(files, notes, [path.name for path in plots if path.name != front])
+def write(
+    files: Sequence[File],
+    plots: Sequence[Path],
+    root: Path,
+    notes: Notes,
+    front: str,
+    searched: Sequence[Search] = (),
+) -> None:
+    """docs/results.md and the pages behind it, with the `notes`, what was `searched` and the `plots`, which are copied
+    to docs/results (that named `front` to docs/img), where nothing else stays; and the tables between their marks in
+    README.md and other pages. ValueError, before anything is written, where the marks are missing."""
+    pages = pages_of(files, notes, [path.name for path in plots if path.name != front], searched)
     docs = root / "docs"
     made = {root / "README.md": (BEGIN, readme_table(files), END)}
     for page, table_of_page in (

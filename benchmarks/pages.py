@@ -1,6 +1,6 @@
 """docs/results.md and the pages behind it in docs/results, made of records and benchmarks/results/notes.md.
 
-texts = pages_of(files, notes, pictures)      # by their path below docs/, "results.md" first
+texts = pages_of(files, notes, pictures, searches.read(RESULTS))      # by their path below docs/, "results.md" first
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from pyrocshmem.benchmarks import front_page, sets_page, stats
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.records import File
+from pyrocshmem.benchmarks.searches import Search
 from pyrocshmem.benchmarks.shapes import COLUMN_NORMS, CORPORA, NORMS, TIMED
 from pyrocshmem.benchmarks.tables import document
 
@@ -28,20 +29,23 @@ def page_of(op: str) -> str:
     return "norms" if op in (*NORMS, *COLUMN_NORMS) else "collectives"
 
 
-def pages_of(files: Sequence[File], notes: Notes, pictures: Sequence[str]) -> dict[str, str]:
-    """The text of every page, by its path below docs/. pictures: names of files in docs/results."""
+def pages_of(
+    files: Sequence[File], notes: Notes, pictures: Sequence[str], searched: Sequence[Search]
+) -> dict[str, str]:
+    """The text of every page, by its path below docs/. pictures: names of files in docs/results. searched: what
+    choices are compared with."""
     names = tuple(dict.fromkeys(page_of(group.op) for group in stats.groups(files)))
     by_page: dict[str, list[str]] = {}
     for picture in pictures:
         by_page.setdefault(_page_of_picture(picture, names), []).append(picture)
-    found = {
+    made = {
         "results.md": front_page.text(files, notes, {name: title(name) for name in names}),
-        "results/sets.md": _page("All sets", sets_page.sections(files), by_page.get("", [])),
+        "results/sets.md": _page("All sets", sets_page.sections(files, searched), by_page.get("", [])),
     }
     for name in names:
         ops = [op for op in TIMED if page_of(op) == name]
-        found[f"results/{name}.md"] = _page(title(name), [document(files, notes, ops)], by_page.get(name, []))
-    return found
+        made[f"results/{name}.md"] = _page(title(name), [document(files, notes, ops)], by_page.get(name, []))
+    return made
 
 
 def title(page: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/results/sets.md: every set of shapes on every machine, over each peer."""
+"""docs/results/sets.md: every set of shapes on every machine, over each peer; choices over what a search finds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from pyrocshmem.benchmarks import models, seeds, stats
 from pyrocshmem.benchmarks.escape import markdown
 from pyrocshmem.benchmarks.records import File
+from pyrocshmem.benchmarks.searches import Search, choices_table
 from pyrocshmem.benchmarks.tables import CHOICES, number, table
 
 # And PyTorch's own operators, served by ours.
@@ -20,10 +21,18 @@ without a peer; the op's tables say which.
 """
 
 
-def sections(files: Sequence[File]) -> list[str]:
+_OF_CHOICES = """The time of what the rules choose over that of the fastest configuration that `pyrocshmem tune` finds,
+of drawn shapes: what wins has to win once more, timed in turn with the choice alone. Where fewer cases are here than
+the seed draws, the run had no more time.
+"""
+
+
+def sections(files: Sequence[File], searched: Sequence[Search]) -> list[str]:
     """Those of the page."""
-    drawn = drawn_table(files)
+    drawn, choices = drawn_table(files), choices_table(searched)
     parts = [f"## Drawn shapes\n\n{_OF_SETS}\n{drawn}"] if drawn else []
+    if choices:
+        parts.append(f"## Choices over a search\n\n{_OF_CHOICES}\n{choices}")
     return [*parts, f"## Over each peer\n\n{all_variants(files)}"]
 
 

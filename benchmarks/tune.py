@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from pyrocshmem import target
 from pyrocshmem.benchmarks import models
+from pyrocshmem.benchmarks.searches import Ratios
 from pyrocshmem.benchmarks.shapes import cases_of
 from pyrocshmem.benchmarks.trial import Case, Outcome, tune_case
 from pyrocshmem.heap import Heap
@@ -93,22 +93,13 @@ def run(
         rows.add_row(str(case), outcome.entry.timing, *times, differs)
     console.print(rows)
     for op in dict.fromkeys(case.op for case in cases):
-        ratios = [
+        ratios = Ratios(
             outcome.entry.cost_model_us / outcome.entry.us
             for case, outcome in zip(cases, found, strict=True)
             if case.op == op
-        ]
-        console.print(f"{op}: {over_search(ratios)}", soft_wrap=True, markup=False)
+        )
+        console.print(f"{op}: {ratios}", soft_wrap=True, markup=False)
     return [text for outcome in found for text in outcome.wrong]
-
-
-def over_search(ratios: list[float]) -> str:
-    """In words, the time of the cost model's choice over that of the fastest found, of some cases."""
-    ordered = sorted(ratios)
-    return (
-        f"{len(ordered)} cases, cost model over fastest {statistics.mean(ordered):.3f} on average, "
-        f"{ordered[int(0.95 * len(ordered))]:.3f} at the 95th percentile, {ordered[-1]:.3f} at worst"
-    )
 
 
 def _table(out: Path | None) -> tuple[Path, tuned.Table]:

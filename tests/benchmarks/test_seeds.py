@@ -160,7 +160,7 @@ def test_the_page_says_which_is_which() -> None:
     environment = made_up.ENVIRONMENT | {"commit": COMMIT}
     published = records.File(Path("a.jsonl"), environment, drawn(SEED))
     tuned = records.File(Path("b.jsonl"), environment, drawn("tuneA"))
-    page = "".join(pages.pages_of([published, tuned], NO_NOTES, []).values())
+    page = "".join(pages.pages_of([published, tuned], NO_NOTES, [], []).values())
     assert f"Published seed `{SEED}`, which nobody chose" in page
     assert "Tuning seed `tuneA`: it is not the first eight digits" in page
     for name, kind in ((f"models-{SEED}", "published"), ("models-tuneA", "tuning seed")):

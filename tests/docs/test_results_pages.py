@@ -1,10 +1,11 @@
 """docs/results.md, the pages behind it and README's table are what the records make of them."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from pyrocshmem.benchmarks import documents, notes, pages, records
+from pyrocshmem.benchmarks import documents, notes, pages, records, searches, tables
 from pyrocshmem.benchmarks.__main__ import RESULTS
 
 TIER = 1
@@ -16,7 +17,7 @@ def test_the_pages_are_made_of_the_records() -> None:
     files = records.read_all(sorted(RESULTS.glob("*.jsonl")))
     docs = ROOT / "docs"
     pictures = sorted(path.name for path in (docs / "results").glob("*.svg"))
-    made = pages.pages_of(files, notes.read(RESULTS / "notes.md"), pictures)
+    made = pages.pages_of(files, notes.read(RESULTS / "notes.md"), pictures, searches.read(RESULTS))
     assert {path for path in made if path != "results.md"} == {
         f"results/{path.name}" for path in (docs / "results").glob("*.md")
     }
@@ -33,3 +34,13 @@ def test_the_first_page_is_one() -> None:
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert 6 <= len(rows) <= 12
     assert len(page.splitlines()) <= 80
+
+
+def test_every_reason_is_of_a_case() -> None:
+    """Of records that are gone nothing is left behind."""
+    shapes: dict[str, set[str]] = {}
+    for case in (case for file in records.read_all(sorted(RESULTS.glob("*.jsonl"))) for case in file.cases):
+        shapes.setdefault(case["op"], set()).add(tables.shape(case))
+    for op, reasons in notes.read(RESULTS / "notes.md").reasons.items():
+        for pattern in (pattern for reason in reasons for pattern in reason.shapes):
+            assert any(fnmatchcase(shape, pattern) for shape in shapes[op]), (op, pattern)

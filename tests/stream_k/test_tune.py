@@ -320,10 +320,3 @@ def test_drawn_shapes_are_those_of_benchmarks() -> None:
         drawn = [(case.M, case.N, case.K) for case in cases_of(op, "models:5eed", 2, "bfloat16", True)]
         assert [(case.M, case.N, case.K) for case in cases] == list(dict.fromkeys(drawn))
         assert len(cases) > 40
-
-
-def test_choices_over_what_a_search_finds() -> None:
-    ratios = [1.0] * 18 + [1.5, 2.0]
-    words = "20 cases, cost model over fastest 1.075 on average, 2.000 at the 95th percentile, 2.000 at worst"
-    assert tune.over_search(ratios) == words
-    assert "1.500 at the 95th" in tune.over_search([1.0] * 18 + [1.5, 2.0, 1.0])
