@@ -6,9 +6,10 @@ benchmarks and the tuning.
     samples.seconds["ours"]
 
 Per sample on a GPU: poison the output, flush the L2 cache, keep the device busy while the host enqueues (a sample then
-holds no host time), line the ranks up by a tiny all-reduce, then start event, call, end event. The spin comes before
-the all-reduce: GPUs' clocks differ, and a spin after it would put the ranks out of step again. A sample is this rank's
-own; the time of a call is the largest of all ranks (`reference.report.slowest`). On a CPU: wall clock.
+holds no host time; for longer where that was too short), line the ranks up by a tiny all-reduce, then start event,
+call, end event. The spin comes before the all-reduce: GPUs' clocks differ, and a spin after it would put the ranks out
+of step again. A sample is this rank's own; the time of a call is the largest of all ranks
+(`reference.report.slowest`). On a CPU: wall clock.
 A call of microseconds is timed as a share of many in a graph (`repeated`), which the host can't hold up.
 """
 
@@ -26,8 +27,9 @@ import torch.distributed as dist
 
 # Written before each timed call so that operands don't wait in the L2 cache of a GPU (60 MB on an H200).
 _FLUSH_BYTES = 256 << 20
-# About 1.5 ms: eager ops take the host up to 0.5 ms between two ranks, 1 ms between eight.
-_BUSY_CYCLES = 3_000_000
+# About 1.5 ms: eager ops take the host up to 0.5 ms between two ranks, 1 ms between eight. For what takes it longer, as
+# the launch of a large graph may, the spin is up to so many times as long.
+_BUSY_CYCLES, _MOST_BUSY = 3_000_000, 8
 WARM_UP_SECONDS = 0.5
 _WARM_UP_ROUNDS = 3
 # Providers that are timed less often take part in every third round, in which the GPU's clock is read, too.
@@ -131,6 +133,7 @@ class Meter:
         self.flush = torch.empty(_FLUSH_BYTES if self.on_gpu else 0, dtype=torch.uint8, device=device)
         self.token = torch.zeros(1, device=device) if lined_up else None
         self.clock, self.cold = clock, cold
+        self.busy_cycles = _BUSY_CYCLES
 
     def sample(self, call: Callable[[], object], reset: Callable[[], object]) -> float:
         """Seconds of one call on this rank."""
@@ -138,7 +141,7 @@ class Meter:
         self.flush.fill_(1)
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-            torch.cuda._sleep(_BUSY_CYCLES)
+            torch.cuda._sleep(self.busy_cycles)
         if self.token is not None:
             dist.all_reduce(self.token)
         if not self.on_gpu:
@@ -148,6 +151,10 @@ class Meter:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
+        if start.query():
+            # The device got there first, so this sample holds host time: later ones, of which warming up takes some
+            # before any counts, begin later.
+            self.busy_cycles = min(2 * self.busy_cycles, _MOST_BUSY * _BUSY_CYCLES)
         end.record()
         torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) / 1e3
@@ -167,6 +174,7 @@ class Meter:
         part in every third round only. compared: those whose results are compared bit by bit from run to run.
         """
         calls = calls if calls is not None else {name: run.call for name, run in runs.items()}
+        self.busy_cycles = _BUSY_CYCLES
         found = Samples({name: [] for name in calls}, {name: [] for name in calls})
         bits: dict[str, list[torch.Tensor]] = {}
         for i in range(-self._num_warm_up_rounds(calls, runs), iters):

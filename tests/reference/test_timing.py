@@ -1,5 +1,7 @@
 """The measuring harness: what a sample is made of, whose turn it is, and what is compared."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,28 +12,64 @@ TIER = 0
 pytestmark = pytest.mark.cpu
 
 
+@dataclass
+class Device:
+    """A stand-in for a GPU. seen: what it is asked for, in order; spins: cycles. first: whether it is always there
+    before the host has enqueued a call."""
+
+    seen: list[str] = field(default_factory=list)
+    spins: list[int] = field(default_factory=list)
+    first: bool = False
+
+    def meter(self, monkeypatch: pytest.MonkeyPatch) -> Meter:
+        """One that measures on it."""
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                device.seen.append("event")
+
+            def query(self) -> bool:
+                return device.first
+
+            def elapsed_time(self, end: "Event") -> float:
+                return 1500.0
+
+        def spin(cycles: int) -> None:
+            self.seen.append("spin")
+            self.spins.append(cycles)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.seen.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", spin)
+        monkeypatch.setattr(dist, "all_reduce", lambda token: self.seen.append("line up"))
+        meter = Meter(torch.device("cpu"), lined_up=True, cold=False)
+        meter.on_gpu = True
+        return meter
+
+
 def test_ranks_are_lined_up_after_the_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs' clocks differ: a spin after the joining all-reduce would put them out of step again."""
-    seen: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            seen.append("event")
-
-        def elapsed_time(self, end: "Event") -> float:
-            return 1500.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("spin"))
-    monkeypatch.setattr(dist, "all_reduce", lambda token: seen.append("line up"))
-    meter = Meter(torch.device("cpu"), lined_up=True)
-    meter.on_gpu = True
+    device = Device()
+    meter, seen = device.meter(monkeypatch), device.seen
     assert meter.sample(lambda: seen.append("call"), lambda: seen.append("poison")) == 1.5
     assert seen == ["poison", "synchronize", "spin", "line up", "event", "call", "event", "synchronize"]
+
+
+def test_the_spin_outlasts_what_the_host_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows where the device was there first, within bounds, and only for these calls."""
+    device = Device(first=True)
+    meter, runs = device.meter(monkeypatch), {"a": Run(lambda: None, None)}
+    meter.in_turn(runs, 3)
+    first = device.spins[0]
+    assert device.spins == [first, 2 * first, 4 * first, 8 * first, 8 * first, 8 * first]
+    device.first = False
+    device.spins.clear()
+    meter.in_turn(runs, 1)
+    assert set(device.spins) == {first}
 
 
 def test_turns() -> None:
