@@ -7,7 +7,6 @@ Ops name these in their placements, the shared ones once; `choice.rules` asks th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -143,7 +142,7 @@ def _low_columns(facts: Facts) -> Verdict:
         return little
     num_sms = facts.num_sms
     waves = -(-facts.tiles // num_sms)
-    idle = (waves * num_sms / _tiles_in_full(facts) - 1) * gemm_us(facts)
+    idle = _idle_us(facts, waves, _tiles_in_full(facts))
     last = _LAST_US + _LAST_COLUMNS_US * (facts.world_size - 1)
     size = facts.M * facts.N * facts.world_size * facts.dtype.itemsize
     taken = _HOP_US + hop_us(facts, size)
@@ -153,6 +152,11 @@ def _low_columns(facts: Facts) -> Verdict:
     if idle + last > taken:
         return Verdict(True, f"{what}: more than an exchange behind the GEMM takes, {taken:.0f} us")
     return Verdict(False, f"{what}: an exchange behind the GEMM takes {taken:.0f} us")
+
+
+def _idle_us(facts: Facts, waves: int, tiles: float) -> float:
+    """For how many microseconds SMs idle in so many waves that have so many tiles."""
+    return (waves * facts.num_sms / tiles - 1) * gemm_us(facts)
 
 
 def _tiles_in_full(facts: Facts) -> float:
@@ -281,7 +285,7 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     # The second GEMM begins on SMs that the first one leaves, so that all tiles come in one row of waves.
     num_sms, tiles = facts.num_sms, _tiles_in_full(facts)
     waves = -(-facts.world_size * _block_tiles(facts) // num_sms)
-    idle = (waves * num_sms / tiles - 1) * gemm_us(facts)
+    idle = _idle_us(facts, waves, tiles)
     size = facts.M * facts.N * facts.wire.itemsize
     taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
     if reduces:
@@ -368,8 +372,7 @@ def _idles(facts: Facts, hops: int) -> Verdict:
     more shapes of tiles. hops: of the exchange."""
     if not facts.is_narrow or facts.wire is None:
         return _WIDE
-    waves = facts.tiles / facts.num_sms
-    idle = (math.ceil(waves) / waves - 1) * gemm_us(facts) if waves else 0.0
+    idle = _idle_us(facts, -(-facts.tiles // facts.num_sms), facts.tiles) if facts.tiles else 0.0
     taken = hops * (_HOP_US + partials_us(facts))
     what = f"{facts.tiles} tiles on {facts.num_sms} SMs leave some idle for {idle:.0f} us"
     if idle > _IDLES * taken:
