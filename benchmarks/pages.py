@@ -38,14 +38,14 @@ def pages_of(
     by_page: dict[str, list[str]] = {}
     for picture in pictures:
         by_page.setdefault(_page_of_picture(picture, names), []).append(picture)
-    made = {
+    found = {
         "results.md": front_page.text(files, notes, {name: title(name) for name in names}),
         "results/sets.md": _page("All sets", sets_page.sections(files, searched), by_page.get("", [])),
     }
     for name in names:
         ops = [op for op in TIMED if page_of(op) == name]
-        made[f"results/{name}.md"] = _page(title(name), [document(files, notes, ops)], by_page.get(name, []))
-    return made
+        found[f"results/{name}.md"] = _page(title(name), [document(files, notes, ops)], by_page.get(name, []))
+    return found
 
 
 def title(page: str) -> str:
