@@ -109,17 +109,16 @@ def _by_blas(facts: Facts, own_rows: int) -> Verdict:
 
 
 def _sent_rows(facts: Facts) -> int:
-    """Rows up to which the BLAS gains little over tiles that leave as messages."""
-    wide = facts.wire is not None and not facts.is_narrow
+    """Rows up to which the BLAS gains little over tiles of sums that leave as messages."""
     filled = facts.M % facts.block_m == 0 or facts.tiles >= _SENT_TILES * facts.num_sms
     least = _TALL_SENT_K if 2 * facts.block_m > _SENT_ROWS else _SENT_K
-    return _OWN_ROWS if least <= facts.K and not (wide or filled) else _SENT_ROWS
+    return _OWN_ROWS if facts.is_narrow and not filled and least <= facts.K else _SENT_ROWS
 
 
 def _before_messages(facts: Facts, then: Callable[[Facts], Verdict], own_rows: int | None = None) -> Verdict:
     """Whether the BLAS and an exchange take less time than a fused kernel: of 16 bits, whose GEMMs may overlap with
-    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md). own_rows: as in `_by_blas`; None: by what
-    the tiles leave of the SMs."""
+    communication, if `then` suits, too (2 x H200 and 2 x H100, docs/log.md). own_rows: as in `_by_blas`; None: those of
+    sums, by what their tiles leave of the SMs."""
     first = _by_blas(facts, _sent_rows(facts) if own_rows is None else own_rows)
     if not first.suits or not facts.in_16_bits:
         return first
@@ -128,7 +127,8 @@ def _before_messages(facts: Facts, then: Callable[[Facts], Verdict], own_rows: i
 
 
 def low_for_blas(facts: Facts) -> Verdict:
-    """The BLAS and an exchange of columns, where there is little to overlap with."""
+    """The BLAS and an exchange of columns, where there is little to overlap with. Whole columns gain nothing by
+    leaving tile by tile, as messages (2 x H200, docs/log.md)."""
     return _before_messages(facts, _low_columns, _OWN_ROWS)
 
 
