@@ -124,7 +124,7 @@ def write(
     root: Path,
     notes: Notes,
     front: str,
-    searched: Sequence[Search] = (),
+    searched: Sequence[Search],
 ) -> None:
     """docs/results.md and the pages behind it, with the `notes`, what was `searched` and the `plots`, which are copied
     to docs/results (that named `front` to docs/img), where nothing else stays; and the tables between their marks in

@@ -11,11 +11,11 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from pyrocshmem.benchmarks import models
 from pyrocshmem.benchmarks.shapes import TIMED
+from pyrocshmem.benchmarks.stats import machine
 from pyrocshmem.benchmarks.tables import table
 
 _PATTERN = "*-tune-*.json"
@@ -59,7 +59,7 @@ class Search:
     commit: str
     ratios: Ratios
 
-    @cached_property
+    @property
     def num_drawn(self) -> int:
         """The cases that the seed draws."""
         return len(set(models.drawn(TIMED[self.op].kind, self.ranks, self.seed)))
@@ -84,9 +84,9 @@ def _of_file(path: Path) -> list[Search]:
             run = made["runs"][number]
             if drawn := _DRAWN.search(run["command"]):
                 ranks = int(run["ranks"]) if TIMED[op].kind != "gemm" else 1
-                name = re.sub(r"^\d+ x (NVIDIA |AMD )?| \(.*", "", run["target"])
-                machine = f"{ranks} x {name}"
-                searches.append(Search(op, drawn[1], ranks, machine, run["commit"], Ratios(ratios)))
+                device = re.sub(r"^\d+ x | \(.*", "", run["target"])
+                where = machine(ranks, device)
+                searches.append(Search(op, drawn[1], ranks, where, run["commit"], Ratios(ratios)))
         return searches
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} is no table of configurations: {type(error).__name__}: {error}") from None

@@ -44,7 +44,7 @@ class Group:
     @property
     def machine(self) -> str:
         """In words, "2 x H200"."""
-        return f"{self.ranks} x {self.device.removeprefix('NVIDIA ')}"
+        return machine(self.ranks, self.device)
 
     @property
     def title(self) -> str:
@@ -69,6 +69,11 @@ def groups(files: Iterable[File]) -> list[Group]:
 def geometric_mean(values: Sequence[float]) -> float | None:
     """None of nothing."""
     return statistics.geometric_mean(values) if values else None
+
+
+def machine(ranks: int, device: str) -> str:
+    """So many GPUs of this name, in words: "2 x H200"."""
+    return f"{ranks} x {device.removeprefix('NVIDIA ')}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -92,7 +92,7 @@ def test_report(tmp_path: Path) -> None:
     stale = root / "docs" / "results" / "of-an-older-report.svg"
     stale.parent.mkdir()
     stale.touch()
-    documents.write(files, drawn, root, NO_NOTES, plots.FRONT)
+    documents.write(files, drawn, root, NO_NOTES, plots.FRONT, [])
     text = "".join(page.read_text() for page in (root / "docs" / "results").glob("*.md"))
     assert "50 (**0.50**)" in text  # a losing case, shown
     first = (root / "docs" / "results.md").read_text()
