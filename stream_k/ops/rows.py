@@ -32,9 +32,9 @@ from pyrocshmem.stream_k.ops.planned import FusedPlan, in_passing, least_free, o
 from pyrocshmem.stream_k.ops.pulls import WAITS, Block, Pull, Pulls, blocks_of, tiles_of
 from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch
 
-# Streams beside the caller's. All work on the peers' rows forks from the first: the second waits for tiles, the third
-# copies, the fourth tells owners what has been copied.
-_MAIN, _TILES, _COPIES, _FLAGS = range(4)
+# Streams beside the caller's: the first waits for tiles of the peers' rows, the second copies, the third tells owners
+# what has been copied.
+_TILES, _COPIES, _FLAGS = range(3)
 # Inner size for each peer below which sums are pulled from one peer after another: links have so much to do that most
 # is left when the GEMM ends. Above it, step by step beside the GEMM. 4 x H200: the first is faster at 3584, the second
 # at 6656.
@@ -242,7 +242,7 @@ class RowsPlan(FusedPlan):
         of a graph instead of dozens. A capture takes the host longer than these, and most numbers of rows that a
         serving engine brings never come again."""
         if self.sending is None and self.was_called and self._may_capture():
-            self.sending = capture(self.workspace, self._send)
+            self.sending = capture(self.workspace, self._send_beside)
         self.was_called = True
 
     def _may_capture(self) -> bool:
@@ -253,11 +253,11 @@ class RowsPlan(FusedPlan):
         workspace = self.workspace
         self._prepare_sending()
         a, b = self.product.readable(a, b)
-        workspace.fork(_MAIN)
+        workspace.fork(_TILES)
         if self.everywhere:
             workspace.fork(WAITS)  # no programs pull: copies do
         self.peers_gemm(self._peers_arguments(a, b))
-        with workspace.beside(_MAIN):
+        with workspace.beside(_TILES):
             if self.sending is None or torch.cuda.is_current_stream_capturing():
                 self._send()
             else:
@@ -265,29 +265,34 @@ class RowsPlan(FusedPlan):
         self.own_gemm(self._own_arguments(a, b, bias, out))
         if self.everywhere:
             self.pulls.into(out if self.result is None else self.result)
-        workspace.join(_MAIN)
+        workspace.join(_TILES)
         self.end(self._step_arguments())
+
+    def _send_beside(self) -> None:
+        # On a stream of helpers, whose priority the kernels of a graph keep.
+        self.workspace.fork(_TILES)
+        with self.workspace.beside(_TILES):
+            self._send()
+        self.workspace.join(_TILES)
 
     def _send(self) -> None:
         """Copy the partial rows to their owners, step by step, one owner after another: copies that change from peer to
         peer at each step get in one another's way and reach two thirds of the rate (4 x H200)."""
         workspace = self.workspace
-        for side in (_TILES, _COPIES, _FLAGS):
-            workspace.fork(side)
         # Copies follow one another with nothing between them: copy engines take 15 us to start after a kernel, and 7 us
-        # for a flag.
+        # for a flag. Each of the three streams has kernels or copies of its own: one that only waited would hand all
+        # that it ever waited for to every later call of a graph.
         launch = self.enter
         for peer in range(self.world - 1):
             for word, step in enumerate(self.steps):
                 owner, copy, into = self.copies[word][peer]
-                with workspace.beside(_TILES):
-                    launch(self._step_arguments(tiles=self._tiles_of(step, peer)))
-                    workspace.fork(_COPIES)
+                launch(self._step_arguments(tiles=self._tiles_of(step, peer)))
+                workspace.fork(_COPIES)
                 with workspace.beside(_COPIES):
                     trace.copy(copy, into)
                     workspace.fork(_FLAGS)
                 with workspace.beside(_FLAGS):
                     self.step(self._step_arguments(word, 1 << owner))
                 launch = self.step
-        for side in (_TILES, _COPIES, _FLAGS):
-            workspace.join(side)
+        workspace.join(_COPIES)
+        workspace.join(_FLAGS)
