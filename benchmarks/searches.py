@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pyrocshmem.benchmarks import models
 from pyrocshmem.benchmarks.shapes import TIMED
-from pyrocshmem.benchmarks.stats import machine
+from pyrocshmem.benchmarks.stats import machine, percentile
 from pyrocshmem.benchmarks.tables import table
 
 _PATTERN = "*-tune-*.json"
@@ -34,7 +34,7 @@ class Ratios(tuple[float, ...]):
 
     @property
     def percentile_95(self) -> float:
-        return self[int(0.95 * len(self))]
+        return percentile(self, 0.95)
 
     @property
     def worst(self) -> float:

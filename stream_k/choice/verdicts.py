@@ -70,11 +70,12 @@ _PAIR_K = 2048
 _OWN_ROWS = FEW_ROWS
 
 
-# But of more than half of them, with columns for one to two waves of our tiles, of 64 columns or of 128, the BLAS has
-# 1.05 of our speed on average, up to 1.18; and of more than a quarter, where tiles of 64 columns leave a third of the
-# SMs or more idle and tiles of 32 are more than a wave, 1.10 on average, 0.88 to 1.29, up to this K (one H200). Of
-# more than half of them and down to few columns, it has 1.07 of ours on average, up to 1.20, from a long K on.
-_FEWEST_COLUMNS, _MOST_COLUMNS = 64, 256
+# But of more than a quarter of them, with columns for more than a wave of tiles of 64, the BLAS has 1.03 of our speed
+# on average, 0.97 to 1.10, and with almost three times as many columns of fewer rows, too, 0.98 to 1.07 (one H200). Of
+# more than a quarter, where tiles of 64 columns leave a third of the SMs or more idle and tiles of 32 are more than a
+# wave, it has 1.10 on average, 0.88 to 1.29, up to this K. Of more than half of them and down to few columns, it has
+# 1.07 on average, up to 1.20, from a long K on.
+_FEWEST_COLUMNS, _MOST_COLUMNS = 64, 180
 _IDLE_COLUMNS, _IDLE_K = 32, 7168
 _NARROWEST_COLUMNS, _DEEP_K = 13, 12288
 
@@ -83,8 +84,10 @@ def faster_by_blas(facts: Facts) -> Verdict:
     """A GEMM alone by the BLAS, as measured on one H200 (docs/log.md)."""
     columns = facts.N / facts.num_sms
     own_rows = _OWN_ROWS
-    if _FEWEST_COLUMNS < columns <= _MOST_COLUMNS:
-        own_rows = _OWN_ROWS // 2
+    if columns > _MOST_COLUMNS:
+        own_rows = 0
+    elif columns > _FEWEST_COLUMNS:
+        own_rows = _OWN_ROWS // 4
     elif columns <= 2 * _FEWEST_COLUMNS / 3:
         if columns > _IDLE_COLUMNS and facts.K <= _IDLE_K:
             own_rows = _OWN_ROWS // 4
@@ -216,9 +219,9 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
-# A reduce-scatter of two ranks needs no more than this and a share of the GEMM, which in blocks takes longer (2 x
-# H200, docs/log.md).
-_SCATTERED_US, _CUT_GEMM = 12.0, 0.035
+# A reduce-scatter of two ranks needs no more than this and a share of the GEMM, which in blocks takes longer; and sums
+# of the BLAS' blocks end so much sooner than copies of the last steps of ours would (2 x H200, docs/log.md).
+_SCATTERED_US, _CUT_GEMM, _SOONER_US = 12.0, 0.035, 12.0
 # Of several peers' sums: tiles for which our waves have room, over tiles that there are, where the BLAS gains more than
 # the sums cost, in a reduce-scatter and in an all-reduce.
 _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
@@ -287,9 +290,11 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     waves = -(-facts.world_size * _block_tiles(facts) // num_sms)
     idle = _idle_us(facts, waves, tiles)
     size = facts.M * facts.N * facts.wire.itemsize
-    taken = _BLOCKS_US + size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
+    taken = size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
     if reduces:
-        taken += _PULLED_LATE * _behind_products(facts) * partials_us(facts)
+        taken += _BLOCKS_US + _PULLED_LATE * _behind_products(facts) * partials_us(facts)
+    else:
+        taken += _CUT_GEMM * gemm_us(facts) - _SOONER_US
     what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
     if idle > taken:
         return Verdict(True, f"{what}: longer than sums of the BLAS' blocks take, {taken:.0f} us")
@@ -395,7 +400,32 @@ def short_sum_for_blas(facts: Facts) -> Verdict:
     return _before_messages(facts, partial(_behind, reduces=True, then=_short_sum))
 
 
+def few_tiles_or_two_waves(facts: Facts) -> Verdict:
+    """The GEMM is over before much could travel beside it, or its second wave of tiles is as full as the first, whose
+    messages travel beside it."""
+    few = few_tiles(facts)
+    return few if few.suits else _two_waves(facts)
+
+
+def _two_waves(facts: Facts) -> Verdict:
+    """Whether tiles of an all-reduce fill two waves: as messages they take 0.93 of the time of the BLAS and an exchange
+    (2 x H200, docs/log.md)."""
+    if facts.target != "sm_90" or facts.world_size != 2 or not facts.is_narrow or facts.dtype.itemsize != 2:
+        return Verdict(False, "full waves were measured in 16 bits alone, between 2 ranks")
+    most = 2 * facts.num_sms
+    least = _SENT_TILES * most
+    what = f"{facts.tiles} tiles on {facts.num_sms} SMs"
+    if not least <= facts.tiles <= most:
+        return Verdict(False, f"{what} are not {least:.0f} to {most}, two full waves")
+    if facts.K > _LONG_K:
+        return Verdict(False, f"{what} fill two waves, but K = {facts.K} is more than {_LONG_K}")
+    return Verdict(True, f"{what} fill two waves, and K = {facts.K} is at most {_LONG_K}")
+
+
 def _short_sum(facts: Facts) -> Verdict:
+    full = _two_waves(facts)
+    if full.suits:
+        return Verdict(False, full.why)
     little = few_tiles(facts)
     if little.suits:
         return little
@@ -417,7 +447,7 @@ def _short_sum(facts: Facts) -> Verdict:
 
 # Gathered rows up to here come faster by messages, in 15 us, than by copy engines; of up to _FEW_GATHERED rows, whose
 # GEMM is short, twice as many bytes do.
-_GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1024
+_GATHERED_BYTES, _FEW_GATHERED = 4 << 20, 1280
 
 
 def _gathered_size(facts: Facts) -> int:

@@ -181,7 +181,11 @@ _PLACEMENTS = (
     Placement("blas_blocks", verdicts.blocks_to_reduce, completed.own_rows_in_two),
     Placement("unfused", verdicts.short_sum_for_blas, completed.fewest_hops),
     Placement(
-        "messages", verdicts.few_tiles, completed.fewest_hops, tilings.sent, variants=variants.half_tiles
+        "messages",
+        verdicts.few_tiles_or_two_waves,
+        completed.fewest_hops,
+        tilings.sent,
+        variants=variants.half_tiles,
     ),
     Placement(
         "copy_engine",

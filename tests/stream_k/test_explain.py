@@ -82,10 +82,24 @@ CROSSED = [
     ),
     (
         "gemm_all_reduce",
-        (2048, 4096, 2049, 2, FP32),
-        (2048, 4096, 2049, 2, None),
+        (1792, 4096, 2049, 2, FP32),
+        (1792, 4096, 2049, 2, None),
         "long enough for fp32 sums",
         "partial sums travel in 16 bits",
+    ),
+    (
+        "gemm_all_reduce",
+        (2048, 4096, 6144, 2, None),
+        (2048, 4096, 6145, 2, None),
+        "placement messages: 256 tiles on 132 SMs fill two waves, and K = 6144 is at most 6144",
+        "placement unfused",
+    ),
+    (
+        "gemm_all_reduce",
+        (1792, 4096, 2048, 2, None),
+        (1793, 4096, 2048, 2, None),
+        "placement unfused",
+        "placement messages: 240 tiles on 132 SMs fill two waves",
     ),
     (
         "gemm_all_reduce",
@@ -162,7 +176,7 @@ CROSSED = [
         "gemm_reduce_scatter",
         (1024, 16384, 6143, 2, None),
         (1024, 16384, 6144, 2, None),
-        "us more than full ones: sums of the BLAS' blocks take 35 us",
+        "us more than full ones: sums of the BLAS' blocks take 17 us",
         "blocks of 512 rows are fewer than 640, with K = 6144 at least 6144",
     ),
     (
@@ -181,10 +195,17 @@ CROSSED = [
     ),
     (
         "all_gather_gemm",
-        (1280, 4096, 1632, 2, None),
-        (1280, 4096, 1640, 2, None),
+        (1536, 4096, 1360, 2, None),
+        (1536, 4096, 1368, 2, None),
         "4177920 bytes, at most 4194304",
-        "4198400 bytes, more than 4194304",
+        "4202496 bytes, more than 4194304",
+    ),
+    (
+        "all_gather_gemm",
+        (1280, 4096, 2048, 2, None),
+        (1536, 4096, 2048, 2, None),
+        "5242880 bytes, at most 8388608 for 1280 rows",
+        "6291456 bytes, more than 4194304 for 1536 rows",
     ),
     (
         "all_gather_gemm",
