@@ -219,9 +219,9 @@ def _low_sums(facts: Facts, several: int, cut: int = _CUT_TILES) -> Verdict:
 # Microseconds that copies of partial blocks must take, or an exchange behind the GEMM is as fast: to begin with, and of
 # each peer; and so many times as long in an all-reduce, whose sums are pulled, too (2 and 4 x H200, docs/log.md).
 _COPIES_US, _PEER_US, _PULLED_TOO = 8.0, 10.0, 1.5
-# A reduce-scatter of two ranks needs no more than this and a share of the GEMM, which in blocks takes longer; and sums
-# of the BLAS' blocks end so much sooner than copies of the last steps of ours would (2 x H200, docs/log.md).
-_SCATTERED_US, _CUT_GEMM, _SOONER_US = 12.0, 0.035, 12.0
+# A reduce-scatter of two ranks needs no more than this and a share of the GEMM, which in blocks takes longer; and what
+# our GEMMs send in steps ends so many microseconds later than the sums of the BLAS' blocks (2 x H200, docs/log.md).
+_SCATTERED_US, _CUT_GEMM, _STEPS_LATE_US = 12.0, 0.035, 12.0
 # Of several peers' sums: tiles for which our waves have room, over tiles that there are, where the BLAS gains more than
 # the sums cost, in a reduce-scatter and in an all-reduce.
 _SCATTERED_ROOM, _REDUCED_ROOM = 1.3, 1.5
@@ -291,11 +291,13 @@ def _left_idle(facts: Facts, reduces: bool) -> Verdict:
     idle = _idle_us(facts, waves, tiles)
     size = facts.M * facts.N * facts.wire.itemsize
     taken = size / facts.world_size * (facts.world_size + 1) / _SUMMED_BYTES
+    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
     if reduces:
         taken += _BLOCKS_US + _PULLED_LATE * _behind_products(facts) * partials_us(facts)
     else:
-        taken += _CUT_GEMM * gemm_us(facts) - _SOONER_US
-    what = f"our GEMMs take {waves} waves on {num_sms} SMs for {tiles:.0f} tiles, {idle:.0f} us more than full ones"
+        idle += _STEPS_LATE_US
+        what = f"{what} and {_STEPS_LATE_US:.0f} us of late copies"
+        taken += _CUT_GEMM * gemm_us(facts)
     if idle > taken:
         return Verdict(True, f"{what}: longer than sums of the BLAS' blocks take, {taken:.0f} us")
     return Verdict(False, f"{what}: sums of the BLAS' blocks take {taken:.0f} us")
