@@ -82,18 +82,22 @@ _NARROWEST_COLUMNS, _DEEP_K = 13, 12288
 
 def faster_by_blas(facts: Facts) -> Verdict:
     """A GEMM alone by the BLAS, as measured on one H200 (docs/log.md)."""
+    return _by_blas(facts, _own_rows(facts))
+
+
+def _own_rows(facts: Facts) -> int:
+    """Rows of a GEMM alone up to which ours is as fast as the BLAS."""
     columns = facts.N / facts.num_sms
-    own_rows = _OWN_ROWS
     if columns > _MOST_COLUMNS:
-        own_rows = 0
-    elif columns > _FEWEST_COLUMNS:
-        own_rows = _OWN_ROWS // 4
-    elif columns <= 2 * _FEWEST_COLUMNS / 3:
+        return 0
+    if columns > _FEWEST_COLUMNS:
+        return _OWN_ROWS // 4
+    if columns <= 2 * _FEWEST_COLUMNS / 3:
         if columns > _IDLE_COLUMNS and facts.K <= _IDLE_K:
-            own_rows = _OWN_ROWS // 4
-        elif columns > _NARROWEST_COLUMNS and facts.K >= _DEEP_K:
-            own_rows = _OWN_ROWS // 2
-    return _by_blas(facts, own_rows)
+            return _OWN_ROWS // 4
+        if columns > _NARROWEST_COLUMNS and facts.K >= _DEEP_K:
+            return _OWN_ROWS // 2
+    return _OWN_ROWS
 
 
 def _by_blas(facts: Facts, own_rows: int) -> Verdict:
@@ -106,6 +110,8 @@ def _by_blas(facts: Facts, own_rows: int) -> Verdict:
         )
     if not facts.in_16_bits:
         return Verdict(True, "of float32 our GEMM has a fifth of the BLAS' speed")
+    if own_rows == 0:
+        return Verdict(True, f"with N = {facts.N} the BLAS is the faster one, whatever the rows")
     if own_rows >= facts.M:
         return Verdict(False, f"M = {facts.M} is at most {own_rows} rows, for which the BLAS gains little")
     return Verdict(True, f"M = {facts.M} is more than {own_rows} rows, of which the BLAS is the faster one")
@@ -494,9 +500,11 @@ def blocks_for_blas(facts: Facts) -> Verdict:
 
 
 def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
-    """The same, with a GEMM of the BLAS; here, too, columns must not matter. Also where a rank has few rows, or
-    unequally many, which would be stored by pointers."""
-    return _before_messages(facts, _little_gathered, _SENT_ROWS)
+    """The same, with a GEMM of the BLAS. Also where a rank has few rows, or unequally many, which would be stored by
+    pointers. Of few rows that every rank gathers by messages columns may matter: those are the same, whoever
+    multiplies behind them."""
+    alike = facts.M <= FEW_ROWS and few_gathered_bytes(facts).suits
+    return _before_messages(facts, _little_gathered, _own_rows(facts) if alike else _SENT_ROWS)
 
 
 def _little_gathered(facts: Facts) -> Verdict:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from pyrocshmem import Heap, stream_k
-from pyrocshmem.calls.workspace import Workspace
+from pyrocshmem.calls.workspace import Workspace, workspace_for
 from pyrocshmem.errors import ShmemError
 from pyrocshmem.reference.problems import PROBLEMS
 from pyrocshmem.stream_k.choice.config import BY_ROWS
 from pyrocshmem.stream_k.choice.placement import placement_names
+from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.ops import pulls
 from tests.fused import bodies
 from tests.fused.cases import (
@@ -369,3 +370,34 @@ def test_ranks_that_disagree_are_told(op: str) -> None:
             name: text for name, text in found.items() if not text.startswith(("CallMismatch", "ValueError"))
         }
         assert not kept
+
+
+def by_blas_and_by_ours(rank: int, world_size: int) -> list[int]:
+    """Rows of the gathers by messages whose results were wrong, where rank 0 multiplies by the BLAS, and its peers,
+    which have other numbers of columns, by our kernel."""
+    placement, N, K = ("unfused", 40, 32) if rank == 0 else ("messages", 24 + rank, 32)
+
+    def chosen(op: Any, request: Any, M: int, workspace: Any) -> Any:
+        return cost_model(op.name, M, N, K, FP16, world_size, device(), placement=placement)
+
+    wrong = []
+    with Heap(HEAP_BYTES) as heap, mock.patch("pyrocshmem.stream_k.ops.op._chosen", chosen):
+        for turn, M in enumerate((5, 64, 5, 33, 2, 64)):
+            rows = random(M, K, FP16, turn)  # the same everywhere
+            b = random(K, N, FP16)
+            out = torch.full((M, N), torch.nan, dtype=FP16, device=rows.device)
+            own = torch.tensor_split(rows, world_size)[rank]
+            stream_k.all_gather_gemm(own, b, group=heap, out=out, num_rows=M)
+            heap.synchronize()
+            off = (out.double() - rows.double() @ b.double()).abs().max().item()
+            wrong += [] if off < 0.02 else [M]
+        assert {plan.placement for plan in workspace_for(heap).plans.values()} == {placement}
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.num_ranks(ranks)) for ranks in (2, 3)]
+)
+def test_behind_messages_each_rank_multiplies_as_it_likes(ranks: int) -> None:
+    """So columns, of which each may have its own, may decide who multiplies few rows."""
+    assert values(run_ranks(by_blas_and_by_ours, ranks, timeout=TIMEOUT_S)) == [[]] * ranks

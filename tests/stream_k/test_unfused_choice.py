@@ -608,9 +608,12 @@ def test_own_rows_in_two_products_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_ranks_may_have_of_their_own_does_not_matter() -> None:
-    """Columns of an all-gather; and float32 is the BLAS' whatever the sizes, unless it may go through tf32."""
-    for M, K in ((200, 7168), (1024, 4096), (2048, 3584)):
+    """Columns of an all-gather, but for who multiplies behind messages of few rows; and float32 is the BLAS' whatever
+    the sizes, unless it may go through tf32."""
+    for M, K in ((200, 7168), (1024, 4096), (2048, 3584), (65, 4096), (64, 100_000)):
         assert len({placement("all_gather_gemm", M, N, K, None) for N in (1, 64, 4096, 100_000)}) == 1
+    few = [placement("all_gather_gemm", 64, N, 4096, None) for N in (1, 64, 8192, 100_000)]
+    assert few == ["messages"] * 3 + ["unfused"]
     for case in MEASURED:
         assert placement(*case, dtype=FP32) == "unfused"
         assert placement(*case, dtype=FP32, allow_tf32=True) != "unfused"
