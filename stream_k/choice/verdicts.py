@@ -418,7 +418,7 @@ def few_tiles_or_two_waves(facts: Facts) -> Verdict:
 def _two_waves(facts: Facts) -> Verdict:
     """Whether tiles of an all-reduce fill two waves: as messages they take 0.93 of the time of the BLAS and an exchange
     (2 x H200, docs/log.md)."""
-    if facts.target != "sm_90" or facts.world_size != 2 or not facts.is_narrow or facts.dtype.itemsize != 2:
+    if not facts.in_16_bits or not facts.is_narrow or facts.world_size != 2:
         return Verdict(False, "full waves were measured in 16 bits alone, between 2 ranks")
     most = 2 * facts.num_sms
     least = _SENT_TILES * most

@@ -248,41 +248,21 @@ MEASURED: dict[tuple[str, int, int, int, torch.dtype | None], dict[str, float]] 
             ("gemm_all_scatter", 120, 7168, 2048, 34.3, 26.5),
         )
     },
-    ("all_gather_gemm", 1280, 1536, 2048, None): {
-        "copy_engine": 31.8,
-        "blas_blocks": 32.9,
-        "unfused": 24.2,
-        "messages": 23.4,
-    },
-    ("all_gather_gemm", 1280, 5120, 2048, None): {
-        "copy_engine": 52.6,
-        "blas_blocks": 60.5,
-        "unfused": 54.8,
-        "messages": 54.5,
-    },
-    ("all_gather_gemm", 1280, 8192, 2048, None): {
-        "copy_engine": 73.8,
-        "blas_blocks": 74.5,
-        "unfused": 69.0,
-        "messages": 77.1,
-    },
-    ("all_gather_gemm", 1280, 3072, 2560, None): {
-        "blas_blocks": 43.8,
-        "unfused": 41.8,
-        "messages": 40.5,
-        "copy_engine": 43.5,
-    },
-    ("all_gather_gemm", 1280, 2560, 3072, None): {
-        "blas_blocks": 48.2,
-        "unfused": 47.5,
-        "messages": 46.1,
-        "copy_engine": 49.1,
-    },
-    ("all_gather_gemm", 1280, 8192, 3072, None): {
-        "blas_blocks": 100.5,
-        "unfused": 98.9,
-        "messages": 112.2,
-        "copy_engine": 106.3,
+    **{
+        ("all_gather_gemm", 1280, N, K, None): {
+            "copy_engine": copies,
+            "blas_blocks": blocks,
+            "unfused": unfused,
+            "messages": messages,
+        }
+        for N, K, copies, blocks, unfused, messages in (
+            (1536, 2048, 31.8, 32.9, 24.2, 23.4),
+            (5120, 2048, 52.6, 60.5, 54.8, 54.5),
+            (8192, 2048, 73.8, 74.5, 69.0, 77.1),
+            (3072, 2560, 43.5, 43.8, 41.8, 40.5),
+            (2560, 3072, 49.1, 48.2, 47.5, 46.1),
+            (8192, 3072, 106.3, 100.5, 98.9, 112.2),
+        )
     },
     ("gemm_all_scatter", 89, 2560, 6912, None): {"messages": 30.4, "unfused": 27.2},
     ("gemm_all_scatter", 100, 3584, 4608, None): {"messages": 27.2, "unfused": 25.7},
