@@ -10,6 +10,7 @@ model's choice.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from pyrocshmem import stream_k
 from pyrocshmem.benchmarks.candidates import candidates
+from pyrocshmem.calls import planning
 from pyrocshmem.heap import Heap
 from pyrocshmem.reference.accuracy import Partials, bound, compare
 from pyrocshmem.reference.operands import Operands
@@ -30,6 +32,7 @@ from pyrocshmem.reference.timing import repeated, time_in_turn
 from pyrocshmem.stream_k.choice import table
 from pyrocshmem.stream_k.choice.config import Config
 from pyrocshmem.stream_k.choice.placement import wire_of
+from pyrocshmem.warming import compile_shared_out
 
 _QUICK_ITERS = 2
 # By device: where the cost model's choice takes less, graphs of several calls are timed.
@@ -85,6 +88,7 @@ def tune_case(case: Case, heap: Heap | None, device: torch.device, iters: int, r
     trial = _Trial(case, heap, device)
     tried = candidates(case.op, (case.M, case.N, case.K), case.dtype, case.ranks, device, case.partial_dtype)
     base = next(iter(tried))
+    trial.compile(tried)
     fit = [config for config in tried if trial.runs(config)]
     wrong = [config for config in fit if not trial.is_right(config)]
     fit = [config for config in fit if config not in wrong]
@@ -165,6 +169,15 @@ class _Trial:
         """From now on samples are replays of a graph of several calls."""
         self.graphs = True
         self.operands.cool_weights(_GRAPH_CALLS)
+
+    def compile(self, configs: Iterable[Config]) -> None:
+        """Compile what calls with `configs` need, all at once: one after another they would take longer than all that
+        is timed."""
+        with planning.only("collect") as needed:
+            for config in configs:
+                with contextlib.suppress(ValueError):
+                    self.call(config)
+        compile_shared_out([*needed.values()], self.heap)
 
     def _timed(self, config: Config) -> Callable[[], object]:
         """What a sample calls: one call, or the replay of a graph of several."""

@@ -91,19 +91,13 @@ def warm_up(
             )
         heap = space.heap
     device = own_device(None) if heap is None else heap.device
-    world = 1 if heap is None else heap.world_size
     makers = [_maker(call, rows, dtype, device, heap, workspace) for call in calls]
     with torch.no_grad(), on_device(device):
         with planning.only("collect") as needed:
             for call in makers:
                 _plan_all(call, rows)
         compilations = [*needed.values()]
-        if threads is None:
-            threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // world))
-        if heap is not None and world > 1:
-            compile_at_once(compilations[heap.rank :: world], threads)
-            heap.vote("warm_up: compiled")
-        compile_at_once(compilations, threads)
+        compile_shared_out(compilations, heap, threads)
         with planning.only("sizes"):
             # What plans share has gone where a buffer grew on the way.
             for call, count in itertools.product(makers, range(rows, 0, -_TILE_ROWS)):
@@ -143,6 +137,20 @@ def numbers_of_rows(most: int) -> Iterator[int]:
     yield from dict.fromkeys(
         count for count in (most, most - 1, *inside, *reversed(_FEW)) if 0 < count <= most
     )
+
+
+def compile_shared_out(
+    compilations: list[planning.Compilation], heap: Heap | None, threads: int | None = None
+) -> None:
+    """Compile what all ranks of `heap` need alike, each rank its share, and load it. Collective; None: this process
+    alone. threads: as for `warm_up`."""
+    world = 1 if heap is None else heap.world_size
+    if threads is None:
+        threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // world))
+    if heap is not None and world > 1:
+        compile_at_once(compilations[heap.rank :: world], threads)
+        heap.vote("compiled")
+    compile_at_once(compilations, threads)
 
 
 def compile_at_once(compilations: Iterable[planning.Compilation], threads: int) -> None:
