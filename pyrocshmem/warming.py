@@ -98,6 +98,8 @@ def warm_up(
                 _plan_all(call, rows)
         compilations = [*needed.values()]
         compile_shared_out(compilations, heap, threads)
+        for launch, args in compilations:
+            launch.compile(args)
         with planning.only("sizes"):
             # What plans share has gone where a buffer grew on the way.
             for call, count in itertools.product(makers, range(rows, 0, -_TILE_ROWS)):
@@ -142,8 +144,9 @@ def numbers_of_rows(most: int) -> Iterator[int]:
 def compile_shared_out(
     compilations: list[planning.Compilation], heap: Heap | None, threads: int | None = None
 ) -> None:
-    """Compile what all ranks of `heap` need alike, each rank its share, and load it. Collective; None: this process
-    alone. threads: as for `warm_up`."""
+    """Compile what all ranks of `heap` need alike, each rank its share, and then find what the peers compiled; nothing
+    is loaded, so what needs more than the device has is no error yet. Collective; heap None: this process alone.
+    threads: as for `warm_up`."""
     world = 1 if heap is None else heap.world_size
     if threads is None:
         threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // world))
@@ -154,7 +157,7 @@ def compile_shared_out(
 
 
 def compile_at_once(compilations: Iterable[planning.Compilation], threads: int) -> None:
-    """Compile what calls need, and load it; on the CPU target there is nothing to compile."""
+    """Compile what calls need; on the CPU target there is nothing to compile."""
     if target.interpreted():
         return
     with contextlib.ExitStack() as ended:
@@ -162,8 +165,6 @@ def compile_at_once(compilations: Iterable[planning.Compilation], threads: int) 
         ended.enter_context(triton.AsyncCompileMode(pool))
         for launch, args in compilations:
             launch.ask_for(args)
-    for launch, args in compilations:
-        launch.compile(args)
 
 
 def _maker(

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from pyrocshmem import Heap, stream_k, target
+from pyrocshmem import Heap, stream_k, target, warming
 from pyrocshmem.benchmarks import trial, tune
 from pyrocshmem.benchmarks.candidates import candidates
 from pyrocshmem.benchmarks.shapes import cases_of
@@ -320,3 +321,23 @@ def test_drawn_shapes_are_those_of_benchmarks() -> None:
         drawn = [(case.M, case.N, case.K) for case in cases_of(op, "models:5eed", 2, "bfloat16", True)]
         assert [(case.M, case.N, case.K) for case in cases] == list(dict.fromkeys(drawn))
         assert len(cases) > 40
+
+
+def test_what_needs_too_much_is_compiled_and_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused when it is called, as one of many candidates."""
+    launch = mock.Mock()
+    launch.compile.side_effect = ValueError("gemm_kernel needs 262192 bytes of shared memory")
+    monkeypatch.setattr(target, "interpreted", lambda: False)
+    warming.compile_shared_out([(launch, (1, 2))], None)
+    launch.ask_for.assert_called_once_with((1, 2))
+
+
+def test_candidates_are_collected_before_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, asked = Case("gemm", 64, 48, 32, HALF, 1), []
+    monkeypatch.setattr(trial, "compile_shared_out", lambda needed, heap: asked.append(needed))
+    launched = mock.Mock()
+    monkeypatch.setattr(Launch, "__call__", launched)
+    configs = candidates(case.op, (64, 48, 32), HALF, 1, CPU)
+    trial._Trial(case, None, CPU).compile(configs)
+    assert len(asked) == 1
+    assert not launched.called
