@@ -11,7 +11,7 @@ from pyrocshmem.benchmarks.headline import Headline, headline
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.records import File
 from pyrocshmem.benchmarks.shapes import TIMED, baseline
-from pyrocshmem.benchmarks.tables import shape, table, versions
+from pyrocshmem.benchmarks.tables import shape, table, versions, why_behind
 
 # Rows of the table, at most, and reasons that are given for an op: those of most cases.
 _ROWS, _REASONS = 12, 3
@@ -107,7 +107,7 @@ def _losses(groups: Sequence[stats.Group], notes: Notes) -> str:
         lost: dict[str, list[tuple[float, str]]] = {}
         for speed, peer, case in stats.over_best(group):
             if speed < 1:
-                reason = notes.reason(group.op, shape(case), peer) or "reason not known"
+                reason = why_behind(case, peer, speed, notes)
                 lost.setdefault(reason, []).append((speed, shape(case)))
         by_number = sorted(lost.items(), key=lambda item: -len(item[1]))
         texts = [

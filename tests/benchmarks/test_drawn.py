@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pyrocshmem.benchmarks import records, sets_page, stats, tables
+from pyrocshmem.benchmarks.notes import Notes, Reason
 from pyrocshmem.benchmarks.shapes import LINK_BYTES_PER_S
 from tests.benchmarks import made_up
 
@@ -100,6 +101,19 @@ def test_all_cases_of_a_drawn_set_are_shown_with_its_distribution() -> None:
     assert "| ours | the best peer |" in text
     assert "| 1 of 64 |" in text
     assert "- `nccl_window` at 64 x 64 x 64 (0.900): reason not known." in text
+
+
+def test_the_blas_beside_itself_needs_no_note() -> None:
+    for schedule, speed, reason in (
+        ("blas", 0.985, "within 2%, by the BLAS, as the one beside it"),
+        ("blas", 0.97, "as written"),
+        ("whole", 0.985, "as written"),
+    ):
+        found = made_up.case("gemm", "models-x", 64, 64, 64, ours=1, blas=speed) | {
+            "schedule": {"ours": schedule}
+        }
+        written = Notes(reasons={"gemm": [Reason(("64 x 64 x 64",), (), "as written")]})
+        assert tables.why_behind(found, "blas", speed, written) == reason
 
 
 def test_no_table_without_drawn_sets() -> None:
