@@ -128,11 +128,16 @@ def _vendor(x: Quantized, fast: bool) -> Call:
     need_gpus(x) if x.num_ranks > 1 else _need_gpu(x)
     if fast and x.recipe == "blockwise":
         raise Unavailable("blocks are added in fp32")
-    scale_a, scale_b = x.scale_a, x.scale_b
+    scale_b = x.scale_b
     if x.recipe == "blockwise":
-        # Scales of one K, one behind another; of B in a multiple of four places.
-        scale_a = scale_a.t().contiguous().t()
+        # In a multiple of four places.
         scale_b = F.pad(scale_b.t(), (0, -len(scale_b) % 4)).contiguous().t()
+
+    def laid_out(scales: torch.Tensor) -> torch.Tensor:
+        """Of blocks, those of one K one behind another."""
+        return scales.t().contiguous().t() if x.recipe == "blockwise" else scales
+
+    scale_a = laid_out(x.scale_a)
 
     def multiply(a: torch.Tensor, of_a: torch.Tensor) -> torch.Tensor:
         if x.recipe == "blockwise":
@@ -140,24 +145,22 @@ def _vendor(x: Quantized, fast: bool) -> Call:
             return F.scaled_mm(a, x.b8, *scales, output_dtype=x.dtype)
         return torch._scaled_mm(a, x.b8, of_a, scale_b, out_dtype=x.dtype, use_fast_accum=fast)
 
-    op, M, ranks = x.case.op, x.case.M, x.num_ranks
-    if op != "gemm" and M % ranks:
+    op, M, N, ranks = x.case.op, x.case.M, x.case.N, x.num_ranks
+    if op in ("all_gather_gemm", "gemm_reduce_scatter") and M % ranks:
         raise Unavailable("rows don't divide by the ranks")
     if op == "all_gather_gemm":
-        rows, scales = x.a8.new_empty(M, x.a8.shape[1]), x.scale_a.new_empty(M, *x.scale_a.shape[1:])
-        if x.recipe != "rowwise":
-            raise Unavailable("scales of blocks are laid out by columns, which no gather of rows makes")
+        if x.recipe == "tensorwise":
+            raise Unavailable("each rank's rows have a scale of their own")
+        rows, scales = x.a8.new_empty(M, x.a8.shape[1]), x.scale_a.new_empty(M, x.scale_a.shape[1])
 
         def gathers() -> torch.Tensor:
             dist.all_gather_into_tensor(rows.view(torch.uint8), x.a8.view(torch.uint8))
             dist.all_gather_into_tensor(scales, x.scale_a)
-            return multiply(rows, scales)
+            return multiply(rows, laid_out(scales))
 
         return gathers
-    if op == "gemm":
-        return lambda: multiply(x.a8, scale_a)
     if op == "gemm_reduce_scatter":
-        own = torch.empty(M // ranks, x.case.N, dtype=x.dtype, device=x.device)
+        own = torch.empty(M // ranks, N, dtype=x.dtype, device=x.device)
 
         def scatters() -> torch.Tensor:
             dist.reduce_scatter_tensor(own, multiply(x.a8, scale_a))
@@ -172,7 +175,15 @@ def _vendor(x: Quantized, fast: bool) -> Call:
             return product
 
         return sums
-    raise Unavailable("not tried")
+    if op == "gemm_all_scatter":
+        columns = torch.empty(ranks * M, N, dtype=x.dtype, device=x.device)
+
+        def joins() -> torch.Tensor:
+            dist.all_gather_into_tensor(columns, multiply(x.a8, scale_a))
+            return columns.view(ranks, M, N).transpose(0, 1).reshape(M, ranks * N)
+
+        return joins
+    return lambda: multiply(x.a8, scale_a)
 
 
 def _fused(x: Quantized) -> Call:

@@ -47,6 +47,42 @@ def test_results_are_compared() -> None:
                 assert all(0 < error <= 1 for error in took.errors.values())
 
 
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    of_a: torch.Tensor,
+    _: Any,
+    of_b: torch.Tensor,
+    __: Any,
+    *,
+    output_dtype: Any,
+) -> torch.Tensor:
+    """What `F.scaled_mm` does with scales of blocks, which it refuses on a CPU."""
+    assert of_a.stride() == (1, len(a))
+    K, N = b.shape
+    by_rows = of_a.repeat_interleave(128, 1)[:, :K]
+    by_blocks = of_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
+    return ((a.float() * by_rows) @ (b.float() * by_blocks)).to(output_dtype)
+
+
+def by_the_vendor(rank: int, world_size: int, recipe: Any) -> list[Took]:
+    """A measurement in which the vendor's GEMM and collectives run on the CPU."""
+    wanted = [case for op in OPS[1:] for case in cases_of(op, "12,40,384", 2, "bfloat16", False)]
+    with (
+        mock.patch.object(float8, "need_gpus"),
+        mock.patch.object(float8.F, "scaled_mm", scaled_product),
+    ):
+        return measure(rank, world_size, wanted, recipe, 1)
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_the_vendors_way_is_right(recipe: str) -> None:
+    for of_rank in values(run_ranks(by_the_vendor, 2, recipe)):
+        assert [0 < took.errors["scaled_mm"] <= 1 for took in of_rank] == [True] * 4
+
+
 def lost_in_16_bits(rank: int, world_size: int) -> list[Took]:
     """A measurement whose op in 16 bits raises on rank 1 alone."""
     real = stream_k.gemm_all_reduce
