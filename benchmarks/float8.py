@@ -130,7 +130,7 @@ def _vendor(x: Quantized, fast: bool) -> Call:
         raise Unavailable("blocks are added in fp32")
     scale_b = x.scale_b
     if x.recipe == "blockwise":
-        # In a multiple of four places.
+        # Along K those of B lie in a multiple of four places.
         scale_b = F.pad(scale_b.t(), (0, -len(scale_b) % 4)).contiguous().t()
 
     def laid_out(scales: torch.Tensor) -> torch.Tensor:
