@@ -17,12 +17,18 @@ from pyrocshmem.stream_k.local_gemm.scales import UNIT, Scheme, promoted
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
 _MOST_COLUMNS = 128
 # Elements of one sum of a warp, and what is read ahead, in steps and bytes.
-_MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 192 << 10
+_MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 216 << 10
 # Elements of a part of a tile.
 _MOST_OF_A_PART = 8192
-# Tiles of 128 x 128 for each SM from which the BLAS is the faster one: with scales of rows; and of rows that were
-# gathered, with scales of blocks and of rows.
-_BLAS_TILES, _GATHERED_BLOCKS, _GATHERED_ROWS = 0.55, 0.45, 1.5
+# Elements of our tile up to which, where there is at most a wave of them, our GEMM alone is the faster one.
+_SMALL_TILE = 64 * 128
+# Tiles of 128 x 128 for each SM from which the BLAS is the faster one, of rows that were gathered: with scales of blocks
+# and of rows.
+_GATHERED_BLOCKS, _GATHERED_ROWS = 0.45, 1.5
+# Steps that the parts of a small tile must have fewer than all of it, where they are cut for all SMs, and how many a
+# tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
+# (H200).
+_SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
 # Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
 _TAIL_ROWS = 1024
 # Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
@@ -60,15 +66,19 @@ def choose_scaled(
     config = cost_model(*half, placement=placement, invariance=invariance)
     if placement is None:
         placement = _OWN.get(config.placement, config.placement)
+        if placement != config.placement:
+            config = cost_model(*half, placement=placement, invariance=invariance)
         # The BLAS stores bfloat16, unless there is one scale.
         stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
         if stored and not invariance and target.backend() == "cuda":
-            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement)
+            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, config)
     if placement != config.placement:
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
     if promoted(scheme):
         config = _for_promotion(config, M, N, target.num_sms(device))
+        if op == "gemm" and config.placement == "after" and not invariance and target.backend() == "cuda":
+            config = _shared_out(config, M, N, K, target.num_sms(device))
     if config.placement == "copy_engine" and config.num_programs == target.num_sms(device):
         spare = _SPARE_OF_BLOCKS * (scheme.recipe == "blockwise") + _SPARE_OF_TWO * (op == "gemm_all_reduce")
         config = changed(config, num_programs=max(1, config.num_programs - spare))
@@ -77,10 +87,13 @@ def choose_scaled(
     return changed(config, subtiles=max(config.subtiles, parts))
 
 
-def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, own: str) -> str:
-    """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. As measured
-    on two H100, 3 x 64 GEMMs alone and 2 x 66 fused, and on two H200 with scales of rows, and of sums (docs/log.md)."""
-    one = scheme.recipe == "tensorwise"
+def _where(
+    op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, config: Config
+) -> str:
+    """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere that of `config`,
+    ours. As measured on two H100, 2 x 66 GEMMs fused, and on two H200, 70 alone, with scales of rows, and of sums
+    (docs/log.md)."""
+    one, own = scheme.recipe == "tensorwise", config.placement
     if op == "gemm" and one:
         return "blas"
     if M <= FEW_ROWS or not promoted(scheme):
@@ -90,7 +103,9 @@ def _where(op: str, M: int, N: int, K: int, world_size: int, num_sms: int, schem
     if of_blocks and rows % UNIT != 0 and rows < _TAIL_ROWS:
         return own
     if op == "gemm":
-        return "blas" if of_blocks or tiles >= _BLAS_TILES * num_sms else own
+        columns = min(config.block_n, _MOST_COLUMNS)
+        small = config.block_m * columns <= _SMALL_TILE
+        return own if small and _tiles(config.block_m, columns, M, N) <= num_sms else "blas"
     if op == "all_gather_gemm":
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
@@ -139,6 +154,33 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
     return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
 
 
+def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
+    """`config` of a GEMM alone, with two programs an SM where small tiles are a little more than a wave, and tiles cut
+    along K where they leave SMs idle for so long that it pays to add parts in a kernel of its own (156 GEMMs on an
+    H200, docs/log.md)."""
+    tiles, steps = _tiles(config.block_m, config.block_n, M, N), -(-K // BLOCK)
+    if tiles == 0 or config.block_m * config.block_n > _SMALL_TILE:
+        return config
+    if steps - steps // max(1, num_sms // tiles) >= _SAVED_STEPS:
+        return changed(config, split="separate", num_programs=num_sms)
+    narrow = config.block_m * config.block_n <= _SMALL_TILE // 2
+    cut = narrow and 3 * tiles <= 2 * num_sms and steps >= _STEPS_FOR_TWO
+    if cut or (config.block_m == 16 and num_sms < tiles <= 2 * num_sms):
+        stages = min(config.num_stages, _stages(config.block_m, config.block_n, programs=2))
+        split = "separate" if cut else "none"
+        return changed(config, split=split, num_programs=2 * num_sms, num_stages=stages)
+    return config
+
+
+def _tiles(block_m: int, block_n: int, M: int, N: int) -> int:
+    return -(-M // block_m) * -(-N // block_n)
+
+
+def _stages(block_m: int, block_n: int, programs: int = 1) -> int:
+    """Steps that are read ahead by each of so many programs of an SM."""
+    return min(_MOST_STAGES, _STAGED_BYTES // programs // ((block_m + block_n) * BLOCK))
+
+
 def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:
     """`config` for steps whose sums are added beside the next step's, in turns of two steps. Of one length whatever the
     tile, so that the order of additions is, too."""
@@ -150,7 +192,7 @@ def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:
         block_n = _MOST_COLUMNS
     # Three sums take registers at once. A turn's steps are loaded, and let go of, together.
     warps = max(config.num_warps, block_m * block_n // _MOST_OF_A_WARP)
-    stages = min(_MOST_STAGES, _STAGED_BYTES // ((block_m + block_n) * BLOCK))
+    stages = _stages(block_m, block_n)
     return changed(config, block_n=block_n, block_k=BLOCK, num_warps=warps, num_stages=stages)
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from pyrocshmem.calls.tensors import COLUMN
 from pyrocshmem.collectives.order import Problem, tile_coords
 from pyrocshmem.stream_k.local_gemm.kernel import run_program
+from pyrocshmem.stream_k.local_gemm.mainloop import ask_l2
 
 _UNSPECIALIZED = (
     "M", "N", "K", "iterations", "num_split_tiles", "num_split_programs", "cohort",
@@ -45,16 +46,7 @@ def _fetch_ahead(
             row, column = lanes // LINES + tile_n * BLOCK_N, lanes % LINES * ELEMENTS + k * BLOCK_K
             rows, columns = N, K
         inside = (row < rows) & (column < columns)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred inside;
-            setp.ne.s32 inside, $2, 0;
-            @inside prefetch.global.L2 [$1];
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [b + row.to(tl.int64) * pitch + column, inside.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        ask_l2(b + row.to(tl.int64) * pitch + column, inside)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)

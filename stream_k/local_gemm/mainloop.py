@@ -26,6 +26,9 @@ _INTERPRETED = tl.constexpr(target.interpreted())
 _SCALED = tl.constexpr(BLOCK)
 _TILES = tl.constexpr(TILES)
 _BLOCKS = tl.constexpr(BLOCKS)
+# Of scales of blocks: how many a sector of L2 has, 32 bytes, how many steps ahead L2 is asked for them, and for tiles of
+# how many elements at most.
+_SECTOR, _AHEAD, _SMALL_TILE = tl.constexpr(8), tl.constexpr(8), tl.constexpr(64 * 128)
 
 
 class Along(NamedTuple):
@@ -193,6 +196,15 @@ def _promoted_chain(
 
     Of two steps, the first one's product is added while the matrix unit makes the second one's, which is added in the
     next turn: Triton lets a product run on that nobody reads in the turn that made it (wgmma)."""
+    # Where tiles are small a turn takes less time than memory takes to answer.
+    ASKS: tl.constexpr = (
+        ALONG.scaled == _BLOCKS
+        and BLOCK_M * BLOCK_N <= _SMALL_TILE
+        and not _INTERPRETED
+        and not target_info.is_hip()
+    )
+    if ASKS:
+        _ask_for_scales(strides, row, rows, tile_n, k_begin, k_end, _AHEAD, BLOCK_M, BLOCK_N)
     acc = _zeros(BLOCK_M, BLOCK_N)
     late, late_factor = acc, _factor(strides, row, 0, tile_n, 0, last, ALONG, BLOCK_M, BLOCK_N)
     factor = _factor(strides, row, rows, tile_n, k_begin * BLOCK_K, last, ALONG, BLOCK_M, BLOCK_N)
@@ -200,22 +212,22 @@ def _promoted_chain(
     for k in range(k_begin, k_end, 2):
         rows_late, at_late = _step(k + 1, k_end, rows, behind, BLOCK_K)
         rows_ahead, at_ahead = _step(k + 2, k_end, rows, behind, BLOCK_K)
-        # Both are read in the next turn, and on their way while this one's products are made. Neither may be handed on
-        # for a turn more: Triton would load no block ahead.
-        next_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
-        factor_ahead = _factor(strides, row, rows_ahead, tile_n, at_ahead, last, ALONG, BLOCK_M, BLOCK_N)
+        if ASKS:
+            _ask_for_scales(strides, row, rows, tile_n, k + _AHEAD, k_end, 2, BLOCK_M, BLOCK_N)
         product = _add_step(
             _zeros(BLOCK_M, BLOCK_N), a, b, row, rows, tile_n, k * BLOCK_K, last, problem, strides, A_HOW, B_HOW,
             ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         acc = _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
+        # A factor is read a turn after it is loaded, and loaded where the one before it was read last: so it comes to
+        # the register it is read from. Elsewhere it would be moved there in this turn, which waits for it.
+        late_factor = _factor(strides, row, rows_late, tile_n, at_late, last, ALONG, BLOCK_M, BLOCK_N)
         late = _add_step(
             _zeros(BLOCK_M, BLOCK_N), a, b, row, rows_late, tile_n, at_late, last, problem, strides, A_HOW, B_HOW,
             ALONG, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        late_factor = next_factor
         acc = _promoted(acc, product, factor, ALONG, BLOCK_M, BLOCK_N)
-        factor = factor_ahead
+        factor = _factor(strides, row, rows_ahead, tile_n, at_ahead, last, ALONG, BLOCK_M, BLOCK_N)
     return _promoted(acc, late, late_factor, ALONG, BLOCK_M, BLOCK_N)
 
 
@@ -333,11 +345,50 @@ def _tile_scales(strides, row, rows, tile_n, N, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def _ask_for_scales(
+    strides, row, rows, tile_n, k, k_end, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Ask L2 for the scales of blocks of a tile at steps [k, k + STEPS), before k_end. Of A only where those of a
+    step's rows lie one behind another, as the BLAS wants them and `quantize` makes them; elsewhere a sector has those
+    of eight steps."""
+    # The first half of these asks for A's, each for a sector of a step, the second one for B's, each for a step's.
+    SECTORS: tl.constexpr = (BLOCK_M + _SECTOR - 1) // _SECTOR
+    HALF: tl.constexpr = SECTORS * STEPS
+    lanes = tl.arange(0, 2 * HALF)
+    of_b = lanes >= HALF
+    i = row + lanes % SECTORS * _SECTOR
+    step = k + tl.where(of_b, lanes - HALF, lanes // SECTORS)
+    place = tl.where(
+        of_b,
+        strides.scale_b + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn + step.to(tl.int64) * strides.scale_bk,
+        strides.scale_a + i + step.to(tl.int64) * strides.scale_ak,
+    )
+    wanted = tl.where(of_b, lanes < HALF + STEPS, (strides.scale_am == 1) & (i < rows))
+    ask_l2(place, wanted & (step < k_end))
+
+
+@triton.jit
+def ask_l2(places, wanted):
+    """Have L2 read what is at `places`, pointers, where `wanted`. NVIDIA alone."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [places, wanted.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _factor(
     strides, row, rows, tile_n, at, last, ALONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """(of each row of a tile, of all its columns), for the product from column `at` of A on; zeros outside. Not
-    multiplied: that would wait for both."""
+    multiplied: that would wait for both. That of the columns is loaded for each row: a number that all threads share
+    goes to a register that they share, which is waited for where it is loaded (sm_90)."""
     if ALONG.scaled == _BLOCKS:
         # All columns of a tile are in one block.
         tl.static_assert(BLOCK_N <= _SCALED)
@@ -347,7 +398,11 @@ def _factor(
         of_columns = (
             strides.scale_b + block * strides.scale_bk + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
         )
-        factor = tl.load(of_rows, mask=i < rows, other=0.0), tl.load(of_columns, mask=at < last, other=0.0)
+        rows_of_b = tl.where(at < last, rows, 0)
+        factor = (
+            tl.load(of_rows, mask=i < rows, other=0.0),
+            tl.load(of_columns + tl.zeros_like(i), mask=i < rows_of_b, other=0.0),
+        )
     else:
         factor = 1.0, 1.0
     return factor

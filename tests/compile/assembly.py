@@ -196,3 +196,16 @@ def narrow_accesses(assembly: Compiled) -> list[str]:
             r"\b(?:global|flat|buffer)_(?:load|store)_(?:u?short\w*|[us]?byte\w*)", assembly.text
         )
     return [f"{found.count(each)} x {each}" for each in sorted(set(found))]
+
+
+def main_loop(kernel: Compiled) -> list[str]:
+    """The instructions of the last loop of an NVIDIA kernel that multiplies by wgmma, as the assembler has them."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?;)", kernel.machine_code())
+    code = [(int(address, 16), line) for address, line in found]
+    last = max(at for at, (_, line) in enumerate(code) if "GMMA" in line)
+    for at in range(last, len(code)):
+        address, line = code[at]
+        back = re.search(r"\bBRA 0x([0-9a-f]+)", line)
+        if back and int(back[1], 16) < address:
+            return [line for begin, line in code[: at + 1] if begin >= int(back[1], 16)]
+    raise AssertionError("no branch back behind the last product")

@@ -337,6 +337,36 @@ def test_promoted_products_find_their_blocks_loaded(
         assert gemm.count(r"cp\.async\.bulk\.tensor\S*shared::(?:cluster|cta)\.global") >= 8
 
 
+@pytest.mark.every_triton
+@pytest.mark.parametrize("shape", [(16, 8192, 4096), (256, 1792, 4096), LARGE], ids=str)
+def test_scales_of_blocks_are_read_a_turn_after_they_are_loaded(
+    shape: tuple[int, int, int], compiled: Compile
+) -> None:
+    """By no instruction between their load and the next product, which would wait for them."""
+    case = Case("gemm", shape=shape, layouts=("row", "column"), recipe="blockwise")
+    [gemm] = _gemms(compiled(case, "sm_90"))
+    turn = rules.main_loop(gemm)
+    loads = [at for at, line in enumerate(turn) if re.search(r"\bLDG\.", line)]
+    assert len(loads) >= 4
+    for at in loads:
+        loaded = re.findall(r"\bR\d+\b", turn[at])[0]
+        for line in itertools.takewhile(lambda line: "GMMA" not in line, turn[at + 1 :]):
+            assert not re.search(rf",.*\b{loaded}\b", line), line
+
+
+@pytest.mark.parametrize(("shape", "asked"), [(SMALL, True), (LARGE, False)], ids=str)
+def test_l2_is_asked_for_scales_of_blocks(
+    shape: tuple[int, int, int], asked: bool, compiled: Compile
+) -> None:
+    """Ahead of the main loop and in it, where tiles are small; once what made A is over, which may make them, too."""
+    case = Case("gemm", shape=shape, layouts=("row", "column"), recipe="blockwise")
+    [gemm] = _gemms(compiled(case, "sm_90"))
+    _, wait, after = gemm.text.partition("griddepcontrol.wait")
+    assert wait
+    assert ("prefetch.global.L2" in after) == asked
+    assert any("CCTL.E.PF2" in line for line in rules.main_loop(gemm)) == asked
+
+
 @pytest.mark.parametrize(("layout", "target"), [("row", "sm_90"), ("column", "sm_90"), ("row", "gfx942")])
 def test_b_is_fetched_ahead_of_the_launch_before(layout: str, target: str, compiled: Compile) -> None:
     """And nothing is read, which that launch may still write."""

@@ -138,7 +138,9 @@ def _scales(recipe: str, M: int, N: int, K: int) -> dict[str, Any]:
 
     blocks, columns = -(-K // 128), -(-N // 128)
     shapes = {"rowwise": ((M, 1), (1, N)), "blockwise": ((M, blocks), (blocks, columns))}[recipe]
-    return {name: torch.empty(shape) for name, shape in zip(("scale_a", "scale_b"), shapes, strict=True)}
+    # Both as `quantize` lays them out.
+    found = (torch.empty(shape[::-1]).t() for shape in shapes)
+    return dict(zip(("scale_a", "scale_b"), found, strict=True))
 
 
 def _operand(rows: int, cols: int, dtype: Any, layout: str) -> Any:

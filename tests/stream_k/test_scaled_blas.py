@@ -233,10 +233,11 @@ CHOICES = [
     ("tensorwise", True, (4096, 4096, 4096), "blas"),
     ("rowwise", True, (4096, 4096, 4096), "after"),
     ("rowwise", False, (64, 16384, 4096), "after"),
-    ("rowwise", False, (128, 4096, 4096), "after"),
     ("rowwise", False, (4096, 4096, 4096), "blas"),
     ("blockwise", False, (64, 4096, 4096), "after"),
-    ("blockwise", False, (128, 4096, 4096), "blas"),
+    # One wave of tiles of 64 x 128, and more.
+    *((recipe, False, (256, 128 * 33, 4096), "after") for recipe in ("rowwise", "blockwise")),
+    *((recipe, False, (256, 128 * 34, 4096), "blas") for recipe in ("rowwise", "blockwise")),
 ]
 
 
@@ -264,6 +265,36 @@ def test_few_rows_in_wide_tiles(recipe: Any, h200: torch.device) -> None:
                 "gemm", rows, columns, 4096, 1, h200, Scheme(recipe, False), invariance.NONE
             )
             assert config.block_n == wide
+
+
+# Of small tiles: programs on an H200, and whether tiles are cut.
+SHARED_OUT = [
+    ((4, 4096, 4096), 132, True),
+    ((4, 4096, 3840), 64, False),
+    ((4, 1024, 2432), 132, True),
+    ((4, 5120, 8192), 264, True),
+    ((4, 5120, 8064), 80, False),
+    ((4, 5696, 8192), 89, False),
+    ((4, 16896, 4096), 132, False),
+    ((4, 16897, 4096), 264, False),
+    ((4, 33792, 4096), 264, False),
+    ((4, 33793, 4096), 106, False),
+    ((64, 5120, 8192), 264, True),
+    ((256, 1280, 8192), 264, True),
+]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize(("size", "programs", "cut"), SHARED_OUT, ids=str)
+def test_small_tiles_are_shared_out(
+    size: tuple[int, int, int], programs: int, cut: bool, recipe: Any, h200: torch.device
+) -> None:
+    config = choose_scaled("gemm", *size, 1, h200, Scheme(recipe, False), invariance.NONE)
+    assert (config.split == "separate", config.num_programs or 132) == (cut, programs)
+    # Of a fused op nobody would add the parts.
+    fused = choose_scaled("gemm_all_reduce", *size, 2, h200, Scheme(recipe, False), invariance.NONE)
+    assert fused.split != "separate"
 
 
 FUSED = [
