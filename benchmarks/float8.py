@@ -152,10 +152,12 @@ def _vendor(x: Quantized, fast: bool) -> Call:
         if x.recipe == "tensorwise":
             raise Unavailable("each rank's rows have a scale of their own")
         rows, scales = x.a8.new_empty(M, x.a8.shape[1]), x.scale_a.new_empty(M, x.scale_a.shape[1])
+        # NCCL takes what lies row by row.
+        own_scales = x.scale_a.contiguous()
 
         def gathers() -> torch.Tensor:
             dist.all_gather_into_tensor(rows.view(torch.uint8), x.a8.view(torch.uint8))
-            dist.all_gather_into_tensor(scales, x.scale_a)
+            dist.all_gather_into_tensor(scales, own_scales)
             return multiply(rows, laid_out(scales))
 
         return gathers

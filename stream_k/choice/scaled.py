@@ -22,9 +22,12 @@ _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 216 << 10
 _MOST_OF_A_PART = 8192
 # Elements of our tile up to which, where there is at most a wave of them, our GEMM alone is the faster one.
 _SMALL_TILE = 64 * 128
-# Tiles of 128 x 128 for each SM from which the BLAS is the faster one, of rows that were gathered: with scales of blocks
-# and of rows.
+# Tiles of 128 x 128 for each SM from which the BLAS is the faster one, of rows that were gathered: with scales of
+# blocks and of rows.
 _GATHERED_BLOCKS, _GATHERED_ROWS = 0.45, 1.5
+# Rows of a tile of the BLAS, and how many tiles' rows of all may be lost where each rank's rows are a product of their
+# own: each costs twice its share of the product, as much as an exchange ahead of one product of 7000 columns takes.
+_TILE_ROWS, _LOST_ROWS = 128, 1 / 18
 # Steps that the parts of a small tile must have fewer than all of it, where they are cut for all SMs, and how many a
 # tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
 # (H200).
@@ -110,7 +113,8 @@ def _where(
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
         if own == "copy_engine":
-            return "blas_blocks"
+            # By M alone: ranks may have different columns, and both placements move rows in their own way.
+            return "blas_blocks" if _lost_rows(M, world_size) <= _LOST_ROWS else "unfused"
         return "unfused" if tiles >= (_GATHERED_BLOCKS if of_blocks else _GATHERED_ROWS) * num_sms else own
     if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
         reduces = op == "gemm_all_reduce"
@@ -125,6 +129,12 @@ def _where(
         beside = op == "gemm_all_scatter" and own == "copy_engine" and world_size == 2
         return own if beside and _copies_columns(M, N, K, tiles, num_sms) else "unfused"
     return "unfused" if one and op != "gemm_all_scatter" else own
+
+
+def _lost_rows(M: int, world_size: int) -> float:
+    """Of the rows of tiles of a product of M rows, how many more world_size products of their shares have."""
+    each, whole = -(-M // world_size), -(-M // _TILE_ROWS)
+    return (world_size * -(-each // _TILE_ROWS) - whole) / whole
 
 
 def _copies_blocks(

@@ -26,8 +26,8 @@ _INTERPRETED = tl.constexpr(target.interpreted())
 _SCALED = tl.constexpr(BLOCK)
 _TILES = tl.constexpr(TILES)
 _BLOCKS = tl.constexpr(BLOCKS)
-# Of scales of blocks: how many a sector of L2 has, 32 bytes, how many steps ahead L2 is asked for them, and for tiles of
-# how many elements at most.
+# Of scales of blocks: how many a sector of L2 has, 32 bytes, how many steps ahead L2 is asked for them, and for tiles
+# of how many elements at most.
 _SECTOR, _AHEAD, _SMALL_TILE = tl.constexpr(8), tl.constexpr(8), tl.constexpr(64 * 128)
 
 
@@ -360,7 +360,9 @@ def _ask_for_scales(
     step = k + tl.where(of_b, lanes - HALF, lanes // SECTORS)
     place = tl.where(
         of_b,
-        strides.scale_b + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn + step.to(tl.int64) * strides.scale_bk,
+        strides.scale_b
+        + (tile_n * BLOCK_N // _SCALED) * strides.scale_bn
+        + step.to(tl.int64) * strides.scale_bk,
         strides.scale_a + i + step.to(tl.int64) * strides.scale_ak,
     )
     wanted = tl.where(of_b, lanes < HALF + STEPS, (strides.scale_am == 1) & (i < rows))
