@@ -25,9 +25,8 @@ _SMALL_TILE = 64 * 128
 # Tiles of 128 x 128 for each SM from which the BLAS is the faster one, of rows that were gathered: with scales of
 # blocks and of rows.
 _GATHERED_BLOCKS, _GATHERED_ROWS = 0.45, 1.5
-# Rows of a tile of the BLAS, and how many tiles' rows of all may be lost where each rank's rows are a product of their
-# own: each costs twice its share of the product, as much as an exchange ahead of one product of 7000 columns takes.
-_TILE_ROWS, _LOST_ROWS = 128, 1 / 18
+# Gathered rows of a rank from which they are a product of their own, while others' are on their way.
+_OWN_PRODUCT_ROWS = 1280
 # Steps that the parts of a small tile must have fewer than all of it, where they are cut for all SMs, and how many a
 # tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
 # (H200).
@@ -94,15 +93,18 @@ def _where(
     op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, config: Config
 ) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere that of `config`,
-    ours. As measured on two H100, 2 x 66 GEMMs fused, and on two H200, 70 alone, with scales of rows, and of sums
-    (docs/log.md)."""
+    ours. As measured on two H100, 2 x 66 GEMMs fused, and on two H200, 170 alone, gathers, and with scales of rows, and
+    of sums (docs/log.md)."""
     one, own = scheme.recipe == "tensorwise", config.placement
     if op == "gemm" and one:
         return "blas"
     if M <= FEW_ROWS or not promoted(scheme):
         return own
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
-    rows = M // world_size if op == "all_gather_gemm" and own == "copy_engine" else M
+    # Of gathers by rows alone: ranks may have different columns, and these placements move rows in ways of their own.
+    copied = op == "all_gather_gemm" and own == "copy_engine"
+    blocks = copied and -(-M // world_size) >= _OWN_PRODUCT_ROWS
+    rows = M // world_size if blocks else M
     if of_blocks and rows % UNIT != 0 and rows < _TAIL_ROWS:
         return own
     if op == "gemm":
@@ -112,9 +114,8 @@ def _where(
     if op == "all_gather_gemm":
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
-        if own == "copy_engine":
-            # By M alone: ranks may have different columns, and both placements move rows in their own way.
-            return "blas_blocks" if _lost_rows(M, world_size) <= _LOST_ROWS else "unfused"
+        if copied:
+            return "blas_blocks" if blocks else "unfused"
         return "unfused" if tiles >= (_GATHERED_BLOCKS if of_blocks else _GATHERED_ROWS) * num_sms else own
     if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
         reduces = op == "gemm_all_reduce"
@@ -129,12 +130,6 @@ def _where(
         beside = op == "gemm_all_scatter" and own == "copy_engine" and world_size == 2
         return own if beside and _copies_columns(M, N, K, tiles, num_sms) else "unfused"
     return "unfused" if one and op != "gemm_all_scatter" else own
-
-
-def _lost_rows(M: int, world_size: int) -> float:
-    """Of the rows of tiles of a product of M rows, how many more world_size products of their shares have."""
-    each, whole = -(-M // world_size), -(-M // _TILE_ROWS)
-    return (world_size * -(-each // _TILE_ROWS) - whole) / whole
 
 
 def _copies_blocks(
@@ -166,7 +161,7 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
 
 def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
     """`config` of a GEMM alone, with two programs an SM where small tiles are a little more than a wave, and tiles cut
-    along K where they leave SMs idle for so long that it pays to add parts in a kernel of its own (156 GEMMs on an
+    along K where they leave SMs idle for so long that it pays to add parts in a kernel of its own (170 GEMMs on an
     H200, docs/log.md)."""
     tiles, steps = _tiles(config.block_m, config.block_n, M, N), -(-K // BLOCK)
     if tiles == 0 or config.block_m * config.block_n > _SMALL_TILE:
