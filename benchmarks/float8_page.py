@@ -25,6 +25,8 @@ from pyrocshmem.benchmarks.sources import ROOT
 PICTURE = "float8.svg"
 BEGIN, END = "<!-- made by benchmarks.float8_page -->", "<!-- end of what is made -->"
 _DATE = re.compile(r"^\d{4}-\d{2}-\d{2}-")
+# Sets of shapes, in words.
+_SETS = {"models": "drawn", "llama3": "Llama 3"}
 
 
 class Row(NamedTuple):
@@ -45,6 +47,12 @@ class Printed(NamedTuple):
     shapes: str
     commit: str
     rows: tuple[Row, ...]
+
+    @property
+    def set(self) -> str:
+        """The set of shapes, without a seed and without how many of it there are, in words."""
+        name = re.split("[:,]", self.shapes)[0]
+        return _SETS.get(name, name)
 
     def ratios(self, op: str, provider: str, ours: str) -> list[tuple[int, float]]:
         """(M, a provider's time over ours) of the cases that both have right."""
@@ -93,8 +101,8 @@ def records(folder: Path) -> list[Printed]:
 def table(found: Sequence[Printed]) -> str:
     """A row for each recipe, op and provider, geometric mean and worst of its time over ours; and the records."""
     lines = [
-        "| recipe | op, on | provider | cases | its time over ours | worst |",
-        "|---|---|---|---|---|---|",
+        "| recipe | op, on | shapes | provider | cases | its time over ours | worst |",
+        "|---|---|---|---|---|---|---|",
     ]
     for printed in found:
         for op in dict.fromkeys(row.op for row in printed.rows):
@@ -103,14 +111,16 @@ def table(found: Sequence[Printed]) -> str:
                     continue
                 if each := [ratio for _, ratio in printed.ratios(op, name, ours_like(name))]:
                     numbers = f"{len(each)} | {geometric_mean(each):.2f} | {min(each):.2f}"
-                    lines.append(f"| {printed.recipe} | {op}, {printed.machine} | {name} | {numbers} |")
+                    where = f"{op}, {printed.machine} | {printed.set}"
+                    lines.append(f"| {printed.recipe} | {where} | {name} | {numbers} |")
     made = (f"`{each.name}` (`{each.shapes}`, commit `{each.commit[:10]}`)" for each in found)
     return "\n".join([*lines, "", f"Records, in `benchmarks/results`: {', '.join(made)}.", ""])
 
 
 def picture(found: Sequence[Printed]) -> Figure:
-    """GEMMs alone: times of `torch._scaled_mm` over ours against rows, a panel a recipe."""
-    alone = [printed for printed in found if any(row.op == "gemm" for row in printed.rows)]
+    """GEMMs alone, of drawn shapes: times of `torch._scaled_mm` over ours against rows, a panel a recipe."""
+    drawn = [printed for printed in found if printed.set == _SETS["models"]]
+    alone = [printed for printed in drawn if any(row.op == "gemm" for row in printed.rows)]
     shown = (("ours, no BLAS", "our own GEMM", COLOURS[5]), ("ours", "by default", COLOURS[0]))
     panels = max(len(alone), 1)
     figure = Figure(figsize=(4.0 * panels, 3.2), layout="constrained")

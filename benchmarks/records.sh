@@ -12,6 +12,7 @@ unset CDPATH
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 float8="python -m pyrocshmem.benchmarks.float8 --shapes models:commit"
+float8_llama3="python -m pyrocshmem.benchmarks.float8 --shapes llama3"
 sanitizer="compute-sanitizer --report-api-errors no --target-processes all"
 # Of `python -m pyrocshmem bench`, whose records are lines of JSON; and others, which print.
 declare -A benched=(
@@ -32,6 +33,10 @@ declare -A printed=(
   [float8-gemm-blockwise]="$float8 --recipe blockwise"
   [float8-rowwise]="$float8 --recipe rowwise -n 2"
   [float8-blockwise]="$float8 --recipe blockwise -n 2"
+  [float8-gemm-rowwise-llama3]="$float8_llama3 --recipe rowwise"
+  [float8-gemm-blockwise-llama3]="$float8_llama3 --recipe blockwise"
+  [float8-rowwise-llama3]="$float8_llama3 --recipe rowwise -n 2"
+  [float8-blockwise-llama3]="$float8_llama3 --recipe blockwise -n 2"
   [first-calls]="python -m pyrocshmem.benchmarks.first_calls -n 2"
   [tests]="env PYROCSHMEM_BACKEND=gpu tests/run.sh"
   [memcheck]="$sanitizer --tool memcheck python -m tests.sanitize --ranks 2"
@@ -39,7 +44,8 @@ declare -A printed=(
   [stress]="python -m tests.stress --minutes 10"
 )
 sets=(models models-fp32 llama3 sweep decode batches collectives layers corpus corpus-64)
-sets+=(float8-gemm-tensorwise float8-gemm-rowwise float8-gemm-blockwise float8-rowwise float8-blockwise first-calls)
+sets+=(float8-gemm-tensorwise float8-gemm-rowwise float8-gemm-blockwise float8-rowwise float8-blockwise)
+sets+=(float8-gemm-rowwise-llama3 float8-gemm-blockwise-llama3 float8-rowwise-llama3 float8-blockwise-llama3 first-calls)
 sets+=(tests memcheck synccheck stress)
 
 usage="Usage: benchmarks/records.sh FOLDER [SET...]      sets: ${sets[*]}"

@@ -9,6 +9,8 @@ from pyrocshmem import target
 
 # Elements of a row that have one scale block by block, as in DeepSeek-V3 (arXiv 2412.19437).
 BLOCK = 128
+# NVIDIA's BLAS takes scales of blocks in multiples of these, 16 bytes, along M and along K.
+UNIT = 4
 _INTERPRETED = tl.constexpr(target.interpreted())
 # fp32 has no fractions beyond.
 _WHOLE = tl.constexpr(float(1 << 23))

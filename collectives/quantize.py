@@ -21,7 +21,7 @@ from pyrocshmem.calls.operators import define, is_watched, ops
 from pyrocshmem.calls.tensors import check_device, check_plain, kind
 from pyrocshmem.collectives import saturation
 from pyrocshmem.collectives.epilogue import ACTIVATIONS, activate, rounded
-from pyrocshmem.collectives.float8 import BLOCK, magnitude, over, scale_for, to_float8
+from pyrocshmem.collectives.float8 import BLOCK, UNIT, magnitude, over, scale_for, to_float8
 from pyrocshmem.elements import DTYPES, float8, names
 from pyrocshmem.target import num_sms
 
@@ -138,10 +138,21 @@ def quantize_swiglu(
 
 
 def _results(x: torch.Tensor, recipe: str, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for both. Scales of a row's groups lie as `torch._scaled_mm` takes them, a column behind another."""
-    shape = () if recipe == "tensorwise" else _groups(recipe, *x.shape)
-    scales = x.new_empty(shape[::-1] if recipe == "blockwise" else shape, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=to), scales.t() if recipe == "blockwise" else scales
+    """Memory for both. Scales of a row's groups lie as `torch._scaled_mm` takes them, a column behind another, with
+    room for the rows up to a multiple of UNIT that it multiplies, in the result, too; those of a weight with zeros up
+    to such a multiple of blocks."""
+    M, K = x.shape
+    if recipe == "tensorwise":
+        return x.new_empty(M, K, dtype=to), x.new_empty((), dtype=torch.float32)
+    rows, blocks = _groups(recipe, M, K)
+    if recipe == "blockwise":
+        room = M + -M % UNIT
+        scales = x.new_empty(blocks, room, dtype=torch.float32).t()
+        return x.new_empty(room, K, dtype=to)[:M], scales[:M]
+    room = -blocks % UNIT if recipe == "blockwise_weight" else 0
+    if room:
+        return x.new_empty(M, K, dtype=to), x.new_zeros(rows, blocks + room, dtype=torch.float32)[:, :blocks]
+    return x.new_empty(M, K, dtype=to), x.new_empty(rows, blocks, dtype=torch.float32)
 
 
 def rows_at_once(M: int, device: torch.device) -> int:

@@ -7,12 +7,12 @@ import torch
 
 from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
-from pyrocshmem.collectives.float8 import BLOCK
+from pyrocshmem.collectives.float8 import BLOCK, UNIT
 from pyrocshmem.stream_k.choice.config import Config, changed
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
-from pyrocshmem.stream_k.local_gemm.scales import UNIT, Scheme, promoted
+from pyrocshmem.stream_k.local_gemm.scales import Scheme, promoted
 
 # A tile whose sum grows beside the product of a part of K has registers for so many columns: 128 x 256 spill (sm_90).
 _MOST_COLUMNS = 128
@@ -31,8 +31,9 @@ _OWN_PRODUCT_ROWS = 1280
 # tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
 # (H200).
 _SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
-# Rows from which the BLAS is, though up to three that it doesn't take are a GEMM of their own, which reads all of B.
-_TAIL_ROWS = 1024
+# Rows of a fused op's product from which the BLAS is, though it takes them by UNIT with scales of blocks, so that
+# results of others are copied.
+_COPIED_ROWS = 1024
 # Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
 # its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce, and that with
 # scales of rows.
@@ -101,16 +102,16 @@ def _where(
     if M <= FEW_ROWS or not promoted(scheme):
         return own
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
-    # Of gathers by rows alone: ranks may have different columns, and these placements move rows in ways of their own.
-    copied = op == "all_gather_gemm" and own == "copy_engine"
-    blocks = copied and -(-M // world_size) >= _OWN_PRODUCT_ROWS
-    rows = M // world_size if blocks else M
-    if of_blocks and rows % UNIT != 0 and rows < _TAIL_ROWS:
-        return own
     if op == "gemm":
         columns = min(config.block_n, _MOST_COLUMNS)
         small = config.block_m * columns <= _SMALL_TILE
         return own if small and _tiles(config.block_m, columns, M, N) <= num_sms else "blas"
+    # Of gathers by rows alone: ranks may have different columns, and these placements move rows in ways of their own.
+    copied = op == "all_gather_gemm" and own == "copy_engine"
+    blocks = copied and -(-M // world_size) >= _OWN_PRODUCT_ROWS
+    rows = M // world_size if blocks else M
+    if of_blocks and rows % UNIT != 0 and rows < _COPIED_ROWS:
+        return own
     if op == "all_gather_gemm":
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
@@ -142,7 +143,7 @@ def _copies_blocks(
     if scheme.recipe == "rowwise" and rows < _BLOCK_ROWS:
         return False
     if scheme.recipe == "blockwise":
-        if rows % UNIT != 0 and rows < _TAIL_ROWS:
+        if rows % UNIT != 0 and rows < _COPIED_ROWS:
             return False
         columns = -(-N // 128)
         waves = [-(-(-(-each // 128) * columns) // num_sms) for each in (rows, M)]

@@ -21,9 +21,10 @@ import torch
 from pyrocshmem import target, trace
 from pyrocshmem.calls import planning
 from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
+from pyrocshmem.collectives.float8 import UNIT
 from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, Scaled, data_of, rows_in
+from pyrocshmem.stream_k.local_gemm.scales import Operand, Scaled, Scaling, data_of
 
 # Whether the BLAS rounds the parts of a split K to 16 bits where PyTorch lets it, as it does unless told otherwise
 # (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). cuBLAS 13 kept them in fp32 in all 30 kernels
@@ -85,8 +86,6 @@ def _why_not_scaled(a: Operand, b: Operand, bias: torch.Tensor | None) -> str:
         return f"a and b have strides {a.data.stride()} and {b.data.stride()}, rows of a and columns of b are needed"
     if (a.scale.numel() == 1) != (b.scale.numel() == 1):
         return "one of a and b has a scale of the whole, the other one of each row"
-    if rows_taken(a, b) == 0:
-        return f"a has {len(a.data)} rows, and with scales of blocks {UNIT} are the fewest"
     return ""
 
 
@@ -108,17 +107,13 @@ def _missing(b: Operand) -> torch.Tensor | None:
 
 
 def _completed(b: Operand, missing: torch.Tensor | None) -> Operand:
-    """`b` with as many scales as the BLAS takes."""
+    """`b` with as many scales as the BLAS takes: those behind its own, where they lie like that, or zeros. A of them is
+    zeros."""
     if missing is None:
         return b
     assert isinstance(b, Scaled)
-    return Scaled(b.data, torch.cat((b.scale.t(), missing), 1).t())
-
-
-def rows_taken(a: Operand, b: Operand) -> int:
-    """How many rows of `a` the BLAS multiplies, the first ones: with scales of blocks a multiple of UNIT."""
-    rows = len(data_of(a))
-    return rows - rows % UNIT if _of_blocks(b) else rows
+    there = _lie_by(b.scale, len(b.scale) + missing.shape[1])
+    return Scaled(b.data, torch.cat((b.scale.t(), missing), 1).t() if there is None else there)
 
 
 def takes(a: Scaled, b: Scaled, fast: bool, out: torch.Tensor) -> bool:
@@ -207,7 +202,7 @@ class BlasPlan:
     """A GEMM in the place of a `GemmPlan`, for operands of one kind for which there is no `why_not`: stored to results
     like `out`. own: makes our own GEMM for the same operands; asked where switches of the process may want it.
     loads: whether the BLAS multiplies once here: it loads its kernels before those of the op wait for peers, and all
-    ranks wait until all are ready. fast: not `promoted`. tail: our GEMM of the rows behind `rows_taken`.
+    ranks wait until all are ready. fast: not `promoted`. roomy: whether results come from `new_result`.
     switch: whether the process lets the BLAS multiply; None: no switch forbids it."""
 
     def __init__(
@@ -219,22 +214,19 @@ class BlasPlan:
         own: Callable[[], OwnGemm],
         loads: bool,
         fast: bool = False,
-        tail: OwnGemm | None = None,
+        roomy: bool = False,
     ) -> None:
-        self._tail, self._taken = tail, slice(rows_taken(a, b))
         self.switch = _check_of(data_of(a).dtype)
         self._own = None if self.switch is None else own()
-        self._fast, self._device = fast, out.device
+        self._fast, self._roomy, self._device = fast, roomy, out.device
         self._missing = _missing(b)
         if loads and out.device.type != "cpu" and planning.here.mode != "sizes":
-            like = torch.empty_like(out[self._taken])
-            _multiply(rows_in(a, self._taken), _completed(b, self._missing), bias, like, fast)
+            _multiply(a, _completed(b, self._missing), bias, torch.empty_like(out), fast)
 
     @property
     def replayable(self) -> bool:
         """Whether a graph of a call can be replayed, while `multiplies` says the same."""
-        own = all(gemm is None or gemm.replayable for gemm in (self._own, self._tail))
-        return own and _outlives_its_capture(self._device)
+        return (self._own is None or self._own.replayable) and _outlives_its_capture(self._device)
 
     def multiplies(self) -> bool:
         """Whether the BLAS does, by the switches of the process as they are."""
@@ -248,36 +240,98 @@ class BlasPlan:
             assert self._own is not None
             self._own.run(a, b, bias, out)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether none of our kernels has a part in it."""
-        return self._tail is None and self.multiplies()
-
     def _multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        if self._tail is not None:
-            rest = slice(self._taken.stop, None)
-            self._tail.run(rows_in(a, rest), b, bias, out[rest])
-            a, out = rows_in(a, self._taken), out[self._taken]
-        _multiply(a, _completed(b, self._missing), bias, out, self._fast)
+        _multiply(a, _completed(b, self._missing), bias, out, self._fast, self._roomy)
 
 
-def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool) -> None:
+def new_result(
+    M: int, N: int, dtype: torch.dtype, device: torch.device, scaling: Scaling | None
+) -> torch.Tensor:
+    """Memory for a result [M, N], with room for the rows that the BLAS multiplies beyond it (`_multiply_blocks`)."""
+    if M % UNIT == 0 or scaling is None or scaling.a.ndim != 2 or scaling.a.shape[1] == 1:
+        return torch.empty(M, N, dtype=dtype, device=device)
+    return torch.empty(M + -M % UNIT, N, dtype=dtype, device=device)[:M]
+
+
+def _multiply_scaled(a: Operand, b: Operand, out: torch.Tensor, fast: bool, roomy: bool) -> None:
     assert isinstance(a, Scaled)
     assert isinstance(b, Scaled)
-    if out.device.type == "cpu":
-        # PyTorch on a CPU has not all recipes.
-        out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
-    elif _of_blocks(b):
-        of_a, of_b = [_by_columns(a.scale)], [_by_columns(b.scale)]
-        kinds = (of_a, [_OF_GROUPS], [_NOT_SWIZZLED], of_b, [_OF_BLOCKS], [_NOT_SWIZZLED])
-        torch.ops.aten._scaled_mm_v2.out(
-            a.data, b.data, *kinds, bias=None, out_dtype=out.dtype, use_fast_accum=fast, out=out
-        )
+    if _of_blocks(b):
+        _multiply_blocks(a, b, out, fast, roomy)
+    elif out.device.type == "cpu":
+        _multiply_on_cpu(a, b, out)
     else:
         scales = (_by_columns(x.scale) for x in (a, b))
         torch.ops.aten._scaled_mm.out(
             a.data, b.data, *scales, out_dtype=out.dtype, use_fast_accum=fast, out=out
         )
+
+
+def _multiply_blocks(a: Scaled, b: Scaled, out: torch.Tensor, fast: bool, roomy: bool) -> None:
+    """With scales of blocks. The BLAS takes rows by UNIT: behind others it multiplies what lies there, or what is in
+    memory that was taken for it, into rows that nobody reads: those behind `out`, where that is roomy, or else those of
+    a result from which `out` is copied."""
+    M = len(a.data)
+    rows = M + -M % UNIT
+    a = Scaled(_with_rows(a.data, rows), _scales_of_rows(a.scale, rows))
+    in_place = rows == M or (roomy and _holds(out, rows))
+    result = _with_rows(out, rows) if in_place else out.new_empty(rows, out.shape[1])
+    if out.device.type == "cpu":
+        _multiply_on_cpu(a, b, result)
+    else:
+        kinds = (
+            [a.scale],
+            [_OF_GROUPS],
+            [_NOT_SWIZZLED],
+            [_by_columns(b.scale)],
+            [_OF_BLOCKS],
+            [_NOT_SWIZZLED],
+        )
+        torch.ops.aten._scaled_mm_v2.out(
+            a.data, b.data, *kinds, bias=None, out_dtype=out.dtype, use_fast_accum=fast, out=result
+        )
+    if not in_place:
+        out.copy_(result[:M])
+
+
+def _multiply_on_cpu(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
+    """PyTorch on a CPU has not all recipes."""
+    out.copy_(dequantize(*a) @ dequantize(b.data.t(), b.scale.t() if b.scale.ndim == 2 else b.scale).t())
+
+
+def _with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`x` with what lies behind it as its last rows, where its storage holds so many; else a copy with such rows."""
+    if rows == len(x):
+        return x
+    if _holds(x, rows):
+        return x.as_strided((rows, x.shape[1]), x.stride())
+    whole = x.new_empty(rows, x.shape[1])
+    whole[: len(x)] = x
+    return whole
+
+
+def _scales_of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """`_with_rows` of scales of blocks, `_by_columns`, which lie `rows` from one column to the next."""
+    if rows == len(scale):
+        return _by_columns(scale)
+    there = _lie_by(scale, rows)
+    if there is None:
+        there = scale.new_empty(scale.shape[1], rows).t()
+        there[: len(scale)] = scale
+    return there
+
+
+def _lie_by(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """`scale` with what lies behind each column, up to so many rows, where columns are so far apart."""
+    if scale.stride() == (1, rows) and scale.data_ptr() % _ALIGNED == 0 and _holds(scale, rows):
+        return scale.as_strided((rows, scale.shape[1]), scale.stride())
+    return None
+
+
+def _holds(x: torch.Tensor, rows: int) -> bool:
+    """Whether the storage of a matrix `x` has so many rows from its first on."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return (rows - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) < size
 
 
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:
@@ -288,14 +342,19 @@ def _by_columns(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, fast: bool = False
+    a: Operand,
+    b: Operand,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    fast: bool = False,
+    roomy: bool = False,
 ) -> None:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         # Elsewhere PyTorch writes to no such tensor; kernels of ours do.
         with torch.inference_mode():
-            _multiply(a, b, bias, out, fast)
+            _multiply(a, b, bias, out, fast, roomy)
     elif isinstance(a, Scaled) or isinstance(b, Scaled):
-        _multiply_scaled(a, b, out, fast)
+        _multiply_scaled(a, b, out, fast, roomy)
     elif out.device.type == "cpu" and a.dtype != torch.float32:
         # PyTorch on a CPU has no fp32 results of 16-bit operands.
         wide = torch.empty(out.shape, dtype=torch.float32)

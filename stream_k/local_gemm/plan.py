@@ -40,7 +40,7 @@ from pyrocshmem.stream_k.choice.config import BY_BLAS, Config, check_config
 from pyrocshmem.stream_k.choice.placement import find_placement
 from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose
-from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, rows_taken, takes, why_not
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan, is_slow, new_result, takes, why_not
 from pyrocshmem.stream_k.local_gemm.operands import check_output, check_product, claim, in_one
 from pyrocshmem.stream_k.local_gemm.product import Product, make_product
 from pyrocshmem.stream_k.local_gemm.scales import (
@@ -53,7 +53,6 @@ from pyrocshmem.stream_k.local_gemm.scales import (
     operands_of,
     promoted,
     result_dtype,
-    rows_in,
     scheme_of,
 )
 from pyrocshmem.stream_k.local_gemm.sum_of_parts import SumOfParts
@@ -225,8 +224,7 @@ def is_by_blas(
     if scheme is not None:
         assert isinstance(a, Scaled)
         assert isinstance(b, Scaled)
-        taken = slice(rows_taken(a, b))
-        return takes(rows_in(a, taken), b, not promoted(scheme), out[taken])
+        return takes(a, b, not promoted(scheme), out)
     return by_hand or not is_slow(data_of(a), data_of(b), out)
 
 
@@ -242,31 +240,18 @@ def plan_gemm(
     sent: Sent | None = None,
     by_hand: bool = False,
     scheme: Scheme | None = None,
+    roomy: bool = False,
 ) -> GemmPlan | BlasPlan:
-    """As for `GemmPlan`, but by the BLAS where `is_by_blas`."""
+    """As for `GemmPlan`, but by the BLAS where `is_by_blas`. roomy: as for `BlasPlan`."""
     given = (config, allow_tf32, bias, activation, out)
     own = partial(GemmPlan, a, b, *given, workspace, sent, scheme=scheme)
     if not is_by_blas(a, b, *given, by_hand, scheme):
         return own()
-    tail = _tail(a, b, out, workspace, scheme)
     fast = scheme is not None and not promoted(scheme)
     # Where ranks don't wait for one another the call follows at once, and loads as well: each new number of rows would
     # be multiplied twice.
     loads = workspace.heap is not None and workspace.is_voted_on
-    return BlasPlan(a, b, bias, out, own, loads=loads, fast=fast, tail=tail)
-
-
-def _tail(
-    a: Operand, b: Operand, out: torch.Tensor, workspace: Workspace, scheme: Scheme | None
-) -> GemmPlan | None:
-    """Of the rows that the BLAS doesn't take."""
-    rest = slice(rows_taken(a, b), None)
-    if scheme is None or len(out[rest]) == 0:
-        return None
-    last = rows_in(a, rest)
-    M, (K, N) = len(out[rest]), data_of(b).shape
-    config = choose_scaled("gemm", M, N, K, 1, out.device, scheme, invariance.NONE)
-    return GemmPlan(last, b, config, False, None, "none", out[rest], workspace, scheme=scheme)
+    return BlasPlan(a, b, bias, out, own, loads=loads, fast=fast, roomy=roomy)
 
 
 def _check_by_hand(
@@ -299,9 +284,9 @@ def _planned(
 
 def _planned_scaled(
     a: torch.Tensor, b: torch.Tensor, config: Config | None, scaling: Scaling, added: torch.Tensor | None,
-    activation: str, out: torch.Tensor, workspace: Workspace, mode: invariance.Invariance,
+    activation: str, out: torch.Tensor, workspace: Workspace, mode: invariance.Invariance, roomy: bool,
 ) -> GemmPlan | BlasPlan:  # fmt: skip
-    """`_planned` of 8-bit operands."""
+    """`_planned` of 8-bit operands. roomy: as for `BlasPlan`."""
     (M, K), N = a.shape, b.shape[1]
     scheme = scheme_of(scaling, a, b)
     assert scheme is not None
@@ -309,7 +294,8 @@ def _planned_scaled(
     if config is not None:
         check_scaled("gemm", config, rules, scheme, mode)
     x, y = operands_of(*with_inner_size(a, b), scaling)
-    return plan_gemm(x, y, config or rules, False, added, activation, out, workspace, scheme=scheme)
+    given = (config or rules, False, added, activation, out, workspace)
+    return plan_gemm(x, y, *given, scheme=scheme, roomy=roomy)
 
 
 def run_gemm(
@@ -358,8 +344,9 @@ def run_gemm(
         assert workspace is not None
         check_device(a, workspace.device)
         workspace.check()
+        roomy = out is None
         if out is None:
-            out = torch.empty(M, N, dtype=results[0], device=a.device)
+            out = new_result(M, N, results[0], a.device, scaling)
         if min(M, N) == 0:
             return out
         if ELEMENTS[result_dtype(a, scaling)].widened:
@@ -377,19 +364,20 @@ def run_gemm(
             if scaling is None:
                 plan = _planned(a, b, config, allow_tf32, added, activation, out, workspace, mode)
             else:
-                plan = _planned_scaled(a, b, config, scaling, added, activation, out, workspace, mode)
+                given = (config, scaling, added, activation, out, workspace, mode)
+                plan = _planned_scaled(a, b, *given, roomy)
         if planning.keeps_plans():
             workspace.plans[key] = plan
     elif out is not None:
         claim(out, a, b, bias)
     else:
         dtype = ELEMENTS[a.dtype].results[0] if scaling is None else scaling.result
-        out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+        out = new_result(a.shape[0], b.shape[1], dtype, a.device, scaling)
     if planning.here.mode is not None:
         return out
     a, b = with_inner_size(a, b)
     added = bias if residual is None else in_one(bias, residual)
-    if not in_turn and isinstance(plan, BlasPlan) and plan.is_whole:
+    if not in_turn and isinstance(plan, BlasPlan) and plan.multiplies():
         # It takes nothing of the device's workspace, so it waits for no other call there.
         plan.run(*operands_of(a, b, scaling), added, out)
         return out

@@ -28,8 +28,6 @@ from pyrocshmem.elements import SCALED_RESULTS, names
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 # What a kernel multiplies by them: a tile when it is summed, or the sum of each BLOCK of K. 0: there are none.
 TILES, BLOCKS = 1, 2
-# The BLAS takes scales of blocks in multiples of these, 16 bytes, along M and along K.
-UNIT = 4
 
 
 class Scaling(NamedTuple):

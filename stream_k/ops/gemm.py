@@ -53,7 +53,8 @@ def gemm(
     scale_b, float32, of one of the recipes of `stream_k.local_gemm.scales`, whose shapes are those of
     `torch.nn.functional.scaled_mm`; `stream_k.quantize` makes both. The result is then of out_dtype: bfloat16 (None),
     float16 or float32. use_fast_accum: sums of 8-bit products may stay in the matrix unit, which on NVIDIA keeps some
-    13 bits of them; otherwise they are added in fp32 after at most 128 of K. There is no gradient.
+    13 bits of them; otherwise they are added in fp32 after at most 128 of K. With scales of blocks up to three rows
+    behind the last one of any A, and their scales, may be read and not used. There is no gradient.
     bias: [N], of their dtype or float32. activation: "none", "relu", "gelu" (exact) or "silu". out: [M, N], any
     strides without overlap, of their dtype; None: a new tensor. allow_tf32: float32 operands may go through tf32
     matrix units, where there are any (NVIDIA); otherwise they don't, whatever PyTorch's switches say. config: None:

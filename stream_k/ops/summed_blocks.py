@@ -16,11 +16,12 @@ from pyrocshmem import status, trace
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.collectives.block_sums import FIRST, ROUNDS, SUMS, sum_blocks_kernel
 from pyrocshmem.collectives.epilogue import PLAIN, Finish, activation_number
+from pyrocshmem.collectives.float8 import UNIT
 from pyrocshmem.shards import shard_range
 from pyrocshmem.signal import MAX_WORLD
 from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm
-from pyrocshmem.stream_k.local_gemm.scales import UNIT, Operand, operands_of, rows_in
+from pyrocshmem.stream_k.local_gemm.scales import Operand, operands_of, rows_in
 from pyrocshmem.stream_k.ops.op import Call
 from pyrocshmem.stream_k.ops.planned import FusedPlan, at_rank, call_number, in_passing
 from pyrocshmem.stream_k.ops.steps import step_arguments, step_launch

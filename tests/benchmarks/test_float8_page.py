@@ -20,7 +20,7 @@ def printed(path: Path) -> None:
     about = [
         "",
         "8-bit operands, blockwise",
-        "shapes: tiny",
+        "shapes: models:1, the first 2",
         "target: 1 x GPU (cuda), because",
         "commit: 0123456789abcdef",
     ]
@@ -34,10 +34,10 @@ def test_wrong_results_are_in_no_mean(tmp_path: Path) -> None:
     assert [each.name for each in found] == ["2026-01-02-GPU-float8-gemm.txt"]
     rows = table(found).splitlines()[2:-2]
     assert [row.split(" | ")[2:] for row in rows] == [
-        ["ours, no BLAS", "2", "1.50", "1.50 |"],
-        ["scaled_mm", "1", "2.00", "2.00 |"],
+        ["drawn", "ours, no BLAS", "2", "1.50", "1.50 |"],
+        ["drawn", "scaled_mm", "1", "2.00", "2.00 |"],
     ]
-    assert table(found).endswith(f"`{found[0].name}` (`tiny`, commit `0123456789`).\n")
+    assert table(found).endswith(f"`{found[0].name}` (`models:1, the first 2`, commit `0123456789`).\n")
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pyrocshmem.calls.workspace import local_workspace
 from pyrocshmem.stream_k.choice.config import BY_BLAS
 from pyrocshmem.stream_k.choice.scaled import choose_scaled
 from pyrocshmem.stream_k.local_gemm import blas, plan
-from pyrocshmem.stream_k.local_gemm.scales import Scheme
+from pyrocshmem.stream_k.local_gemm.scales import Scaled, Scheme
 from tests.stream_k.test_float8 import DEVICE, E5M2, RECIPES, operands, scales_of, worst_ratio
 
 TIER = 2
@@ -96,13 +96,42 @@ def test_scales_that_lie_by_rows_or_by_columns(multiplied: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("chosen")
-def test_rows_that_it_does_not_take(multiplied: list[str]) -> None:
-    """With scales of blocks up to three, which our GEMM multiplies."""
-    for rows in (69, 70, 71):
-        out = torch.full((rows, N), float("nan"), dtype=RESULT, device=DEVICE)
-        _, given = product("blockwise", rows, N, K, out=out)
-        assert worst_ratio(out, *given, EPS) <= 1
-    assert multiplied == ["blas", "own"] * 3
+def test_numbers_of_rows_that_are_no_multiple_of_four(
+    multiplied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a row more of A, of its scales and of the result lie: the BLAS gets all as it takes them, nothing is
+    written behind a result that is given, and nothing is copied where there is room."""
+    real, copied = blas._multiply_on_cpu, []
+
+    def checked(a: Any, b: Any, out: torch.Tensor) -> None:
+        assert len(a.data) == len(a.scale) == len(out)
+        assert len(out) % 4 == 0
+        assert a.scale.stride() == (1, len(out))
+        assert a.scale.data_ptr() % 16 == 0
+        assert out.is_contiguous()
+        assert len(b.scale) % 4 == 0
+        copied.append((a.data.data_ptr(), a.scale.data_ptr(), out.data_ptr()))
+        real(a, b, out)
+
+    monkeypatch.setattr(blas, "_multiply_on_cpu", checked)
+    for rows in (1, 69, 70, 71):
+        weight, of_b = stream_k.quantize(torch.randn(N, K, device=DEVICE), "blockwise_weight")
+        a, of_a = stream_k.quantize(torch.randn(rows, K, device=DEVICE), "blockwise")
+        compact = (a.clone(), of_a.t().contiguous().t())
+        rest = {"scale_b": of_b.t(), "out_dtype": RESULT}
+        whole = torch.full((rows + 3, N), float("nan"), dtype=RESULT, device=DEVICE)
+        for x, scale in ((a, of_a), compact):
+            for out in (None, whole[:rows]):
+                found = stream_k.gemm(x, weight.t(), scale_a=scale, out=out, **rest)
+                assert found.shape == (rows, N)
+                assert worst_ratio(found, a, weight.t(), (of_a, of_b.t()), "blockwise", EPS) <= 1
+                if copied:
+                    places = (x.data_ptr(), scale.data_ptr(), found.data_ptr())
+                    roomy = (x is a, x is a, out is None)
+                    assert [p == q for p, q in zip(places, copied[-1], strict=True)] == list(roomy)
+        assert whole[rows:].isnan().all()
+    assert multiplied == ["blas"] * 16
+    assert len(copied) == (16 if DEVICE.type == "cpu" else 0)
 
 
 @pytest.mark.usefixtures("chosen")
@@ -111,7 +140,15 @@ def test_numbers_of_blocks_that_are_no_multiple_of_four(multiplied: list[str]) -
     for inner in (640, 128, 5376, 400):
         out, given = product("blockwise", M, 272, inner)
         assert worst_ratio(out, *given, EPS) <= 1
-    assert multiplied == ["blas"] * 4
+        # Those of `quantize` have zeros behind them.
+        a, of_a = stream_k.quantize(torch.randn(M, inner, device=DEVICE), "blockwise")
+        b, scale = stream_k.quantize(torch.randn(272, inner, device=DEVICE), "blockwise_weight")
+        completed = blas._completed(Scaled(b.t(), scale.t()), blas._missing(Scaled(b.t(), scale.t()))).scale
+        assert completed.data_ptr() == scale.data_ptr()
+        assert not completed[scale.shape[1] :].any()
+        out = stream_k.gemm(a, b.t(), scale_a=of_a, scale_b=scale.t(), out_dtype=RESULT)
+        assert worst_ratio(out, a, b.t(), (of_a, scale.t()), "blockwise", EPS) <= 1
+    assert multiplied == ["blas"] * 8
 
 
 @pytest.mark.usefixtures("chosen")
@@ -155,7 +192,6 @@ def test_a_plan_takes_other_scales(multiplied: list[str]) -> None:
 
 
 REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
-    ("blockwise", (3, N, K), {}, "a has 3 rows, and with scales of blocks 4 are the fewest"),
     ("rowwise", (M, N, K), {"bias": "bias"}, "a bias or a residual would be added"),
     ("rowwise", (M, N, K), {"activation": "relu"}, "activation 'relu' would follow"),
 ]
