@@ -116,10 +116,10 @@ def _in_16_bits(x: Quantized) -> Call:
 
 
 def _call_of_ours(x: Quantized, a: torch.Tensor, b: torch.Tensor, **given: Any) -> Call:
-    """Into one result for all calls, as a layer's come to lie: elsewhere most samples would be those in which a graph
-    is captured."""
+    """Of fused ops into one result for all calls, as a layer's come to lie: elsewhere most samples would be those in
+    which a graph is captured. A GEMM alone is no graph, and makes its results, as its peers do."""
     op, more = getattr(stream_k, x.case.op), x.keywords() | ({} if x.heap is None else {"group": x.heap})
-    out = op(a, b, **more, **given)
+    out = op(a, b, **more, **given) if x.num_ranks > 1 else None
     return lambda: op(a, b, **more, **given, out=out)
 
 
