@@ -95,12 +95,13 @@ def quantize(
         "tensorwise"         all: scale []
         "rowwise"            those of a row: [M, 1]
         "blockwise"          128 of a row: [M, K / 128], rounded up; those of a column lie one behind another
-        "blockwise_weight"   128 x 128: [M / 128, K / 128], rounded up
+        "blockwise_weight"   128 x 128: [M / 128, K / 128], rounded up; those of a row do, with up to three zeros behind
 
     dtype: float8_e4m3fn (None) or float8_e5m2; on gfx942 their fnuz kinds. scale: of "tensorwise", float32 of one
     element: a scale that is known, to which x is saturated; None: the one of x itself.
 
-    Returns (q, scale): q like x, contiguous. An element becomes the number nearest to x / scale, ties to even. The
+    Returns (q, scale): q like x, contiguous; of "blockwise" up to three rows of memory behind both are theirs, for what
+    the BLAS multiplies by four. An element becomes the number nearest to x / scale, ties to even. The
     scale of a group is its largest magnitude over the largest number of the dtype, 1 where all are zeros. A NaN or
     an infinity makes the scale of its group infinite and itself NaN, and the group's other elements 0.
     Raises TypeError and ValueError.
