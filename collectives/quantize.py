@@ -101,10 +101,9 @@ def quantize(
     element: a scale that is known, to which x is saturated; None: the one of x itself.
 
     Returns (q, scale): q like x, contiguous; of "blockwise" up to three rows of memory behind both are theirs, for what
-    the BLAS multiplies by four. An element becomes the number nearest to x / scale, ties to even. The
-    scale of a group is its largest magnitude over the largest number of the dtype, 1 where all are zeros. A NaN or
-    an infinity makes the scale of its group infinite and itself NaN, and the group's other elements 0.
-    Raises TypeError and ValueError.
+    the BLAS multiplies by four. An element becomes the number nearest to x / scale, ties to even. The scale of a group
+    is its largest magnitude over the largest number of the dtype, 1 where all are zeros. A NaN or an infinity makes the
+    scale of its group infinite and itself NaN, and the group's other elements 0. Raises TypeError and ValueError.
     """
     to = float8()[0] if dtype is None else dtype
     _check(x, recipe, to, scale)

@@ -240,6 +240,11 @@ def check_eps(eps: float) -> None:
 _HEIGHTS = (256, 128, 64, 32, 16)
 
 
+def elements_held(x: torch.Tensor) -> int:
+    """How many elements the storage of `x` has from its first on."""
+    return x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+
+
 def rows_held(x: torch.Tensor) -> int:
     """How many rows from the first of `x`, a matrix, may be read: its own, and of those that its storage holds behind
     them as many as make whole tiles, of the largest height that does. Nobody needs what these hold. Where `x` has so
@@ -249,8 +254,7 @@ def rows_held(x: torch.Tensor) -> int:
     pitch, step = x.stride()
     if rows >= _HEIGHTS[0] or step != 1 or pitch < max(cols, 1):
         return rows
-    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    held = (size - cols) // pitch + 1
+    held = (elements_held(x) - cols) // pitch + 1
     if held > rows:
         for height in _HEIGHTS:
             whole = -(-rows // height) * height

@@ -9,6 +9,7 @@ from pyrocshmem import target
 from pyrocshmem.calls.invariance import Invariance
 from pyrocshmem.collectives.float8 import BLOCK, UNIT
 from pyrocshmem.stream_k.choice.config import Config, changed
+from pyrocshmem.stream_k.choice.placement import num_tiles
 from pyrocshmem.stream_k.choice.rules import cost_model
 from pyrocshmem.stream_k.choice.tilings import FEW_ROWS
 from pyrocshmem.stream_k.choice.verdicts import least_copied_us, peers_us
@@ -69,12 +70,10 @@ def choose_scaled(
     config = cost_model(*half, placement=placement, invariance=invariance)
     if placement is None:
         placement = _OWN.get(config.placement, config.placement)
-        if placement != config.placement:
-            config = cost_model(*half, placement=placement, invariance=invariance)
         # The BLAS stores bfloat16, unless there is one scale.
         stored = wire in (None, torch.bfloat16) or scheme.recipe == "tensorwise"
         if stored and not invariance and target.backend() == "cuda":
-            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, config)
+            placement = _where(op, M, N, K, world_size, target.num_sms(device), scheme, placement, config)
     if placement != config.placement:
         config = cost_model(*half, placement=placement, invariance=invariance)
     config = changed(config, block_k=2 * config.block_k, partial_dtype=partial_dtype)
@@ -91,21 +90,20 @@ def choose_scaled(
 
 
 def _where(
-    op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, config: Config
+    op: str, M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, own: str, config: Config
 ) -> str:
-    """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere that of `config`,
-    ours. As measured on two H100, 2 x 66 GEMMs fused, and on two H200, 170 alone, gathers, and with scales of rows, and
-    of sums (docs/log.md)."""
-    one, own = scheme.recipe == "tensorwise", config.placement
+    """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. config: of
+    a GEMM alone, whose tile is the same whoever multiplies. As measured on two H100, 2 x 66 GEMMs fused, and on two
+    H200, 170 alone, gathers, and with scales of rows, and of sums (docs/log.md)."""
+    one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
     if M <= FEW_ROWS or not promoted(scheme):
         return own
-    of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
     if op == "gemm":
-        columns = min(config.block_n, _MOST_COLUMNS)
-        small = config.block_m * columns <= _SMALL_TILE
-        return own if small and _tiles(config.block_m, columns, M, N) <= num_sms else "blas"
+        tile = changed(config, block_n=min(config.block_n, _MOST_COLUMNS))
+        return own if _is_small(tile) and num_tiles(tile, M, N) <= num_sms else "blas"
+    of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
     # Of gathers by rows alone: ranks may have different columns, and these placements move rows in ways of their own.
     copied = op == "all_gather_gemm" and own == "copy_engine"
     blocks = copied and -(-M // world_size) >= _OWN_PRODUCT_ROWS
@@ -164,8 +162,8 @@ def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
     """`config` of a GEMM alone, with two programs an SM where small tiles are a little more than a wave, and tiles cut
     along K where they leave SMs idle for so long that it pays to add parts in a kernel of its own (170 GEMMs on an
     H200, docs/log.md)."""
-    tiles, steps = _tiles(config.block_m, config.block_n, M, N), -(-K // BLOCK)
-    if tiles == 0 or config.block_m * config.block_n > _SMALL_TILE:
+    tiles, steps = num_tiles(config, M, N), -(-K // BLOCK)
+    if tiles == 0 or not _is_small(config):
         return config
     if steps - steps // max(1, num_sms // tiles) >= _SAVED_STEPS:
         return changed(config, split="separate", num_programs=num_sms)
@@ -178,8 +176,8 @@ def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
     return config
 
 
-def _tiles(block_m: int, block_n: int, M: int, N: int) -> int:
-    return -(-M // block_m) * -(-N // block_n)
+def _is_small(config: Config) -> bool:
+    return config.block_m * config.block_n <= _SMALL_TILE
 
 
 def _stages(block_m: int, block_n: int, programs: int = 1) -> int:

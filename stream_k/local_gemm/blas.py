@@ -20,7 +20,7 @@ import torch
 
 from pyrocshmem import target, trace
 from pyrocshmem.calls import planning
-from pyrocshmem.calls.tensors import POINTER, how_to_read, how_to_write
+from pyrocshmem.calls.tensors import POINTER, elements_held, how_to_read, how_to_write
 from pyrocshmem.collectives.float8 import UNIT
 from pyrocshmem.collectives.quantize import dequantize
 from pyrocshmem.elements import ELEMENTS
@@ -248,7 +248,7 @@ def new_result(
     M: int, N: int, dtype: torch.dtype, device: torch.device, scaling: Scaling | None
 ) -> torch.Tensor:
     """Memory for a result [M, N], with room for the rows that the BLAS multiplies beyond it (`_multiply_blocks`)."""
-    if M % UNIT == 0 or scaling is None or scaling.a.ndim != 2 or scaling.a.shape[1] == 1:
+    if scaling is None or M % UNIT == 0 or scaling.a.ndim != 2 or scaling.a.shape[1] == 1:
         return torch.empty(M, N, dtype=dtype, device=device)
     return torch.empty(M + -M % UNIT, N, dtype=dtype, device=device)[:M]
 
@@ -330,8 +330,7 @@ def _lie_by(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
 
 def _holds(x: torch.Tensor, rows: int) -> bool:
     """Whether the storage of a matrix `x` has so many rows from its first on."""
-    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return (rows - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) < size
+    return (rows - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) < elements_held(x)
 
 
 def _by_columns(scale: torch.Tensor) -> torch.Tensor:
