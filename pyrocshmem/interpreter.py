@@ -16,7 +16,8 @@ a process, since to look through the modules takes milliseconds, as long as a sm
 
 All this is by private names of Triton's, so it is done for the versions of `versions.window` alone, and only where the
 names are there. Another Triton's interpreter runs unchanged, which rank 0 says in one line: kernels take longer, what
-is rounded to bf16 is cut off, and a kernel that waits keeps its turn, so ranks can't be threads.
+is rounded to bf16 is cut off, 8-bit subnormal numbers and NaNs are misread, and a kernel that waits keeps its turn, so
+ranks can't be threads.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
@@ -97,7 +99,8 @@ def _say_unknown() -> None:
     """Once, of all ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(
-            f"pyrocshmem: {_unknown()}, so its interpreter runs unchanged: slowly, and bf16 is cut off, not rounded",
+            f"pyrocshmem: {_unknown()}, so its interpreter runs unchanged: slowly, bf16 is cut off, not rounded, and "
+            "8-bit subnormal numbers and NaNs are misread",
             file=sys.stderr,
         )
 
@@ -159,13 +162,23 @@ def _remembering(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @functools.cache
+def _float8_numbers() -> dict[Any, Any]:
+    """What each byte stands for, fp32, by type: of those that the CPU target takes."""
+    every_byte = torch.arange(256).to(torch.uint8)
+    kinds = (tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2)
+    return {kind: every_byte.view(dtype).float().numpy() for kind, dtype in kinds}
+
+
+@functools.cache
 def _converting(convert_float: Callable[..., Any]) -> Callable[..., Any]:
-    """`interpreter._convert_float`, which widens bf16's subnormal numbers to zeros, and rounds to bf16 by cutting off
-    bits, garbling subnormal numbers."""
+    """`interpreter._convert_float`, which widens subnormal numbers of bf16 and e5m2 to zeros, and a NaN of e4m3 to 480,
+    and rounds to bf16 by cutting off bits, garbling subnormal numbers."""
 
     to_nearest = interpreter._ir.ROUNDING_MODE.RTNE
 
     def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if given in _float8_numbers() and wanted in (tl.float16, tl.float32):
+            return _float8_numbers()[given][values].astype(np.float32 if wanted == tl.float32 else np.float16)
         if (given, wanted) == (tl.bfloat16, tl.float32):
             # The upper half of an fp32.
             return np.asarray(values.astype(np.uint32) << 16)
@@ -184,7 +197,10 @@ def _dot_by_rows() -> Callable[..., Any]:
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def by_rows(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if a.data.ndim != 2 or a.data.dtype.kind != "f":  # 8-bit elements are bytes
+        a, b = (
+            self.create_fp_to_fp(x, tl.float32, None) if x.dtype in _float8_numbers() else x for x in (a, b)
+        )
+        if a.data.ndim != 2 or a.data.dtype.kind != "f":
             return create_dot(self, a, b, d, *options)
         rows, columns = (np.ascontiguousarray(x.data, dtype=d.data.dtype) for x in (a, b))
         products = np.matmul(rows[:, None], columns)[:, 0]

@@ -156,6 +156,28 @@ def test_bf16_is_converted_as_pytorch_does() -> None:
             assert same.all(), (expected[~same][:5], found[~same][:5])
 
 
+@triton.jit
+def widen_kernel(bytes_, as_half, as_float, events, KIND: tl.constexpr):
+    i = tl.arange(0, 256)
+    narrow = tl.load(bytes_ + i).to(KIND, bitcast=True)
+    tl.store(as_half + i, narrow.to(tl.float16))
+    tl.store(as_float + i, narrow.to(tl.float32))
+
+
+def test_8_bits_are_widened_as_pytorch_does() -> None:
+    """Every number of both types."""
+    for kind, dtype in ((tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2)):
+        every = torch.arange(256).to(torch.uint8)
+        half, single = torch.empty(256, dtype=torch.float16), torch.empty(256)
+        Launch(widen_kernel, 1, {"KIND": kind}, 4, 1)((every, half, single))
+        expected = every.view(dtype).float()
+        for found in (half.float(), single):
+            same = (found.view(torch.int32) == expected.view(torch.int32)) | (
+                found.isnan() & expected.isnan()
+            )
+            assert same.all(), (kind, expected[~same][:5], found[~same][:5])
+
+
 def test_nobody_is_warned_of_infinities() -> None:
     """No GPU warns of what its kernels compute."""
     with warnings.catch_warnings():

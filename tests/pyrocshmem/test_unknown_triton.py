@@ -73,9 +73,9 @@ def test_an_unknown_triton_runs_as_it_is_and_rank_0_says_so(what: str, why: str)
     assert ranks == str([(True, not why)] * NUM_RANKS)
     if why:
         (said,) = done.stderr.splitlines()
-        assert (
-            said
-            == f"pyrocshmem: {why}, so its interpreter runs unchanged: slowly, and bf16 is cut off, not rounded"
+        assert said == (
+            f"pyrocshmem: {why}, so its interpreter runs unchanged: slowly, bf16 is cut off, not rounded, and 8-bit "
+            "subnormal numbers and NaNs are misread"
         )
         assert in_threads.startswith(
             f"RuntimeError {why}, so its interpreter runs unchanged, which ranks that are threads"

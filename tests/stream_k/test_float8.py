@@ -73,6 +73,21 @@ def test_every_element(recipe: str) -> None:
             assert worst_ratio(out, a, b, scales, recipe, eps) <= 1, (M, N, K, kinds, dtype)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_number(recipe: str) -> None:
+    """Subnormal ones, both zeros, infinities and NaNs among them."""
+    one = torch.ones(1, 16, device=DEVICE).to(E4M3).t().contiguous().t()
+    for kind in (E4M3, E5M2):
+        every = torch.arange(256, device=DEVICE).to(torch.uint8).view(kind)
+        scales = [torch.ones_like(scale) for scale in scales_of(recipe, 256, 16, 1)]
+        out = stream_k.gemm(
+            every[:, None], one, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32
+        )
+        exact = every.float()[:, None].expand(256, 16)
+        assert torch.equal(out.isnan(), exact.isnan()), kind
+        assert torch.equal(out.nan_to_num(), exact.nan_to_num()), kind
+
+
 def test_fast_sums() -> None:
     a, b = operands(96, 64, 512)
     for recipe in RECIPES:
@@ -152,15 +167,17 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_in_every_batch(recipe: str) -> None:
     M, N, K = 70, 64, 512
-    a, b = operands(M, N, K)
+    # Of every magnitude, so that fp32 can't hold their sums.
+    a, b = (torch.exp2(torch.rand(rows, K, device=DEVICE) * 17 - 9).to(E4M3) for rows in (M, N))
+    b = b.t()
     scales = scales_of(recipe, M, N, K)
     whole = None
     with batch_invariant():
-        for rows in (70, 33, 16, 1):
-            of_a = scales[0] if recipe == "tensorwise" else scales[0][:rows]
-            out = stream_k.gemm(a[:rows], b, scale_a=of_a, scale_b=scales[1])
+        for rows in (slice(70), slice(33), slice(16), slice(1), slice(5, 70), slice(69, 70)):
+            of_a = scales[0] if recipe == "tensorwise" else scales[0][rows]
+            out = stream_k.gemm(a[rows], b, scale_a=of_a, scale_b=scales[1], out_dtype=torch.float32)
             whole = out if whole is None else whole
-            assert torch.equal(out, whole[:rows]), rows
+            assert torch.equal(out, whole[rows]), rows
 
 
 def test_nothing_and_zeros() -> None:
