@@ -10,7 +10,7 @@ from pyrocshmem import target
 from pyrocshmem.elements import float8
 from pyrocshmem.shards import shard_range
 
-E4M3 = float8()[0]
+KINDS = dict(zip(("e4m3", "e5m2"), float8(), strict=True))
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 OPS = (*SUMS, "gemm_all_scatter", "all_gather_gemm")
@@ -26,10 +26,20 @@ def blocks(size: int) -> int:
 
 
 class Whole:
-    """Both operands of all ranks: shares of K for a sum, of N for a scatter."""
+    """Both operands of all ranks: shares of K for a sum, of N for a scatter. kind: of A, "e5m2" with subnormal numbers
+    among the others."""
 
     def __init__(
-        self, op: str, recipe: str, M: int, N: int, K: int, world: int, device: Any, seed: int
+        self,
+        op: str,
+        recipe: str,
+        M: int,
+        N: int,
+        K: int,
+        world: int,
+        device: Any,
+        seed: int,
+        kind: str = "e4m3",
     ) -> None:
         self.op, self.recipe, self.world, self.M, self.N = op, recipe, world, M, N
         generator = torch.Generator().manual_seed(seed)
@@ -37,17 +47,20 @@ class Whole:
         def rand(*shape: int) -> torch.Tensor:
             return (torch.rand(*shape, generator=generator, device="cpu") + 0.1).to(device)
 
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, device="cpu").to(E4M3).to(device)
+        def numbers(kind: str, *shape: int) -> torch.Tensor:
+            x = torch.randn(*shape, generator=generator, device="cpu")
+            if kind == "e5m2":
+                x *= torch.exp2(-16 * torch.rand(*shape, generator=generator, device="cpu"))
+            return x.to(KINDS[kind]).to(device)
 
         self.shares = []
         for _ in range(world):
             if op in SUMS or not self.shares:
-                a = numbers(M, K)
+                a = numbers(kind, M, K)
                 of_a = {"tensorwise": (1,), "rowwise": (M, 1), "blockwise": (M, blocks(K))}[recipe]
                 scale_a = rand(*of_a)
             of_b = {"tensorwise": (1,), "rowwise": (1, N), "blockwise": (blocks(K), blocks(N))}[recipe]
-            self.shares.append((a, numbers(N, K).t(), scale_a, rand(*of_b)))
+            self.shares.append((a, numbers("e4m3", N, K).t(), scale_a, rand(*of_b)))
 
     def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """a, b, scale_a, scale_b."""

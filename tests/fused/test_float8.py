@@ -34,19 +34,25 @@ def every_op(
     """(what is wrong, the bits where all ranks have the same result) of each call: by default, or in each placement."""
     found = []
     calls = [
-        (op, placement, shape, dtype)
+        (op, placement, shape, dtype, kind)
         for op in OPS
         for placement in (placement_names(op) if by_placement else (None,))
-        for shape, dtype in (
+        for shape, (dtype, kind) in (
             # The last one the BLAS can multiply.
-            (((24, 32, 160), FP32), ((5, 48, 64), FP32), ((18, 32, 512), BY_BLAS_RESULT))
+            (
+                ((24, 32, 160), (FP32, "e4m3")),
+                ((5, 48, 64), (FP32, "e4m3")),
+                ((18, 32, 512), (BY_BLAS_RESULT, "e4m3")),
+            )
             if by_placement
-            else itertools.product(((24, 32, 160), (5, 48, 64)), (FP16, FP32))
+            else itertools.product(
+                ((24, 32, 160), (5, 48, 64)), ((FP16, "e4m3"), (FP32, "e4m3"), (FP32, "e5m2"))
+            )
         )
     ]
     with Heap(HEAP_BYTES) as heap:
-        for op, placement, (M, N, K), dtype in calls:
-            whole = Whole(op, recipe, M, N, K, world_size, heap.device, seed)
+        for op, placement, (M, N, K), dtype, kind in calls:
+            whole = Whole(op, recipe, M, N, K, world_size, heap.device, seed, kind)
             a, b, of_a, of_b = whole.of_rank(rank)
             more: dict[str, Any] = {"group": heap, "scale_a": of_a, "scale_b": of_b, "out_dtype": dtype}
             if placement is not None:
@@ -57,7 +63,7 @@ def every_op(
             out = getattr(stream_k, op)(a, b, **more)
             heap.synchronize()
             ratio = whole.ratio(out, rank)
-            what = f"{op}, {placement}, {(M, N, K)}, {dtype}: {ratio:.2f} of the bound"
+            what = f"{op}, {placement}, {(M, N, K)}, {kind}, {dtype}: {ratio:.2f} of the bound"
             if placement in BY_BLAS and K == 512 and not list(workspace_for(heap).plans.values())[-1].blas:
                 found.append((f"{what}, not by the BLAS", b""))
             same = b"" if op in DIVIDED else out.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pyrocshmem import Heap, stream_k
-from tests.fused.float8_bodies import DIVIDED, OPS, RECIPES, Whole
+from tests.fused.float8_bodies import DIVIDED, KINDS, OPS, RECIPES, Whole
 from tests.stress.tensors import Facts, draw_size
 
 
@@ -17,7 +17,7 @@ def draw(rng: Random, num_ranks: int) -> Facts:
     facts["M"], facts["N"] = draw_size(rng), draw_size(rng)
     # More than one block of 128 at times.
     facts["K"] = draw_size(rng) * rng.choice((1, 1, 4))
-    return facts | {"dtype": rng.choice(("float16", "float32"))}
+    return facts | {"kind": rng.choice(list(KINDS)), "dtype": rng.choice(("float16", "float32"))}
 
 
 def same(facts: Facts) -> bool:
@@ -35,10 +35,8 @@ class Float8:
         self.mine[1] = self.mine[1].t().contiguous().t()
 
     def _whole(self, data: int) -> Whole:
-        sizes = (self.facts[name] for name in "MNK")
-        return Whole(
-            self.facts["op"], self.facts["recipe"], *sizes, self.heap.world_size, self.heap.device, data
-        )
+        op, recipe, kind, *sizes = (self.facts[name] for name in ("op", "recipe", "kind", "M", "N", "K"))
+        return Whole(op, recipe, *sizes, self.heap.world_size, self.heap.device, data, kind)
 
     def load(self, data: int) -> None:
         for mine, new in zip(self.mine, self._whole(data).of_rank(self.heap.rank), strict=True):
