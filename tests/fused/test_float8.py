@@ -33,22 +33,18 @@ def every_op(
 ) -> list[tuple[str, bytes]]:
     """(what is wrong, the bits where all ranks have the same result) of each call: by default, or in each placement."""
     found = []
+    small, odd = (24, 32, 160), (5, 48, 64)
+    if by_placement:
+        # The last one the BLAS can multiply.
+        cases = [(small, FP32, "e4m3"), (odd, FP32, "e4m3"), ((18, 32, 512), BY_BLAS_RESULT, "e4m3")]
+    else:
+        results = (FP16, "e4m3"), (FP32, "e4m3"), (FP32, "e5m2")
+        cases = [(shape, *result) for shape in (small, odd) for result in results]
     calls = [
-        (op, placement, shape, dtype, kind)
+        (op, placement, *case)
         for op in OPS
         for placement in (placement_names(op) if by_placement else (None,))
-        for shape, (dtype, kind) in (
-            # The last one the BLAS can multiply.
-            (
-                ((24, 32, 160), (FP32, "e4m3")),
-                ((5, 48, 64), (FP32, "e4m3")),
-                ((18, 32, 512), (BY_BLAS_RESULT, "e4m3")),
-            )
-            if by_placement
-            else itertools.product(
-                ((24, 32, 160), (5, 48, 64)), ((FP16, "e4m3"), (FP32, "e4m3"), (FP32, "e5m2"))
-            )
-        )
+        for case in cases
     ]
     with Heap(HEAP_BYTES) as heap:
         for op, placement, (M, N, K), dtype, kind in calls:

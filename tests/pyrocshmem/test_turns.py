@@ -139,6 +139,13 @@ def convert_kernel(narrow, wide, widened, narrowed, events, SIZE: tl.constexpr):
     tl.store(narrowed + i, tl.load(wide + i).to(tl.bfloat16))
 
 
+def check_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits; a NaN may have others."""
+    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+    same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+    assert same.all(), (expected[~same][:5], found[~same][:5])
+
+
 def test_bf16_is_converted_as_pytorch_does() -> None:
     """Every bf16 number, subnormal ones and NaNs among them, and fp32 ones of any bits and halfway between two of
     bf16."""
@@ -150,10 +157,8 @@ def test_bf16_is_converted_as_pytorch_does() -> None:
     for wide in (halfway, any_bits, any_bits * 2.0**-126):
         widened, narrowed = torch.empty_like(wide), torch.empty_like(every)
         Launch(convert_kernel, 4, {"SIZE": 1 << 14}, 4, 1)((every, wide, widened, narrowed))
-        for found, expected in ((widened, every.float()), (narrowed, wide.bfloat16())):
-            bits = torch.int32 if found.dtype == torch.float32 else torch.int16
-            same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
-            assert same.all(), (expected[~same][:5], found[~same][:5])
+        check_bits(widened, every.float())
+        check_bits(narrowed, wide.bfloat16())
 
 
 @triton.jit
@@ -170,12 +175,8 @@ def test_8_bits_are_widened_as_pytorch_does() -> None:
         every = torch.arange(256).to(torch.uint8)
         half, single = torch.empty(256, dtype=torch.float16), torch.empty(256)
         Launch(widen_kernel, 1, {"KIND": kind}, 4, 1)((every, half, single))
-        expected = every.view(dtype).float()
-        for found in (half.float(), single):
-            same = (found.view(torch.int32) == expected.view(torch.int32)) | (
-                found.isnan() & expected.isnan()
-            )
-            assert same.all(), (kind, expected[~same][:5], found[~same][:5])
+        check_bits(half, every.view(dtype).half())
+        check_bits(single, every.view(dtype).float())
 
 
 def test_nobody_is_warned_of_infinities() -> None:
