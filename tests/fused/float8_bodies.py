@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pyrocshmem import target
 from pyrocshmem.elements import float8
 from pyrocshmem.shards import shard_range
+from tests.float8_error import may_be_off
 
 KINDS = dict(zip(("e4m3", "e5m2"), float8(), strict=True))
 RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -16,9 +16,6 @@ SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 OPS = (*SUMS, "gemm_all_scatter", "all_gather_gemm")
 # Whose results are the ranks' own.
 DIVIDED = ("gemm_reduce_scatter", "all_gather_gemm")
-# Of a sum of 8-bit products: what NVIDIA's matrix units keep of 128 of them, and of all.
-EPS = 2.0**-22 if target.interpreted() else 2.0**-15
-FAST_EPS = 2.0**-22 if target.interpreted() else 2.0**-12
 
 
 def blocks(size: int) -> int:
@@ -70,8 +67,8 @@ class Whole:
         rows = slice(*shard_range(len(a), rank, self.world))
         return a[rows], b, of_a if of_a.numel() == 1 else of_a[rows], of_b
 
-    def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the result, |A| |B| of it, the sum of the magnitudes of what ranks add), float64."""
+    def exact(self, fast: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(the result, what its sums may be off by, the sum of the magnitudes of what ranks add), float64."""
         found = []
         for a, b, of_a, of_b in self.shares:
             K, N = b.shape
@@ -79,23 +76,24 @@ class Whole:
                 of_a = of_a.repeat_interleave(128, 1)[:, :K]
                 of_b = of_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
             left, right = a.double() * of_a.double(), b.double() * of_b.double()
-            found.append((left @ right, left.abs() @ right.abs(), (left @ right).abs()))
+            product = left @ right
+            found.append((product, may_be_off(left, right, fast), product.abs()))
         if self.op in SUMS:
             return tuple(sum(each) for each in zip(*found, strict=True))  # type: ignore[return-value]
         return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))  # type: ignore[return-value]
 
     def ratio(self, out: torch.Tensor, rank: int, roundings: int = 1, fast: bool = False) -> float:
         """The largest error of this rank's result over its bound. roundings: of each rank's term, where it is added."""
-        (exact, magnitude, terms), K = self.exact(), self.shares[0][1].shape[0]
+        exact, off, terms = self.exact(fast)
         if self.op == "gemm_reduce_scatter":
             rows = slice(*shard_range(self.M, rank, self.world))
-            exact, magnitude, terms = exact[rows], magnitude[rows], terms[rows]
+            exact, off, terms = exact[rows], off[rows], terms[rows]
         if self.op == "all_gather_gemm":
-            exact, magnitude = (x[:, rank * self.N :][:, : self.N] for x in (exact, magnitude))
+            exact, off = (x[:, rank * self.N :][:, : self.N] for x in (exact, off))
         assert out.shape == exact.shape
         if not out.numel():
             return 0.0
-        eps, unit = FAST_EPS if fast else EPS, torch.finfo(out.dtype).eps / 2
-        bound = unit * exact.abs() + K**0.5 * eps * magnitude + roundings * 2.0**-24 * self.world
+        unit = torch.finfo(out.dtype).eps / 2
+        bound = unit * exact.abs() + off + roundings * 2.0**-24 * self.world
         bound += roundings * unit * terms if self.op in SUMS else 0
         return float(((out.double() - exact).abs() / bound).max())
