@@ -32,16 +32,16 @@ _OWN_PRODUCT_ROWS = 1280
 # tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
 # (H200).
 _SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
-# Rows of a fused op's product from which the BLAS is, though it takes them by UNIT with scales of blocks, so that
-# results of others are copied.
-_COPIED_ROWS = 1024
-# Of sums that copy engines bring to their owners a block of rows at a time: rows of a block from which a product of
-# its own is fast with scales of rows; inner size from which the BLAS is the faster one in an all-reduce, and that with
-# scales of rows.
-_BLOCK_ROWS, _SUMMED_K, _SUMMED_K_BY_ROWS = 1024, 3072, 5120
-# Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 with scales of blocks, by the BLAS and by our GEMM;
+# Scales of blocks: the BLAS takes rows by UNIT, so that results of others are copied. Rows of a sum from which it is
+# the faster one nevertheless, and microseconds of a product of fewer.
+_COPIED_ROWS, _COPIED_US = 1024, 50.0
+# Inner size from which the BLAS is the faster one in an all-reduce whose sums copy engines bring to their owners a
+# block of rows at a time: with one scale or scales of blocks, and with scales of rows. Share of the product's time that
+# such an all-reduce takes longer, beside the waves that blocks add.
+_SUMMED_K, _SUMMED_K_BY_ROWS, _DIVIDED = 3072, 5120, 0.04
+# Multiply-adds of an SM in a microsecond, of a tile of 128 x 128 by the BLAS, and by our GEMM with scales of blocks;
 # and microseconds for which columns of the last tiles travel behind it.
-_BLOCK_MULTIPLY_ADDS, _OUR_MULTIPLY_ADDS, _LAST_COLUMNS_US = 5.15e6, 3.8e6, 60.0
+_MULTIPLY_ADDS, _OUR_MULTIPLY_ADDS, _LAST_COLUMNS_US = 5.15e6, 3.8e6, 60.0
 # SMs that our GEMM leaves free beside copies, since beside one of its programs there is no room for one that waits
 # (`ops.planned.least_free`): with scales of blocks, and one more, whatever the scales, where an all-reduce has two.
 _SPARE_OF_BLOCKS, _SPARE_OF_TWO = 1, 1
@@ -104,25 +104,24 @@ def _where(
         tile = changed(config, block_n=min(config.block_n, _MOST_COLUMNS))
         return own if _is_small(tile) and num_tiles(tile, M, N) <= num_sms else "blas"
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
-    # Of gathers by rows alone: ranks may have different columns, and these placements move rows in ways of their own.
-    copied = op == "all_gather_gemm" and own == "copy_engine"
-    blocks = copied and -(-M // world_size) >= _OWN_PRODUCT_ROWS
-    rows = M // world_size if blocks else M
-    if of_blocks and rows % UNIT != 0 and rows < _COPIED_ROWS:
-        return own
+    copies_results = of_blocks and M % UNIT != 0 and M < _COPIED_ROWS
     if op == "all_gather_gemm":
+        # By rows alone: ranks may have different columns, and these placements move rows in ways of their own.
+        copied, rows = own == "copy_engine", -(-M // world_size)
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
-        if copied:
-            return "blas_blocks" if blocks else "unfused"
-        return "unfused" if tiles >= (_GATHERED_BLOCKS if of_blocks else _GATHERED_ROWS) * num_sms else own
-    if op in ("gemm_reduce_scatter", "gemm_all_reduce") and own != "messages":
+        if copied and not copies_results:
+            return "blas_blocks" if rows >= _OWN_PRODUCT_ROWS else "unfused"
+        waves = _GATHERED_BLOCKS if of_blocks and not copies_results else _GATHERED_ROWS
+        return "unfused" if tiles >= waves * num_sms else own
+    if op in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        if copies_results and _product_us(M, N, K, num_sms) < _COPIED_US:
+            return own
         reduces = op == "gemm_all_reduce"
-        if _copies_blocks(M, N, K, world_size, num_sms, scheme, reduces):
-            by_blas_from = _SUMMED_K_BY_ROWS if scheme.recipe == "rowwise" else _SUMMED_K
-            return own if reduces and own == "copy_engine" and by_blas_from > K else "blas_blocks"
-        if reduces and K >= _SUMMED_K:
+        if not _copies_blocks(M, N, K, world_size, num_sms, scheme, reduces):
             return "unfused"
+        by_blas_from = _SUMMED_K_BY_ROWS if scheme.recipe == "rowwise" else _SUMMED_K
+        return own if reduces and own == "copy_engine" and by_blas_from > K else "blas_blocks"
     if own == "messages":
         return "unfused"
     if of_blocks:
@@ -135,18 +134,19 @@ def _copies_blocks(
     M: int, N: int, K: int, world_size: int, num_sms: int, scheme: Scheme, reduces: bool
 ) -> bool:
     """Whether partial sums are copied, a block of rows for each owner, while the next one is multiplied: where that
-    takes longer than it costs to begin, and the last waves of so many products."""
-    rows = -(-M // world_size)
+    takes longer than it costs to begin, and the last waves of so many products. Of one scale the BLAS fills those."""
     least = least_copied_us(world_size, reduces)
-    if scheme.recipe == "rowwise" and rows < _BLOCK_ROWS:
-        return False
-    if scheme.recipe == "blockwise":
-        if rows % UNIT != 0 and rows < _COPIED_ROWS:
-            return False
+    if scheme.recipe != "tensorwise":
         columns = -(-N // 128)
-        waves = [-(-(-(-each // 128) * columns) // num_sms) for each in (rows, M)]
-        least += (world_size * waves[0] - waves[1]) * 128 * 128 * K / _BLOCK_MULTIPLY_ADDS
+        waves = [-(-(-(-rows // 128) * columns) // num_sms) for rows in (-(-M // world_size), M)]
+        least += (world_size * waves[0] - waves[1]) * _product_us(128, 128, K, 1)
+        least += _DIVIDED * _product_us(M, N, K, num_sms) if reduces else 0.0
     return peers_us(2 * M * N, world_size) > least
+
+
+def _product_us(M: int, N: int, K: int, num_sms: int) -> float:
+    """Microseconds of a product by the BLAS that leaves no SM idle."""
+    return M * N * K / (num_sms * _MULTIPLY_ADDS)
 
 
 def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
@@ -155,7 +155,7 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
     exchange = peers_us(2 * M * 2 * N, 2)
     waves = -(-tiles // (num_sms - _SPARE_OF_BLOCKS))
     ours = max(waves * 128 * 128 * K / _OUR_MULTIPLY_ADDS, exchange) + _LAST_COLUMNS_US
-    return ours < M * N * K / (num_sms * _BLOCK_MULTIPLY_ADDS) + exchange
+    return ours < _product_us(M, N, K, num_sms) + exchange
 
 
 def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:

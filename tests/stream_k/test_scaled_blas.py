@@ -18,8 +18,6 @@ from tests.stream_k.test_float8 import DEVICE, E5M2, RECIPES, operands, scales_o
 
 TIER = 2
 M, N, K = 72, 96, 512
-# Of a sum in the matrix unit, of 128 products and of all.
-EPS, FAST_EPS = (2.0**-23, 2.0**-23) if target.interpreted() else (2.0**-15, 2.0**-12)
 # Results of bfloat16 the CPU target rounds from float32.
 RESULT = torch.float16 if target.interpreted() else torch.bfloat16
 
@@ -64,7 +62,7 @@ def product(recipe: str, M: int, N: int, K: int, **more: Any) -> tuple[torch.Ten
 def test_every_element(recipe: str, multiplied: list[str]) -> None:
     for fast in (False, True):
         out, given = product(recipe, M, N, K, use_fast_accum=fast)
-        assert worst_ratio(out, *given, FAST_EPS if fast else EPS) <= 1
+        assert worst_ratio(out, *given, fast) <= 1
     assert multiplied == ["blas"] * 2
 
 
@@ -74,12 +72,12 @@ def test_by_hand_and_into_what_is_there(multiplied: list[str]) -> None:
     config = choose_scaled("gemm", M, N, K, 1, DEVICE, Scheme("rowwise", fast=False), invariance.NONE)
     found, given = product("rowwise", M, N, K, out=out, config=replace(config, placement="blas"))
     assert found is out
-    assert worst_ratio(out, *given, EPS) <= 1
+    assert worst_ratio(out, *given) <= 1
     # Tensors of inference mode, which PyTorch doesn't write to outside of it.
     with torch.inference_mode():
         kept = torch.empty_like(out)
     found, given = product("rowwise", M, N, K, out=kept)
-    assert worst_ratio(kept, *given, EPS) <= 1
+    assert worst_ratio(kept, *given) <= 1
     assert multiplied == ["blas"] * 2
 
 
@@ -124,7 +122,7 @@ def test_numbers_of_rows_that_are_no_multiple_of_four(
             for out in (None, whole[:rows]):
                 found = stream_k.gemm(x, weight.t(), scale_a=scale, out=out, **rest)
                 assert found.shape == (rows, N)
-                assert worst_ratio(found, a, weight.t(), (of_a, of_b.t()), "blockwise", EPS) <= 1
+                assert worst_ratio(found, a, weight.t(), (of_a, of_b.t()), "blockwise") <= 1
                 if copied:
                     places = (x.data_ptr(), scale.data_ptr(), found.data_ptr())
                     roomy = (x is a, x is a, out is None)
@@ -139,7 +137,7 @@ def test_numbers_of_blocks_that_are_no_multiple_of_four(multiplied: list[str]) -
     """cuBLAS looks for the scales of a column of B where a multiple of four ends."""
     for inner in (640, 128, 5376, 400):
         out, given = product("blockwise", M, 272, inner)
-        assert worst_ratio(out, *given, EPS) <= 1
+        assert worst_ratio(out, *given) <= 1
         # Those of `quantize` have zeros behind them.
         a, of_a = stream_k.quantize(torch.randn(M, inner, device=DEVICE), "blockwise")
         b, scale = stream_k.quantize(torch.randn(272, inner, device=DEVICE), "blockwise_weight")
@@ -147,7 +145,7 @@ def test_numbers_of_blocks_that_are_no_multiple_of_four(multiplied: list[str]) -
         assert completed.data_ptr() == scale.data_ptr()
         assert not completed[scale.shape[1] :].any()
         out = stream_k.gemm(a, b.t(), scale_a=of_a, scale_b=scale.t(), out_dtype=RESULT)
-        assert worst_ratio(out, a, b.t(), (of_a, scale.t()), "blockwise", EPS) <= 1
+        assert worst_ratio(out, a, b.t(), (of_a, scale.t()), "blockwise") <= 1
     assert multiplied == ["blas"] * 8
 
 
@@ -159,7 +157,7 @@ def test_scales_that_begin_anywhere(multiplied: list[str]) -> None:
     for begin in range(4):
         x, y = of_a[begin:][:M], of_b[:, begin:][:, :N]
         out = stream_k.gemm(a, b, scale_a=x, scale_b=y, out_dtype=RESULT)
-        assert worst_ratio(out, a, b, (x, y), "rowwise", EPS) <= 1
+        assert worst_ratio(out, a, b, (x, y), "rowwise") <= 1
     assert multiplied == ["blas"] * 4
 
 
@@ -182,7 +180,7 @@ def test_a_plan_takes_other_scales(multiplied: list[str]) -> None:
         with mode():
             scales = scales_of("blockwise", M, N, 640)
             out = stream_k.gemm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=RESULT)
-        assert worst_ratio(out, a, b, scales, "blockwise", EPS) <= 1
+        assert worst_ratio(out, a, b, scales, "blockwise") <= 1
         (made,) = (plan for plan in local_workspace(DEVICE).plans.values() if isinstance(plan, blas.BlasPlan))
         held = [x for x in vars(made).values() if isinstance(x, torch.Tensor)]
         before = before or [(x, x.clone()) for x in held]
@@ -207,7 +205,7 @@ def test_what_it_can_not_do(
         more = {"bias": torch.zeros(N, dtype=RESULT, device=DEVICE)}
     out, given = product(recipe, *size, **more)
     if "activation" not in more:
-        assert worst_ratio(out, *given, EPS) <= 1
+        assert worst_ratio(out, *given) <= 1
     assert multiplied == ["own"]
     config = replace(
         choose_scaled("gemm", *size, 1, DEVICE, Scheme(recipe, False), invariance.NONE),  # type: ignore[arg-type]
@@ -225,7 +223,7 @@ def test_operands_that_lie_otherwise(multiplied: list[str]) -> None:
     one = torch.full((1,), 0.5, device=DEVICE)
     for x, y, scale in ((a, b.contiguous(), of_a), (a.t().contiguous().t(), b, of_a), (a, b, one)):
         out = stream_k.gemm(x, y, scale_a=scale, scale_b=of_b, out_dtype=RESULT)
-        assert worst_ratio(out, a, b, (scale, of_b), "rowwise", EPS) <= 1
+        assert worst_ratio(out, a, b, (scale, of_b), "rowwise") <= 1
     assert multiplied == ["own"] * 3
 
 
@@ -233,7 +231,7 @@ def test_operands_that_lie_otherwise(multiplied: list[str]) -> None:
 def test_what_a_version_does_not_take_is_ours(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "takes", lambda *_: False)
     out, given = product("rowwise", M, N, K)
-    assert worst_ratio(out, *given, EPS) <= 1
+    assert worst_ratio(out, *given) <= 1
     assert multiplied == ["own"]
 
 
@@ -250,7 +248,7 @@ def test_new_rows_are_not_tried_again(multiplied: list[str], monkeypatch: pytest
     monkeypatch.setattr(blas, "_taken", {})
     for rows, inner in ((72, K), (88, K), (72, 2 * K), (80, K), (8, K), (24, 2 * K)):
         out, given = product("rowwise", rows, N, inner)
-        assert worst_ratio(out, *given, EPS) <= 1
+        assert worst_ratio(out, *given) <= 1
     assert tried == [(72, K), (72, 2 * K), (80, K)]
     assert multiplied == ["blas", "blas", "own", "blas", "blas", "own"]
 
@@ -261,7 +259,7 @@ def test_it_is_tried_on_a_gpu() -> None:
     scale = torch.ones((), device=DEVICE)
     a, b = operands(M, N, K, E5M2, E5M2)
     out = stream_k.gemm(a, b, scale_a=scale, scale_b=scale)
-    assert worst_ratio(out, a, b, (scale, scale), "tensorwise", EPS) <= 1
+    assert worst_ratio(out, a, b, (scale, scale), "tensorwise") <= 1
 
 
 CHOICES = [
@@ -351,13 +349,25 @@ FUSED = [
     ("gemm_all_scatter", "blockwise", (1792, 7168, 5120), "unfused"),
     ("gemm_reduce_scatter", "rowwise", (256, 4096, 4096), "unfused"),
     ("gemm_reduce_scatter", "rowwise", (8192, 4096, 4096), "blas_blocks"),
-    ("gemm_reduce_scatter", "rowwise", (2046, 8192, 4096), "copy_engine"),
+    ("gemm_reduce_scatter", "rowwise", (2046, 8192, 4096), "blas_blocks"),
     ("gemm_reduce_scatter", "tensorwise", (2046, 8192, 4096), "blas_blocks"),
     ("gemm_reduce_scatter", "tensorwise", (2048, 2048, 4096), "unfused"),
-    # Blocks of 768 rows take a wave more than all rows do; of 1023 rows the BLAS doesn't take three.
-    ("gemm_reduce_scatter", "blockwise", (1536, 6144, 12288), "unfused"),
-    ("gemm_reduce_scatter", "blockwise", (1792, 6144, 4096), "blas_blocks"),
-    ("gemm_reduce_scatter", "blockwise", (2046, 6144, 4096), "unfused"),
+    # Blocks of 768 rows take a wave more than all rows do.
+    *(("gemm_reduce_scatter", recipe, (1536, 6144, 12288), "unfused") for recipe in ("rowwise", "blockwise")),
+    *(
+        ("gemm_reduce_scatter", recipe, (1792, 6144, 4096), "blas_blocks")
+        for recipe in ("rowwise", "blockwise")
+    ),
+    ("gemm_reduce_scatter", "tensorwise", (1536, 6144, 12288), "blas_blocks"),
+    ("gemm_reduce_scatter", "blockwise", (2046, 6144, 4096), "blas_blocks"),
+    # Of rows that four doesn't divide the BLAS' results are copied.
+    ("gemm_reduce_scatter", "blockwise", (809, 4096, 3584), "messages"),
+    ("gemm_reduce_scatter", "blockwise", (808, 4096, 3584), "unfused"),
+    ("gemm_reduce_scatter", "blockwise", (229, 14336, 13824), "unfused"),
+    ("gemm_all_scatter", "blockwise", (809, 4096, 3584), "unfused"),
+    ("all_gather_gemm", "blockwise", (665, 3584, 2560), "messages"),
+    ("all_gather_gemm", "blockwise", (664, 3584, 2560), "unfused"),
+    ("all_gather_gemm", "blockwise", (809, 4096, 3584), "unfused"),
     ("all_gather_gemm", "rowwise", (256, 16384, 4096), "unfused"),
     ("all_gather_gemm", "rowwise", (256, 8192, 4096), "messages"),
     ("gemm_all_reduce", "blockwise", (8196, 4096, 4096), "blas_blocks"),
@@ -368,6 +378,9 @@ FUSED = [
     ("gemm_all_reduce", "rowwise", (2304, 6144, 3000), "copy_engine"),
     ("gemm_all_reduce", "rowwise", (9000, 8192, 4096), "copy_engine"),
     ("gemm_all_reduce", "rowwise", (6144, 7168, 8192), "blas_blocks"),
+    # A product so long loses more in blocks than copies beside it gain.
+    ("gemm_all_reduce", "rowwise", (1329, 8192, 8704), "blas_blocks"),
+    ("gemm_all_reduce", "rowwise", (1329, 8192, 13824), "unfused"),
     ("gemm_all_reduce", "tensorwise", (64, 4096, 4096), "messages"),
 ]
 
