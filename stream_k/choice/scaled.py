@@ -111,7 +111,9 @@ def _where(
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
         if copied and not copies_results:
-            return "blas_blocks" if rows >= _OWN_PRODUCT_ROWS else "unfused"
+            # One product has no results to copy where four divides all rows alone.
+            whole = of_blocks and rows % UNIT != 0 and M % UNIT == 0
+            return "unfused" if whole or rows < _OWN_PRODUCT_ROWS else "blas_blocks"
         waves = _GATHERED_BLOCKS if of_blocks and not copies_results else _GATHERED_ROWS
         return "unfused" if tiles >= waves * num_sms else own
     if op in ("gemm_reduce_scatter", "gemm_all_reduce"):

@@ -337,6 +337,8 @@ FUSED = [
     ("all_gather_gemm", "rowwise", (2560, 8192, 4096), "blas_blocks"),
     ("all_gather_gemm", "blockwise", (8192, 4096, 4096), "blas_blocks"),
     ("all_gather_gemm", "blockwise", (8190, 4096, 4096), "blas_blocks"),
+    ("all_gather_gemm", "blockwise", (8188, 4096, 4096), "unfused"),
+    ("all_gather_gemm", "rowwise", (8188, 4096, 4096), "blas_blocks"),
     ("all_gather_gemm", "blockwise", (2046, 8192, 4096), "unfused"),
     ("all_gather_gemm", "blockwise", (256, 16384, 4096), "unfused"),
     ("all_gather_gemm", "tensorwise", (8192, 4096, 4096), "copy_engine"),
