@@ -94,7 +94,7 @@ def _where(
 ) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. config: of
     a GEMM alone, whose tile is the same whoever multiplies. As measured on two H100, 2 x 66 GEMMs fused, and on two
-    H200, 170 alone, gathers, and with scales of rows, and of sums (docs/log.md)."""
+    H200, 170 GEMMs alone, gathers, and 140 sums with scales of rows, 81 with scales of blocks (docs/log.md)."""
     one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
@@ -110,7 +110,7 @@ def _where(
         copied, rows = own == "copy_engine", -(-M // world_size)
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
-        if copied and not copies_results:
+        if copied:
             # One product has no results to copy where four divides all rows alone.
             whole = of_blocks and rows % UNIT != 0 and M % UNIT == 0
             return "unfused" if whole or rows < _OWN_PRODUCT_ROWS else "blas_blocks"

@@ -370,6 +370,8 @@ FUSED = [
     ("all_gather_gemm", "blockwise", (665, 3584, 2560), "messages"),
     ("all_gather_gemm", "blockwise", (664, 3584, 2560), "unfused"),
     ("all_gather_gemm", "blockwise", (809, 4096, 3584), "unfused"),
+    # Rows that are copied go the same way whatever the columns.
+    *(("all_gather_gemm", "blockwise", (901, N, 28672), "unfused") for N in (1024, 4096)),
     ("all_gather_gemm", "rowwise", (256, 16384, 4096), "unfused"),
     ("all_gather_gemm", "rowwise", (256, 8192, 4096), "messages"),
     ("gemm_all_reduce", "blockwise", (8196, 4096, 4096), "blas_blocks"),
