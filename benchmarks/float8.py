@@ -32,10 +32,11 @@ from pyrocshmem.benchmarks import models, records
 from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable, first_line, group_name, need_gpus
 from pyrocshmem.benchmarks.shapes import Case, cases_of
-from pyrocshmem.calls import invariance
+from pyrocshmem.calls import invariance, planning
 from pyrocshmem.reference.timing import Meter, Run
 from pyrocshmem.stream_k.choice.scaled import choose_scaled
 from pyrocshmem.stream_k.local_gemm.scales import Recipe, Scheme
+from pyrocshmem.warming import compile_shared_out
 
 OPS = ("gemm", "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_scatter")
 RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -43,6 +44,8 @@ RECIPES = ("tensorwise", "rowwise", "blockwise")
 _FAST_EPS, _EPS = 2.0**-12, 2.0**-15
 _HEAP_BYTES = {"gpu": 3 << 30, "cpu": 64 << 20}
 _LIMIT_S = 1800.0
+# Cases whose kernels are compiled before the first of them is timed.
+_COMPILED_AT_ONCE = 64
 # Columns of the table, and what stands behind the time of a wrong result.
 SIZES, ERROR, WRONG = "M N K of a rank's GEMM", "error / bound", " wrong"
 
@@ -75,14 +78,8 @@ class Quantized(Operands):
 
 def providers(x: Quantized) -> dict[str, Call]:
     """What computes a case, ours first."""
-    found: dict[str, Call] = {"ours": _ours(x, fast=False)}
-    if x.recipe != "blockwise":
-        found["ours, fast"] = _ours(x, fast=True)
-    if x.case.op == "gemm":
-        M, N, K = x.shape
-        facts = (M, N, K, 1, x.device, Scheme(x.recipe, fast=False), invariance.NONE)
-        own = choose_scaled("gemm", *facts, placement="after")
-        found["ours, no BLAS"] = _ours(x, fast=False, config=own)
+    # Of ours all can run: what one of them raises ends the measurement, or ranks would be out of step in the next.
+    found = our_calls(x)
     for name, prepare in (
         ("scaled_mm", lambda: _vendor(x, fast=False)),
         ("scaled_mm, fast", lambda: _vendor(x, fast=True)),
@@ -101,9 +98,33 @@ def providers(x: Quantized) -> dict[str, Call]:
                     f"{x.case.op} {x.case.M} {x.case.N} {x.case.K}: no {name}: {first_line(error)}",
                     file=sys.stderr,
                 )
-    # Of ours all can run: what one of them raises ends the measurement, or ranks would be out of step in the next.
+    return found
+
+
+def our_calls(x: Quantized) -> dict[str, Call]:
+    """Ours in 8 bits, and in 16."""
+    found = {"ours": _ours(x, fast=False)}
+    if x.recipe != "blockwise":
+        found["ours, fast"] = _ours(x, fast=True)
+    if x.case.op == "gemm":
+        M, N, K = x.shape
+        facts = (M, N, K, 1, x.device, Scheme(x.recipe, fast=False), invariance.NONE)
+        own = choose_scaled("gemm", *facts, placement="after")
+        found["ours, no BLAS"] = _ours(x, fast=False, config=own)
     found["ours, 16 bits"] = _in_16_bits(x)
     return found
+
+
+def _compile(cases: list[Case], recipe: Recipe, heap: Heap, device: torch.device) -> None:
+    """Compile what ours need for all of these at once: one after another would take longer than what is timed."""
+    needed: dict[Any, planning.Compilation] = {}
+    for case in cases:
+        x = Quantized(case, heap if heap.world_size > 1 else None, device, recipe)
+        with planning.only("collect") as more:
+            for call in our_calls(x).values():
+                call()
+        needed |= more
+    compile_shared_out([*needed.values()], heap)
 
 
 def _ours(x: Quantized, fast: bool, **given: Any) -> Call:
@@ -259,9 +280,11 @@ def measure(
     took: list[Took] = []
     meter = Meter(device, world_size > 1)
     with Heap(_HEAP_BYTES["gpu" if device.type == "cuda" else "cpu"]) as heap:
-        for case in cases:
+        for number, case in enumerate(cases):
             if took and b"late" in heap.vote("time", b"late" * (time.monotonic() - begin > seconds)):
                 break
+            if number % _COMPILED_AT_ONCE == 0:
+                _compile(cases[number:][:_COMPILED_AT_ONCE], recipe, heap, device)
             x = Quantized(case, heap if world_size > 1 else None, device, recipe)
             runs = {name: Run(call, None, returns=True) for name, call in providers(x).items()}
             spent = meter.in_turn(runs, iters).seconds

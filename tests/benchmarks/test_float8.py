@@ -24,6 +24,7 @@ from pyrocshmem.benchmarks.float8 import (
 )
 from pyrocshmem.benchmarks.provider import Unavailable
 from pyrocshmem.benchmarks.shapes import cases_of
+from pyrocshmem.calls import planning
 from tests.ranks import run_ranks, values
 
 TIER = 3
@@ -114,6 +115,35 @@ def test_fewer_rows_than_ranks() -> None:
             largest = [max(took.errors.values()) for took in both]
             assert 0 < largest[0] <= 1
             assert largest[1] == 0 if case.op == "gemm_reduce_scatter" else 0 < largest[1] <= 1
+
+
+def compiled(rank: int, world_size: int) -> list[list[str]]:
+    """The modes in which ours were called before each time that kernels were compiled, of three cases, two at once."""
+    real, called, found = float8._call_of_ours, [], []
+
+    def noted(*given: Any, **more: Any) -> Any:
+        called.append(planning.here.mode or "made")
+        return real(*given, **more)
+
+    def ends(*_: Any) -> None:
+        found.append(called.copy())
+        called.clear()
+
+    with (
+        mock.patch.object(float8, "_COMPILED_AT_ONCE", 2),
+        mock.patch.object(float8, "_call_of_ours", noted),
+        mock.patch.object(float8, "compile_shared_out", ends),
+    ):
+        measure(rank, world_size, cases(OPS[1:], world_size)[:3], "blockwise", 1)
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_kernels_are_compiled_some_cases_at_once() -> None:
+    """In 8 and 16 bits; then the first two cases are measured, and so on."""
+    for found in values(run_ranks(compiled, 2)):
+        assert found == [["collect"] * 4, ["made"] * 4 + ["collect"] * 2]
 
 
 @pytest.mark.cpu
