@@ -69,7 +69,7 @@ def every_op(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (1, 2, 3)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.num_ranks(n)) for n in (1, 2, 3, 4)])
 def test_every_op(ranks: int, recipe: str) -> None:
     check(values(run_ranks(every_op, ranks, recipe, 11, False, timeout=TIMEOUT_S)))
 
