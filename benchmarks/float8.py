@@ -115,11 +115,12 @@ def our_calls(x: Quantized) -> dict[str, Call]:
     return found
 
 
-def _compile(cases: list[Case], recipe: Recipe, heap: Heap, device: torch.device) -> None:
-    """Compile what ours need for all of these at once: one after another would take longer than what is timed."""
+def _compile(cases: list[Case], recipe: Recipe, heap: Heap | None, device: torch.device) -> None:
+    """Compile what ours need for all of these at once: one after another would take longer than what is timed. heap: as
+    of `Quantized`."""
     needed: dict[Any, planning.Compilation] = {}
     for case in cases:
-        x = Quantized(case, heap if heap.world_size > 1 else None, device, recipe)
+        x = Quantized(case, heap, device, recipe)
         with planning.only("collect") as more:
             for call in our_calls(x).values():
                 call()
@@ -280,12 +281,13 @@ def measure(
     took: list[Took] = []
     meter = Meter(device, world_size > 1)
     with Heap(_HEAP_BYTES["gpu" if device.type == "cuda" else "cpu"]) as heap:
+        together = heap if world_size > 1 else None
         for number, case in enumerate(cases):
             if took and b"late" in heap.vote("time", b"late" * (time.monotonic() - begin > seconds)):
                 break
             if number % _COMPILED_AT_ONCE == 0:
-                _compile(cases[number:][:_COMPILED_AT_ONCE], recipe, heap, device)
-            x = Quantized(case, heap if world_size > 1 else None, device, recipe)
+                _compile(cases[number : number + _COMPILED_AT_ONCE], recipe, together, device)
+            x = Quantized(case, together, device, recipe)
             runs = {name: Run(call, None, returns=True) for name, call in providers(x).items()}
             spent = meter.in_turn(runs, iters).seconds
             heap.synchronize()

@@ -32,8 +32,8 @@ _OWN_PRODUCT_ROWS = 1280
 # tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
 # (H200).
 _SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
-# Scales of blocks: the BLAS takes rows by UNIT, so that results of others are copied. Rows of a sum from which it is
-# the faster one nevertheless, and microseconds of a product of fewer.
+# With scales of blocks the BLAS takes rows by UNIT, so that results of other numbers of rows are copied. Rows of a
+# fused op's product from which that doesn't count, and microseconds of a sum's of fewer rows.
 _COPIED_ROWS, _COPIED_US = 1024, 50.0
 # Inner size from which the BLAS is the faster one in an all-reduce whose sums copy engines bring to their owners a
 # block of rows at a time: with one scale or scales of blocks, and with scales of rows. Share of the product's time that
@@ -106,16 +106,16 @@ def _where(
     of_blocks, tiles = scheme.recipe == "blockwise", -(-M // 128) * -(-N // 128)
     copies_results = of_blocks and M % UNIT != 0 and M < _COPIED_ROWS
     if op == "all_gather_gemm":
-        # By rows alone: ranks may have different columns, and these placements move rows in ways of their own.
-        copied, rows = own == "copy_engine", -(-M // world_size)
         if one:
             return own  # gathered rows have a scale each, and the BLAS takes none of all of B beside those
-        if copied:
-            # One product has no results to copy where four divides all rows alone.
+        if own == "copy_engine":
+            # By rows alone: ranks may have different columns, and these placements move rows in ways of their own. One
+            # product has no results to copy where UNIT divides all rows and not those of a rank.
+            rows = -(-M // world_size)
             whole = of_blocks and rows % UNIT != 0 and M % UNIT == 0
             return "unfused" if whole or rows < _OWN_PRODUCT_ROWS else "blas_blocks"
-        waves = _GATHERED_BLOCKS if of_blocks and not copies_results else _GATHERED_ROWS
-        return "unfused" if tiles >= waves * num_sms else own
+        tiles_of_sm = _GATHERED_BLOCKS if of_blocks and not copies_results else _GATHERED_ROWS
+        return "unfused" if tiles >= tiles_of_sm * num_sms else own
     if op in ("gemm_reduce_scatter", "gemm_all_reduce"):
         if copies_results and _product_us(M, N, K, num_sms) < _COPIED_US:
             return own
@@ -142,7 +142,8 @@ def _copies_blocks(
         columns = -(-N // 128)
         waves = [-(-(-(-rows // 128) * columns) // num_sms) for rows in (-(-M // world_size), M)]
         least += (world_size * waves[0] - waves[1]) * _product_us(128, 128, K, 1)
-        least += _DIVIDED * _product_us(M, N, K, num_sms) if reduces else 0.0
+        if reduces:
+            least += _DIVIDED * _product_us(M, N, K, num_sms)
     return peers_us(2 * M * N, world_size) > least
 
 

@@ -99,7 +99,7 @@ def test_a_wrong_scale_shows() -> None:
         for dim in range(2):
             moved = scales[0].roll(1, dim) if scales[0].shape[dim] > 1 else scales[0] * 1.01
             out = stream_k.gemm(a, b, scale_a=moved, scale_b=scales[1], out_dtype=torch.float32)
-            assert worst_ratio(out, a, b, scales, recipe) > 4
+            assert worst_ratio(out, a, b, scales, recipe) > (100 if target.interpreted() else 4)
 
 
 def test_bias_activation_and_layouts() -> None:
