@@ -88,8 +88,9 @@ def all_reduce_rms_norm(
 
     quantize: "rowwise", "blockwise", or "tensorwise" with quantize_scale, fp32 of one element: returns a
     `QuantizedNorm`, (the norm in 8 bits, its scales, the total, None), to the bits of `stream_k.quantize` of the norm
-    and of what the call returns otherwise; scales [.., 1] or [.., N / 128], rounded up, or quantize_scale. keep_norm:
-    with the norm itself in the place of None. There is no gradient then, and torch.compile traces two operators.
+    and of what the call returns otherwise; scales [.., 1] or [.., N / 128], rounded up, which lie as those of
+    `quantize`, or quantize_scale. keep_norm: with the norm itself in the place of None. There is no gradient then, and
+    torch.compile traces two operators.
 
     Over several hosts what travels is `all_reduce`'s, and every rank normalizes. On one rank it is PyTorch's own sum
     and norm. Has a gradient, with PyTorch's derivative of the norm; those of the results must be the same on all ranks.

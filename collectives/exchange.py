@@ -117,11 +117,12 @@ class Exchange:
             of_row = row_programs(units, world, target.interpreted())[1]
             notes = world * of_row * max(piece.rows for piece in pieces)
             notes *= 2 if after.scales_kind == normalizing.ROWS else 1
+        pitch = after.scales.stride(1) if after.scales_kind == normalizing.GROUPS else 0
         place = self.messages, self.slot_quads = workspace.messages(largest, notes)
         self.out_dtype = out.dtype
         self.launches: list[tuple[Launch, _Piece, tuple[Any, ...]]] = []
         for piece in pieces:
-            rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], root)
+            rest = (*place, workspace.context, x.numel() - piece.first, *piece[2:], pitch, root)
             launch = _launch(heap, op, kind, x, out, after, piece, tiles, activation, reduction, integer)
             launch.compile((*_at(piece, x, out, after), *rest))
             self.launches.append((launch, piece, rest))

@@ -60,8 +60,8 @@ class AfterSum(NamedTuple):
 
     columns: of the bias of `finish`, for rows of x that long. The residual and total: like the result. weight:
     [columns]; None: no norm. quantized: like the result, of 8-bit floating point: gets the norm over `scales`, which
-    are one element that is given, or go one a row or one for each 128 elements to [rows, 1 or columns / 128]; then the
-    result gets the norm unless it is the total.
+    are one element that is given, or go one a row or one for each 128 elements to [rows, 1 or columns / 128], a column
+    behind another; then the result gets the norm unless it is the total.
     """
 
     finish: Any = PLAIN
@@ -195,11 +195,13 @@ def _report(absent, deadline, number, context, OP: tl.constexpr, WORLD: tl.const
 
 # Sizes, which differ from call to call: what is aligned, ALIGNED says.
 @triton.jit(
-    do_not_specialize=["n", "rows", "width", "x_part", "longer", "extra", "limit", "out_part", "out_width"]
-)
+    do_not_specialize=[
+        "n", "rows", "width", "x_part", "longer", "extra", "limit", "out_part", "out_width", "scale_pitch",
+    ]
+)  # fmt: skip
 def exchange_kernel(
     x, out, after, messages, slot_quads, context, n, rows, width, x_part, longer, extra, limit,
-    out_part, out_width, root, events,
+    out_part, out_width, scale_pitch, root, events,
     SUMS: tl.constexpr, GATHERS: tl.constexpr, BROADCASTS: tl.constexpr, UNEVEN: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, WORLD: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr, REDUCTION: tl.constexpr,
@@ -209,7 +211,8 @@ def exchange_kernel(
 
     Parts: each has `rows` rows of `width` elements, of which the first `longer` parts fill `limit` elements and the
     others `extra` fewer. A part begins `x_part` elements behind the one before (0: all of x is everyone's), `extra`
-    more behind the `longer` ones. Parts of out are `out_part` elements apart, its rows `out_width`.
+    more behind the `longer` ones. Parts of out are `out_part` elements apart, its rows `out_width`. Scales of a norm's
+    groups are `scale_pitch` from one column of them to the next.
     after: an `AfterSum`. n: elements of x.
     SUMS, GATHERS, BROADCASTS: what becomes of messages, see `exchange._KINDS`. UNEVEN: of a gather, whose parts, each
     all of its rank's x, are of two lengths as above, and lie so in out. TILES: the tiles of a GEMM send x.
@@ -388,7 +391,7 @@ def exchange_kernel(
             # Of a row the first unit has it, or of a group.
             stored = tl.cast(ranks, tl.int64) * (out_part // out_width) + row[:, None]
             if SCALES == _GROUPS:
-                stored = stored * tl.cdiv(width, _BLOCK) + (column // _BLOCK)[:, None]
+                stored += (tl.cast(column, tl.int64) // _BLOCK * scale_pitch)[:, None]
                 leads = (column % _BLOCK == 0)[:, None]
             else:
                 leads = (column == 0)[:, None]

@@ -137,18 +137,24 @@ def quantize_swiglu(
     return q, scales if scale is None else scale
 
 
+def in_blocks_of_rows(
+    M: int, K: int, to: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for [M, K] in 8 bits and for the scales of its rows' groups, as `torch._scaled_mm` takes them: a column of
+    scales behind another, with room for rows up to a multiple of UNIT that it multiplies, in the numbers, too."""
+    room = M + -M % UNIT
+    scales = torch.empty(-(-K // BLOCK), room, dtype=torch.float32, device=device).t()
+    return torch.empty(room, K, dtype=to, device=device)[:M], scales[:M]
+
+
 def _results(x: torch.Tensor, recipe: str, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for both. Scales of a row's groups lie as `torch._scaled_mm` takes them, a column behind another, with
-    room for the rows up to a multiple of UNIT that it multiplies, in the result, too; those of a weight with zeros up
-    to such a multiple of blocks."""
+    """Memory for both. Scales of a weight have zeros behind each row up to a multiple of UNIT blocks."""
     M, K = x.shape
+    if recipe == "blockwise":
+        return in_blocks_of_rows(M, K, to, x.device)
     if recipe == "tensorwise":
         return x.new_empty(M, K, dtype=to), x.new_empty((), dtype=torch.float32)
     rows, blocks = _groups(recipe, M, K)
-    if recipe == "blockwise":
-        room = M + -M % UNIT
-        scales = x.new_empty(blocks, room, dtype=torch.float32).t()
-        return x.new_empty(room, K, dtype=to)[:M], scales[:M]
     room = -blocks % UNIT if recipe == "blockwise_weight" else 0
     if room:
         return x.new_empty(M, K, dtype=to), x.new_zeros(rows, blocks + room, dtype=torch.float32)[:, :blocks]
@@ -213,10 +219,8 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
 
 
 def _groups(recipe: str, M: int, K: int) -> tuple[int, int]:
-    """How many scales a column and a row have."""
-    if recipe == "rowwise":
-        return M, 1
-    return -(-M // BLOCK) if recipe == "blockwise_weight" else M, -(-K // BLOCK)
+    """How many scales a column and a row have: of a row each, or of blocks of a weight."""
+    return (M, 1) if recipe == "rowwise" else (-(-M // BLOCK), -(-K // BLOCK))
 
 
 def _check(x: torch.Tensor, recipe: str, to: torch.dtype, scale: torch.Tensor | None) -> None:

@@ -27,19 +27,19 @@ from pyrocshmem.collectives.float8 import BLOCK, magnitude, over, scale_for, to_
 from pyrocshmem.collectives.quantize import rows_at_once
 from pyrocshmem.collectives.quantized_norm import QuantizedNorm, Recipe, quantization, quantized
 from pyrocshmem.collectives.whole_tensors import check_kind
-from pyrocshmem.elements import DTYPES, float8
+from pyrocshmem.elements import DTYPES
 
 _COLUMNS, _WARPS = 512, 4
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "pitch"])
 def quantize_norm_kernel(
-    x, residual, weight, total, norm, q, scales, M, K, eps,
+    x, residual, weight, total, norm, q, scales, M, K, pitch, eps,
     GIVEN: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of x [M, K], + residual where there is one, which is stored as total: their norm, in q's type. norm:
-    None, or gets it as it was before. Scales: GIVEN, of GROUPS of a row, or of rows.
+    None, or gets it as it was before. Scales: GIVEN, of GROUPS of a row, a column `pitch` behind another, or of rows.
 
     Example, eps 0, weights of 1: (3, 4, 0, 0) has the mean square 6.25, so the norm (1.2, 1.6, 0, 0), whose row's scale
     is 1.6 over the largest number of the type.
@@ -84,7 +84,7 @@ def quantize_norm_kernel(
             of_group = tl.max(magnitude(normal).reshape((ROWS, COLUMNS // _BLOCK, _BLOCK)), axis=2)
             of_group = scale_for(of_group, TO)
             groups, g = tl.cdiv(K, _BLOCK), first // _BLOCK + tl.arange(0, COLUMNS // _BLOCK)[None, :]
-            tl.store(scales + i * groups + g, of_group, mask=(i < M) & (g < groups))
+            tl.store(scales + i + g * tl.cast(pitch, tl.int64), of_group, mask=(i < M) & (g < groups))
             each = tl.broadcast_to(of_group[:, :, None], (ROWS, COLUMNS // _BLOCK, _BLOCK))
             value = over(normal, each.reshape((ROWS, COLUMNS)))
         else:
@@ -110,7 +110,8 @@ def quantize_rms_norm(
     whose `quantize` gives the same bits.
 
     Returns a `QuantizedNorm`: (the norm in 8 bits, its scales, x + residual or x, the norm or None); scales [.., 1] or
-    [.., N / 128], rounded up, or quantize_scale. There is no gradient. Raises TypeError and ValueError.
+    [.., N / 128], rounded up, which lie as those of `quantize`, or quantize_scale. There is no gradient. Raises
+    TypeError and ValueError.
     """
     check_kind(x, 1, DTYPES)
     check_norm(x, x.shape, residual, weight, eps)
@@ -125,10 +126,11 @@ def quantize_rms_norm(
     total, (M, N) = new_like(x) if residual is not None else x, (math.prod(x.shape[:-1]), x.shape[-1])
     rows, added = (None if t is None else t.resolve_neg().contiguous() for t in (x, residual))
     norm = new_like(x) if keep_norm else None
-    q, scales = x.new_empty(x.shape, dtype=float8()[0]), how.new_scales(M, N, x.device)
+    q, scales = how.memory(M, N, x.device)
     if x.numel() > 0:
         read = rows if residual is None else total
-        args = (rows, added, weight, read, norm, q, scales, M, N, float(eps))
+        pitch = scales.stride(1) if scales.ndim else 0
+        args = (rows, added, weight, read, norm, q, scales, M, N, pitch, float(eps))
         # Where a row must have the same bits in every batch, its squares are added by as many threads in all of them.
         alike = invariance.current() > 0 and not target.interpreted()
 

@@ -18,8 +18,7 @@ from pyrocshmem.calls.tensors import kind
 from pyrocshmem.collectives import saturation
 from pyrocshmem.collectives.exchange import groups_fit
 from pyrocshmem.collectives.exchange_kernel import AfterSum
-from pyrocshmem.collectives.float8 import BLOCK
-from pyrocshmem.collectives.quantize import check_scale, quantize
+from pyrocshmem.collectives.quantize import check_scale, in_blocks_of_rows, quantize
 from pyrocshmem.elements import float8
 
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
@@ -65,18 +64,21 @@ class Quantization(NamedTuple):
         """Whether an exchange can make it of rows of so many elements."""
         return not self.counted and (self.recipe != "blockwise" or groups_fit(columns, dtype, world_size))
 
-    def new_scales(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-        """Memory for those of so many rows, or the one that is given, as kernels take it."""
+    def memory(self, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For so many rows in 8 bits and for their scales, or the one that is given, as kernels take them."""
+        to = float8()[0]
+        if self.recipe == "blockwise":
+            return in_blocks_of_rows(rows, columns, to, device)
         if self.scale is not None:
-            return self.scale.view(())
-        groups = 1 if self.recipe == "rowwise" else -(-columns // BLOCK)
-        return torch.empty(rows, groups, dtype=torch.float32, device=device)
+            scales = self.scale.view(())
+        else:
+            scales = torch.empty(rows, 1, dtype=torch.float32, device=device)
+        return torch.empty(rows, columns, dtype=to, device=device), scales
 
     def beside(self, like: torch.Tensor, after: AfterSum) -> AfterSum:
         """`after` of an exchange that makes a norm like `like`, which it then quantizes, too."""
-        scales = self.new_scales(like.numel() // after.columns, after.columns, like.device)
-        to = torch.empty_like(like, dtype=float8()[0], memory_format=torch.contiguous_format)
-        return after._replace(quantized=to, scales=scales)
+        q, scales = self.memory(like.numel() // after.columns, after.columns, like.device)
+        return after._replace(quantized=q.view(like.shape), scales=scales)
 
     def results(self, out: torch.Tensor, after: AfterSum) -> QuantizedNorm:
         """Those of a call, of what its exchange has written."""

@@ -323,8 +323,9 @@ def _scales_of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _lie_by(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
     """`scale` with what lies behind each column, up to so many rows, where columns are so far apart."""
-    if scale.stride() == (1, rows) and scale.data_ptr() % _ALIGNED == 0 and _holds(scale, rows):
-        return scale.as_strided((rows, scale.shape[1]), scale.stride())
+    by_columns = (len(scale) == 1 or scale.stride(0) == 1) and scale.stride(1) == rows
+    if by_columns and scale.data_ptr() % _ALIGNED == 0 and rows * scale.shape[1] <= elements_held(scale):
+        return scale.as_strided((rows, scale.shape[1]), (1, rows))
     return None
 
 

@@ -210,7 +210,7 @@ def test_deep_gemm_gets_its_operands(older: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**names))
     monkeypatch.setattr(float8, "_need_gpu", lambda _: None)
     x = Quantized(cases(("gemm",), 1)[0], None, target.device(), "blockwise")
-    assert error_over_bound(x, float8._deep_gemm(x)().to(x.dtype), 2.0**-9) <= 1
+    assert error_over_bound(x, float8._deep_gemm(x)().to(x.dtype), fast=False) <= 1
 
 
 def test_what_is_refused() -> None:

@@ -116,20 +116,22 @@ def test_numbers_of_rows_that_are_no_multiple_of_four(
         weight, of_b = stream_k.quantize(torch.randn(N, K, device=DEVICE), "blockwise_weight")
         a, of_a = stream_k.quantize(torch.randn(rows, K, device=DEVICE), "blockwise")
         compact = (a.clone(), of_a.t().contiguous().t())
+        x, ones = torch.randn(rows, K, device=DEVICE), torch.ones(K, device=DEVICE)
+        normed = stream_k.quantize_rms_norm(x, ones, 0.0, quantize="blockwise")
         rest = {"scale_b": of_b.t(), "out_dtype": RESULT}
         whole = torch.full((rows + 3, N), float("nan"), dtype=RESULT, device=DEVICE)
-        for x, scale in ((a, of_a), compact):
+        for x, scale in ((a, of_a), compact, normed[:2]):
             for out in (None, whole[:rows]):
                 found = stream_k.gemm(x, weight.t(), scale_a=scale, out=out, **rest)
                 assert found.shape == (rows, N)
-                assert worst_ratio(found, a, weight.t(), (of_a, of_b.t()), "blockwise") <= 1
+                assert worst_ratio(found, x, weight.t(), (scale, of_b.t()), "blockwise") <= 1
                 if copied:
                     places = (x.data_ptr(), scale.data_ptr(), found.data_ptr())
-                    roomy = (x is a, x is a, out is None)
+                    roomy = (x is not compact[0], x is not compact[0], out is None)
                     assert [p == q for p, q in zip(places, copied[-1], strict=True)] == list(roomy)
         assert whole[rows:].isnan().all()
-    assert multiplied == ["blas"] * 16
-    assert len(copied) == (16 if DEVICE.type == "cpu" else 0)
+    assert multiplied == ["blas"] * 24
+    assert len(copied) == (24 if DEVICE.type == "cpu" else 0)
 
 
 @pytest.mark.usefixtures("chosen")
