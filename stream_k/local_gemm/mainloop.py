@@ -354,7 +354,10 @@ def _ask_for_scales(
     # The first half of these asks for A's, each for a sector of a step, the second one for B's, each for a step's.
     SECTORS: tl.constexpr = (BLOCK_M + _SECTOR - 1) // _SECTOR
     HALF: tl.constexpr = SECTORS * STEPS
-    lanes = tl.arange(0, 2 * HALF)
+    # Of fewer lanes than threads several threads would have the same one, and all of them would ask.
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+    LANES: tl.constexpr = THREADS if THREADS > 2 * HALF else 2 * HALF
+    lanes = tl.arange(0, LANES)
     of_b = lanes >= HALF
     i = row + lanes % SECTORS * _SECTOR
     step = k + tl.where(of_b, lanes - HALF, lanes // SECTORS)
