@@ -178,8 +178,8 @@ def flashinfer_workspace(x: Operands, tokens: int, hidden: int) -> tuple[Any, An
     )
 
 
-def kraken(x: Operands) -> Run:
-    """Kraken's fused op."""
+def kraken(x: Operands, copies: bool = False) -> Run:
+    """Kraken's fused op. copies: its reduce-scatter of what copy engines bring."""
     try:
         fused = importlib.import_module("kraken.fused")
     except ImportError as error:
@@ -195,7 +195,7 @@ def kraken(x: Operands) -> Run:
         a.copy_(x.a)
         return Run(lambda: fused.all_gather_matmul(a, b)[1], None, returns=True, library=True)
     names = {
-        "gemm_reduce_scatter": "gemm_reduce_scatter",
+        "gemm_reduce_scatter": "gemm_reduce_scatter" + copies * "_ce_persistent",
         "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
     }
     function = getattr(fused, names[x.case.op])

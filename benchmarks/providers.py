@@ -339,6 +339,7 @@ _PROVIDERS: dict[str, tuple[tuple[str, ...], Callable[[Operands], Run]]] = {
     "torch_two_shot": (_SUMMED, _torch_shot("two_shot")),
     "flashinfer": (_SUMMED, _flashinfer),
     "kraken": (("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), peer_providers.kraken),
+    "kraken_copies": (("gemm_reduce_scatter",), partial(peer_providers.kraken, copies=True)),
     "blas_torch_one_shot": (_DECODED, peer_providers.blas_torch_one_shot),
     "transformer_engine": (_ROWS_DIVIDED, peer_providers.without_adapter("transformer_engine")),
     "flux": (_ROWS_DIVIDED, peer_providers.without_adapter("flux")),

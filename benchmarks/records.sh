@@ -3,9 +3,9 @@
 #   benchmarks/records.sh FOLDER [SET...]      default: all sets, see below
 # A second run goes on where the first ended, or was ended. Records of other code or another machine are refused; sets that
 # only print are made anew.
-# Every provider is timed; those that can't run here say why in the records. ITERS: samples a provider, default 30; fewer
-# for a quick look. COMMIT=... where git can't tell it: eight digits of the hash or more, which seed the drawn sets.
-# LIMIT_S: seconds that a set may take, default an hour.
+# Every provider is timed; those that can't run here say why, in the records of `bench`. PROVIDERS: only these of `bench`,
+# with commas between. ITERS: samples a provider, default 30; fewer for a quick look. COMMIT=... where git can't tell it:
+# eight digits of the hash or more, which seed the drawn sets. LIMIT_S: seconds that a set may take, default an hour.
 # Then: python -m pyrocshmem bench report FOLDER/*.jsonl
 set -uo pipefail
 unset CDPATH
@@ -83,7 +83,7 @@ print_set() {
   shift
   [ "$(tail -n 1 "$file" 2>/dev/null)" != "$complete" ] || { echo "is complete"; return; }
   echo "$*" >"$file"
-  "${limited[@]}" "$@" 2>&1 | tee -a "$file"
+  "${limited[@]}" "$@" | tee -a "$file"
   [ "${PIPESTATUS[0]}" = 0 ] || return 1
   echo "$complete" >>"$file"
 }
@@ -94,7 +94,8 @@ for name in "${sets[@]}"; do
   if [ -n "${benched[$name]:-}" ]; then
     read -ra command <<<"${benched[$name]}"
     "${limited[@]}" python -m pyrocshmem bench "${command[@]}" --iters "${ITERS:-30}" \
-      ${COMMIT:+--commit "$COMMIT"} --json "$folder/$name.jsonl" --resume || failed+=("$name")
+      ${COMMIT:+--commit "$COMMIT"} ${PROVIDERS:+--providers "$PROVIDERS"} \
+      --json "$folder/$name.jsonl" --resume || failed+=("$name")
   else
     read -ra command <<<"${printed[$name]}"
     [[ $name != float8* ]] || [ -z "${COMMIT:-}" ] || command+=(--commit "$COMMIT")

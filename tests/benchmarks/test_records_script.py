@@ -41,7 +41,8 @@ def records(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.C
         python.parent.mkdir()
         python.write_text(
             '#!/bin/sh\n[ "$1" != -c ] || { echo "$DIGEST"; exit; }\n'
-            'echo "$@" >>"$ASKED"\necho "measured"\ncase "$*" in *decode*|*tensorwise*) exit 1 ;; esac\n'
+            'echo "$@" >>"$ASKED"\necho "measured"\necho "said" >&2\n'
+            'case "$*" in *decode*|*tensorwise*) exit 1 ;; esac\n'
         )
         python.chmod(0o755)
     environment = {"DIGEST": "0123"} | environment
@@ -69,6 +70,8 @@ def test_commands(tmp_path: Path) -> None:
         assert name[:6] != "models" or {case.shapes for case in cases} == {"models-01234567"}
         measured |= {case.op for case in cases}
     assert set(OPS) <= measured
+    records(tmp_path, "there", "models", PROVIDERS="ours,blas")
+    assert "--providers ours,blas --json" in (tmp_path / "asked").read_text().splitlines()[-1]
 
 
 def test_what_is_printed_is_measured_once(tmp_path: Path) -> None:
