@@ -354,7 +354,7 @@ def _ask_for_scales(
     # The first half of these asks for A's, each for a sector of a step, the second one for B's, each for a step's.
     SECTORS: tl.constexpr = (BLOCK_M + _SECTOR - 1) // _SECTOR
     HALF: tl.constexpr = SECTORS * STEPS
-    # Of fewer lanes than threads several threads would have the same one, and all of them would ask.
+    # One for each thread at least, or each would be asked several times.
     THREADS: tl.constexpr = tl.extra.cuda.num_threads()
     LANES: tl.constexpr = THREADS if THREADS > 2 * HALF else 2 * HALF
     lanes = tl.arange(0, LANES)
@@ -374,7 +374,8 @@ def _ask_for_scales(
 
 @triton.jit
 def ask_l2(places, wanted):
-    """Have L2 read what is at `places`, pointers, where `wanted`. NVIDIA alone."""
+    """Have L2 read what is at `places`, pointers, where `wanted`: each thread that holds a place asks, so of fewer places
+    than threads several do. NVIDIA alone."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
