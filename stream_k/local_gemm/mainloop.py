@@ -354,7 +354,7 @@ def _ask_for_scales(
     # The first half of these asks for A's, each for a sector of a step, the second one for B's, each for a step's.
     SECTORS: tl.constexpr = (BLOCK_M + _SECTOR - 1) // _SECTOR
     HALF: tl.constexpr = SECTORS * STEPS
-    # One for each thread at least, or each would be asked several times.
+    # One for each thread at least, or several would ask the same.
     THREADS: tl.constexpr = tl.extra.cuda.num_threads()
     LANES: tl.constexpr = THREADS if THREADS > 2 * HALF else 2 * HALF
     lanes = tl.arange(0, LANES)
@@ -374,8 +374,8 @@ def _ask_for_scales(
 
 @triton.jit
 def ask_l2(places, wanted):
-    """Have L2 read what is at `places`, pointers, where `wanted`: each thread that holds a place asks, so of fewer places
-    than threads several do. NVIDIA alone."""
+    """Have L2 read what is at `places`, pointers, where `wanted`. Each thread that holds a place asks: of fewer places
+    than threads, several. NVIDIA alone."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
