@@ -33,7 +33,7 @@ from pyrocshmem.benchmarks.operands import Operands
 from pyrocshmem.benchmarks.provider import Unavailable, first_line, group_name, need_gpus
 from pyrocshmem.benchmarks.shapes import Case, cases_of
 from pyrocshmem.calls import invariance, planning
-from pyrocshmem.reference.operands import Block
+from pyrocshmem.reference.accuracy import of_matrix_unit
 from pyrocshmem.reference.timing import Meter, Run
 from pyrocshmem.stream_k.choice.scaled import choose_scaled
 from pyrocshmem.stream_k.local_gemm.scales import Recipe, Scheme
@@ -74,12 +74,9 @@ class Quantized(Operands):
             return stream_k.dequantize(*stream_k.quantize(found.t(), self.of_b)).t()
         return stream_k.dequantize(*stream_k.quantize(found, self.recipe))
 
-    def _block(self, rank: int, rows: torch.Tensor, columns: torch.Tensor | None = None) -> Block:
-        """With the root of the sum of the squared products, by which the errors of matrix units go, in the place of the
-        sum of absolute ones."""
-        a = (self.whole_a() if self.problem.a_cut == "M" else self.a_of(rank))[rows].double()
-        b = self.b_of(rank)[:, slice(None) if columns is None else columns].double()
-        return a @ b, (a.square_() @ b.square_()).sqrt_()
+    def _magnitude(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """As matrix units have it: the root of the sum of the squared terms."""
+        return (a.square_() @ b.square_()).sqrt_()
 
 
 def providers(x: Quantized) -> dict[str, Call]:
@@ -274,8 +271,7 @@ def error_over_bound(x: Quantized, found: torch.Tensor, fast: bool) -> float:
         return 0.0
     sample, K = x.sampled("result"), x.shape[2]
     truth, info = sample.truth, torch.finfo(x.dtype)
-    root = math.sqrt(K) * truth.typical
-    bound = (math.sqrt(K) * 2.0**-11 if fast else 2.0**-8) * root + info.tiny
+    bound = of_matrix_unit(math.sqrt(K) * truth.typical, K, fast) + info.tiny
     bound += info.eps * (truth.value.abs() + x.num_ranks * truth.partials)
     return float(((sample.of(found).double() - truth.value).abs() / bound).max())
 

@@ -195,7 +195,7 @@ def kraken(x: Operands, copies: bool = False) -> Run:
         a.copy_(x.a)
         return Run(lambda: fused.all_gather_matmul(a, b)[1], None, returns=True, library=True)
     names = {
-        "gemm_reduce_scatter": "gemm_reduce_scatter" + copies * "_ce_persistent",
+        "gemm_reduce_scatter": "gemm_reduce_scatter_ce_persistent" if copies else "gemm_reduce_scatter",
         "gemm_all_reduce": "gemm_one_shot_all_reduce_fused",
     }
     function = getattr(fused, names[x.case.op])

@@ -132,6 +132,12 @@ class Truth:
         return compare(out, self.value, rounded, torch.zeros_like(allowed) if self.moved else allowed)
 
 
+def of_matrix_unit(root: torch.Tensor, terms: int, fast: bool) -> torch.Tensor:
+    """The most that a sum of so many products of 8-bit numbers may be off by in NVIDIA's matrix units, elementwise, as
+    docs/float8.md has measured it. root: of the sum of the squared products. fast: with `use_fast_accum`."""
+    return (math.sqrt(terms) * 2.0**-11 if fast else 2.0**-8) * root
+
+
 def rounding(size: torch.Tensor, dtype: torch.dtype, count: float | torch.Tensor = 1) -> torch.Tensor:
     """The most that rounding to `dtype` may move the sum of `count` values whose absolute values add up to `size`,
     elementwise, float64."""

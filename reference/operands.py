@@ -327,12 +327,12 @@ class Operands:
         return _of_columns(found, mine)
 
     def _block(self, rank: int, rows: torch.Tensor, columns: torch.Tensor | None = None) -> Block:
-        """That rank's block of what is joined, and the sum of its terms' absolute values."""
+        """That rank's block of what is joined, and the magnitude of its terms."""
         picked = slice(None) if columns is None else columns
         if self.problem.gemm:
             a = (self.whole_a() if self.problem.a_cut == "M" else self.a_of(rank))[rows].double()
             b = self.b_of(rank)[:, picked].double()
-            return a @ b, a.abs_() @ b.abs_()
+            return a @ b, self._magnitude(a, b)
         x = self.x_of(rank)[rows][:, picked]
         if self.problem.norm != "columns":
             return x.double(), x.double().abs_()
@@ -340,6 +340,10 @@ class Operands:
             # What is normalized is rounded by definition.
             x = (x.float() + self.residual_of(rank)[rows].float()).to(self.dtype)
         return x.double(), torch.zeros_like(x, dtype=torch.float64)
+
+    def _magnitude(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """By which the error of a @ b goes: the sum of its terms' absolute values. Overwrites both."""
+        return a.abs_() @ b.abs_()
 
 
 def first(made: Any) -> torch.Tensor:

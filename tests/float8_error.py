@@ -3,6 +3,7 @@
 import torch
 
 from pyrocshmem import target
+from pyrocshmem.reference.accuracy import of_matrix_unit
 
 
 def may_be_off(a: torch.Tensor, b: torch.Tensor, fast: bool = False) -> torch.Tensor:
@@ -11,4 +12,4 @@ def may_be_off(a: torch.Tensor, b: torch.Tensor, fast: bool = False) -> torch.Te
     K = a.shape[1]
     if target.interpreted():
         return K**0.5 * 2.0**-23 * (a.abs() @ b.abs())
-    return (K**0.5 * 2.0**-11 if fast else 2.0**-8) * (a.square() @ b.square()).sqrt()
+    return of_matrix_unit((a.square() @ b.square()).sqrt(), K, fast)

@@ -1,0 +1,35 @@
+"""The adapter of Kraken, on a stand-in: which of its functions an op calls, and with what."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pyrocshmem.benchmarks import peer_providers
+
+TIER = 0
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("op", "copies", "expected"),
+    [
+        ("gemm_reduce_scatter", False, "gemm_reduce_scatter"),
+        ("gemm_reduce_scatter", True, "gemm_reduce_scatter_ce_persistent"),
+        ("gemm_all_reduce", False, "gemm_one_shot_all_reduce_fused"),
+    ],
+)
+def test_what_is_called(op: str, copies: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert b.stride() == (1, len(b))
+        return a @ b
+
+    monkeypatch.setitem(sys.modules, "kraken.fused", SimpleNamespace(**{expected: product}))
+    monkeypatch.setattr(peer_providers, "need_gpus", lambda x: None)
+    a, b = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(6, 5)  # whose sums are exact
+    x: Any = SimpleNamespace(a=a, b=b, case=SimpleNamespace(op=op, M=4), num_ranks=2)
+    run = peer_providers.kraken(x, copies)
+    assert torch.equal(run.function(), a @ b)
+    assert (run.roundings, run.library) == (2, True)
