@@ -4,7 +4,9 @@ are looked for but not called.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,14 +30,24 @@ from pyrocshmem.stream_k.run.calls import meeting
 
 # FlashInfer's kernel gives a token's elements to the threads of one block, 8 to each.
 _FLASHINFER_HIDDEN = 8192
+# Kraken's kernels signal each rank for each tile of a result, of so many rows and columns: PyTorch's default has room
+# for 256 tiles of two ranks, and nothing looks whether that is enough.
+_KRAKEN_TILE, _SIGNAL_BYTES = 64, 1 << 20
+
+
+@functools.cache
+def _symmetric_memory() -> Any:
+    """PyTorch's module, whose import registers its ops. Before anything is allocated there, its signals get the room
+    that all peers need."""
+    module = importlib.import_module("torch.distributed._symmetric_memory")
+    module.set_signal_pad_size(_SIGNAL_BYTES)
+    return module
 
 
 def torch_symm_mem(x: Operands) -> Run:
     """PyTorch's fused op on symmetric memory, or its barrier."""
     need_gpus(x)
-    # Registers the ops.
-    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-    group = group_name()
+    symmetric_memory, group = _symmetric_memory(), group_name()
     if x.case.op == "barrier":
         handle = symmetric_memory.rendezvous(symmetric_memory.empty(1, device=x.device), group)
         return provided(meeting(x.heap, lambda: handle.barrier(channel=0)))
@@ -73,9 +85,8 @@ def torch_sum(x: Operands, algorithm: str) -> Sum:
     M, N = x.case.M, x.case.N
     if M * N * x.dtype.itemsize % (16 * x.num_ranks):
         raise Unavailable(f"size is no multiple of {16 * x.num_ranks} bytes")
-    # Registers the ops.
-    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-    given, group = symmetric_memory.empty(M, N, dtype=x.dtype, device=x.device), group_name()
+    symmetric_memory, group = _symmetric_memory(), group_name()
+    given = symmetric_memory.empty(M, N, dtype=x.dtype, device=x.device)
     symmetric_memory.rendezvous(given, group)
     if algorithm == "two_shot":
         return given, given, lambda: torch.ops.symm_mem.two_shot_all_reduce_(given, "sum", group)
@@ -186,10 +197,13 @@ def kraken(x: Operands, copies: bool = False) -> Run:
         raise Unavailable(f"not importable: {error}") from None
     need_gpus(x)
     _equal_rows(x)
+    symmetric_memory = _symmetric_memory()
+    signals = x.num_ranks * math.prod(-(-size // _KRAKEN_TILE) for size in (x.case.M, x.case.N))
+    if 4 * signals > symmetric_memory.get_signal_pad_size():
+        raise Unavailable(f"{signals} signals have no room in those of PyTorch's symmetric memory")
     # Its kernels read B by columns, and A's shares from symmetric memory.
     b = x.b.T.contiguous().T
     if x.case.op == "all_gather_gemm":
-        symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
         a = symmetric_memory.empty(x.a.shape, dtype=x.dtype, device=x.device)
         symmetric_memory.rendezvous(a, group_name())
         a.copy_(x.a)
