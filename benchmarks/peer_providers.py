@@ -30,8 +30,8 @@ from pyrocshmem.stream_k.run.calls import meeting
 
 # FlashInfer's kernel gives a token's elements to the threads of one block, 8 to each.
 _FLASHINFER_HIDDEN = 8192
-# Kraken's kernels signal each rank for each tile of a result, of so many rows and columns: PyTorch's default has room
-# for 256 tiles of two ranks, and nothing looks whether that is enough.
+# Kraken's kernels signal each rank for each tile of a result, of so many rows and columns: by default PyTorch has room
+# for 1152 tiles of two ranks (2.11), and nothing looks whether that is enough.
 _KRAKEN_TILE, _SIGNAL_BYTES = 64, 1 << 20
 
 

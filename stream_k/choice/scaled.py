@@ -28,10 +28,16 @@ _SMALL_TILE = 64 * 128
 _GATHERED_BLOCKS, _GATHERED_ROWS = 0.45, 1.5
 # Gathered rows of a rank from which they are a product of their own, while others' are on their way.
 _OWN_PRODUCT_ROWS = 1280
-# Steps that the parts of a small tile must have fewer than all of it, where they are cut for all SMs, and how many a
-# tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us, a step 0.22
-# (H200).
+# Steps that the parts of a small tile of up to 64 rows must have fewer than all of it, where they are cut for all SMs,
+# and how many a tile must have where the parts are for two programs an SM. The kernel that adds the parts takes 3.4 us,
+# a step 0.22 (H200).
 _SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
+# Steps from which up to 128 rows gain by tiles of 128 columns as high as all rows together, in two parts or more, of
+# more than 64 rows in three: 1.1 times the speed on average, 0.98 to 1.85 (H200).
+_STEPS_FOR_WIDE = 96
+# Microseconds of tiles of 64 rows, by their columns: what they take but for steps, and a step; and what parts take that
+# a second kernel adds (H200).
+_STEP_US, _PARTS_US = {32: (3.0, 0.27), 64: (3.6, 0.24), 128: (4.6, 0.285)}, 2.8
 # With scales of blocks the BLAS takes rows by UNIT, so that results of other numbers of rows are copied. Rows of a
 # fused op's product from which that doesn't count, and microseconds of a sum's of fewer rows.
 _COPIED_ROWS, _COPIED_US = 1024, 50.0
@@ -162,12 +168,25 @@ def _copies_columns(M: int, N: int, K: int, tiles: int, num_sms: int) -> bool:
 
 
 def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
-    """`config` of a GEMM alone, with two programs an SM where small tiles are a little more than a wave, and tiles cut
-    along K where they leave SMs idle for so long that it pays to add parts in a kernel of its own (170 GEMMs on an
-    H200, docs/log.md)."""
-    tiles, steps = num_tiles(config, M, N), -(-K // BLOCK)
-    if tiles == 0 or not _is_small(config):
+    """`config` of a GEMM alone, with tiles cut along K where small ones leave SMs idle for so long that it pays to add
+    parts in a kernel of its own, or with two programs an SM where they are a little more than a wave (170 GEMMs on an
+    H200, and 60 of few rows or long K, docs/log.md)."""
+    steps = -(-K // BLOCK)
+    if num_tiles(config, M, N) == 0 or not _is_small(config):
         return config
+    if M <= 2 * FEW_ROWS and steps >= _STEPS_FOR_WIDE:
+        block_m, fewest = (config.block_m, 2) if M <= FEW_ROWS else (2 * FEW_ROWS, 3)
+        wide = _with_tile(config, block_m, _MOST_COLUMNS)
+        if fewest * num_tiles(wide, M, N) <= num_sms:
+            return changed(wide, split="separate", num_programs=num_sms)
+    if M > FEW_ROWS:
+        times = ((_small_tiles_us(columns, M, N, steps, num_sms), columns) for columns in _STEP_US)
+        (_, parts), columns = min(times)
+        config = _with_tile(config, FEW_ROWS, columns)
+        return changed(config, split="separate" if parts > 1 else "none", num_programs=num_sms)
+    # A step takes as long of half the columns.
+    config = _with_tile(config, config.block_m, max(config.block_n, 64))
+    tiles = num_tiles(config, M, N)
     if steps - steps // max(1, num_sms // tiles) >= _SAVED_STEPS:
         return changed(config, split="separate", num_programs=num_sms)
     narrow = config.block_m * config.block_n <= _SMALL_TILE // 2
@@ -177,6 +196,23 @@ def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
         split = "separate" if cut else "none"
         return changed(config, split=split, num_programs=2 * num_sms, num_stages=stages)
     return config
+
+
+def _small_tiles_us(columns: int, M: int, N: int, steps: int, num_sms: int) -> tuple[float, int]:
+    """(microseconds of a product by tiles of 64 rows and so many columns, into how many parts each is cut)."""
+    start, step = _STEP_US[columns]
+    tiles = -(-M // FEW_ROWS) * -(-N // columns)
+    parts = num_sms // tiles
+    whole = start + -(-tiles // num_sms) * steps * step, 1
+    return min(whole, (start + -(-steps // parts) * step + _PARTS_US, parts)) if parts > 1 else whole
+
+
+def _with_tile(config: Config, block_m: int, block_n: int) -> Config:
+    """`config` with a tile of that size, for its steps what `_for_promotion` gives one."""
+    warps = max(4, block_m * block_n // _MOST_OF_A_WARP)
+    return changed(
+        config, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=_stages(block_m, block_n)
+    )
 
 
 def _is_small(config: Config) -> bool:

@@ -73,9 +73,9 @@ _OWN_ROWS = FEW_ROWS
 # But of more than a quarter of them, with columns for more than a wave of tiles of 64, the BLAS has 1.03 of our speed
 # on average, 0.97 to 1.10, and with almost three times as many columns of fewer rows, too, 0.98 to 1.07 (one H200). Of
 # more than a quarter, where tiles of 64 columns leave a third of the SMs or more idle and tiles of 32 are more than a
-# wave, it has 1.10 on average, 0.88 to 1.29, up to this K. Of more than half of them and down to few columns, it has
-# 1.07 on average, up to 1.20, from a long K on.
-_FEWEST_COLUMNS, _MOST_COLUMNS = 64, 180
+# wave, it has 1.10 on average, 0.88 to 1.29, up to this K. Where none of our tiles is cut, it has 1.07 on average, up
+# to 1.20, of more than half of them and down to few columns, from a long K on.
+_FEWEST_COLUMNS, _MOST_COLUMNS, _WAVE_COLUMNS = 64, 180, 2 * 64 / 3
 _IDLE_COLUMNS, _IDLE_K = 32, 7168
 _NARROWEST_COLUMNS, _DEEP_K = 13, 12288
 
@@ -92,12 +92,15 @@ def _own_rows(facts: Facts) -> int:
         return 0
     if columns > _FEWEST_COLUMNS:
         return _OWN_ROWS // 4
-    if columns <= 2 * _FEWEST_COLUMNS / 3:
-        if columns > _IDLE_COLUMNS and facts.K <= _IDLE_K:
-            return _OWN_ROWS // 4
-        if columns > _NARROWEST_COLUMNS and facts.K >= _DEEP_K:
-            return _OWN_ROWS // 2
+    if _IDLE_COLUMNS < columns <= _WAVE_COLUMNS and facts.K <= _IDLE_K:
+        return _OWN_ROWS // 4
     return _OWN_ROWS
+
+
+def _whole_rows(facts: Facts) -> int:
+    """The same where none of our tiles is cut along K, as behind a gather."""
+    deep = _NARROWEST_COLUMNS < facts.N / facts.num_sms <= _WAVE_COLUMNS and facts.K >= _DEEP_K
+    return _OWN_ROWS // 2 if deep else _own_rows(facts)
 
 
 def _by_blas(facts: Facts, own_rows: int) -> Verdict:
@@ -504,7 +507,7 @@ def few_gathered_bytes_for_blas(facts: Facts) -> Verdict:
     pointers. Of few rows that every rank gathers by messages columns may matter: those are the same, whoever
     multiplies behind them."""
     alike = facts.M <= FEW_ROWS and few_gathered_bytes(facts).suits
-    return _before_messages(facts, _little_gathered, _own_rows(facts) if alike else _SENT_ROWS)
+    return _before_messages(facts, _little_gathered, _whole_rows(facts) if alike else _SENT_ROWS)
 
 
 def _little_gathered(facts: Facts) -> Verdict:

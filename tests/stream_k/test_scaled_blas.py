@@ -316,7 +316,10 @@ SHARED_OUT = [
     ((4, 33792, 4096), 264, False),
     ((4, 33793, 4096), 106, False),
     ((64, 5120, 8192), 264, True),
-    ((256, 1280, 8192), 264, True),
+    ((256, 1280, 8192), 132, True),
+    ((40, 4096, 4096), 132, True),
+    ((64, 4608, 4096), 72, False),
+    ((107, 2048, 2048), 132, False),
 ]
 
 
@@ -331,6 +334,38 @@ def test_small_tiles_are_shared_out(
     # Of a fused op nobody would add the parts.
     fused = choose_scaled("gemm_all_reduce", *size, 2, h200, Scheme(recipe, False), invariance.NONE)
     assert fused.split != "separate"
+
+
+# Tiles of the same, rows and columns, as measured, and whether they are cut.
+TILES_OF_PARTS = [
+    ((3, 8192, 28672), (16, 128), True),
+    ((24, 6144, 24576), (32, 128), True),
+    ((48, 3584, 18944), (64, 128), True),
+    ((48, 3584, 12160), (64, 64), True),
+    ((64, 8448, 12288), (64, 128), True),
+    ((64, 8576, 12288), (64, 128), False),
+    ((124, 5120, 17408), (128, 128), True),
+    ((73, 6144, 12288), (64, 128), False),
+    ((256, 1792, 6144), (64, 128), True),
+    ((256, 1536, 4096), (64, 64), False),
+    ((256, 768, 2048), (64, 32), False),
+    ((256, 768, 5120), (64, 128), True),
+    ((40, 3584, 3584), (64, 64), False),
+]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize(("size", "tile", "cut"), TILES_OF_PARTS, ids=str)
+def test_tiles_that_are_cut(
+    size: tuple[int, int, int], tile: tuple[int, int], cut: bool, recipe: Any, h200: torch.device
+) -> None:
+    config = choose_scaled("gemm", *size, 1, h200, Scheme(recipe, False), invariance.NONE)
+    assert (config.placement, config.block_m, config.block_n) == ("after", *tile)
+    assert (config.split == "separate") == cut
+    # What keeps rows' bits has tiles of its own.
+    kept = choose_scaled("gemm", *size, 1, h200, Scheme(recipe, False), invariance.BATCH)
+    assert kept.split == "none"
 
 
 FUSED = [
