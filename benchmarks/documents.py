@@ -11,7 +11,7 @@ from statistics import geometric_mean
 from pyrocshmem.benchmarks import models, stats
 from pyrocshmem.benchmarks.escape import markdown
 from pyrocshmem.benchmarks.front_page import where_and_when, words_of_sets
-from pyrocshmem.benchmarks.headline import headline
+from pyrocshmem.benchmarks.headline import README_OPS, headline
 from pyrocshmem.benchmarks.notes import Notes
 from pyrocshmem.benchmarks.pages import pages_of
 from pyrocshmem.benchmarks.records import File
@@ -21,7 +21,6 @@ from pyrocshmem.benchmarks.shapes import baseline
 from pyrocshmem.benchmarks.tables import MODES, table
 
 BEGIN, END = "<!-- readings: made by benchmarks.report -->", "<!-- end of readings -->"
-_README_OPS = 5
 
 
 def readme_table(files: Sequence[File]) -> str:
@@ -30,7 +29,7 @@ def readme_table(files: Sequence[File]) -> str:
     shown = headline(stats.groups(files))
     if shown is None:
         return "Nothing was measured on GPUs yet.\n"
-    groups, rows = shown.fused[:_README_OPS], []
+    groups, rows = shown.fused[:README_OPS], []
     peers: dict[str, list[str]] = {}
     for group in groups:
         base = [stats.speedups(group, baseline(group.op), name) for name in MODES]

@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
 
 from pyrocshmem.benchmarks import escape, layers, models, stats
-from pyrocshmem.benchmarks.headline import Headline, headline
+from pyrocshmem.benchmarks.headline import README_OPS, Headline, headline
 from pyrocshmem.benchmarks.providers import ALL_PROVIDERS
 from pyrocshmem.benchmarks.records import File, median
 from pyrocshmem.benchmarks.shapes import CORPORA, LINK_BYTES_PER_S, TIMED, baseline, tensor_bytes
@@ -518,13 +518,13 @@ def _equal(axis: Any, labels: Sequence[str], longest: float) -> None:
 
 
 def front_bars(shown: Headline | None) -> Figure | None:
-    """Speed over the BLAS and the library's collective, a bar for each fused op; and of our own kernel over the BLAS.
-    None of nothing."""
+    """Speed over the BLAS and the library's collective, a bar for each of the fused ops that README's table has; and of
+    our own kernel over the BLAS. None of nothing."""
     if shown is None:
         return None
     bars = [
         _bar(f"{group.op}, {shown.set_of(_without_seed(group))}", stats.speedups(group, baseline(group.op)))
-        for group in shown.fused
+        for group in shown.fused[:README_OPS]
     ]
     if shown.gemm is not None and (found := stats.speedups(shown.gemm, "blas", "ours_no_blas")):
         bars.append(_bar(f"our GEMM kernel, {_without_seed(shown.gemm).shapes}", found))
