@@ -9,6 +9,7 @@ updated: x + residual, or x. scales: fp32 [M], the factor of each row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -62,10 +63,10 @@ def new_results(
     )
 
 
-class SquaresProducer(Protocol):
-    """A GEMM that makes x and leaves the sums of squares of its tiles' rows: `stream_k.local_gemm.plan.GemmPlan`."""
+class Producer(Protocol):
+    """A GEMM that makes x: `stream_k.local_gemm.plan.GemmPlan`, or `BlasPlan`. switch: as of `Graphs`."""
 
-    squares: torch.Tensor | None
+    switch: Callable[[], bool] | None
 
     @property
     def replayable(self) -> bool: ...
@@ -88,8 +89,9 @@ class _Tensors(NamedTuple):
 class NormPlan:
     """The launch of `rms_norm_kernel` for tensors of one kind.
 
-    direct: peers write a replicated result where it belongs, not into a buffer that it is copied from. gemm: makes x by
-    a product that leaves the squares, and is enqueued before the norm.
+    direct: peers write a replicated result where it belongs, not into a buffer that it is copied from. gemm: makes x,
+    and is enqueued before the norm. squares: fp32 [tiles_n, M], where it leaves the sums of squares of its tiles' rows;
+    None: nowhere, and the norm makes them of x.
     """
 
     called: CallName  # as the ranks compared it
@@ -103,7 +105,8 @@ class NormPlan:
         norm: Norm,
         out: torch.Tensor | None = None,
         direct: bool = False,
-        gemm: SquaresProducer | None = None,
+        gemm: Producer | None = None,
+        squares: torch.Tensor | None = None,
     ) -> None:
         heap = workspace.heap
         assert heap is not None
@@ -117,13 +120,14 @@ class NormPlan:
             )
         self.graphs: Graphs | None = None  # not of a single launch
         if gemm is not None or self.buffer is not None:
-            self.graphs = Graphs(workspace, gemm is None or gemm.replayable)
+            switch = None if gemm is None else gemm.switch
+            self.graphs = Graphs(workspace, gemm is None or gemm.replayable, switch=switch)
         mode = invariance.current(workspace)
         pieces = pieces_of(mode, hidden, world)
         blocks = Blocks.of(M, N // pieces, heap.device, alike=mode > 0)
         place = workspace.messages(0, M * world)
         flags = workspace.flags(blocks.count if norm.replicated else 1)
-        self.squares = None if gemm is None else gemm.squares
+        self.squares = squares
         tiles_n = 0 if self.squares is None else len(self.squares)
         constants = {
             "ADDS": residual is not None,

@@ -203,9 +203,9 @@ class Problem:
 
 
 # Sizes of a rank's GEMM whose tiles Stream-K splits, in every op (tests/scripts/test_default_shapes.py). On GPUs few
-# rows of a layer of hidden size 5120: 80 tiles on the 132 SMs of an H100 or H200. On a CPU small: three tiles of 32
+# rows of a layer of hidden size 2048: 32 tiles on the 132 SMs of an H100 or H200. On a CPU small: three tiles of 32
 # K-iterations on the six programs of the CPU target.
-_GPU_SHARE = (32, 5120, 5120)
+_GPU_SHARE = (32, 2048, 5120)
 _CPU_SHARE = (64, 192, 2048)
 
 # What references of GEMMs are given besides A, B and the result: sizes, and scratch.

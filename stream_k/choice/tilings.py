@@ -124,8 +124,8 @@ def _of_few_rows(M: int, N: int, num_sms: int) -> Config:
     # Parts of tiles cost more than they save but where most SMs have nothing to do, at all or at the end.
     cut = 4 * tiles <= num_sms
     if block_m > 16 and block_n == 64 and 2 * tiles > num_sms:
-        # Of 64 rows, less than a wave gains nothing by parts, and loses up to a tenth (docs/log.md).
-        cut = 0 < tiles % num_sms < 2 * num_sms // 3 and (block_m == 32 or tiles > num_sms)
+        # Less than a wave gains nothing by parts, and loses a tenth or more: whole tiles have B fetched ahead.
+        cut = num_sms < tiles and 0 < tiles % num_sms < 2 * num_sms // 3
     return Config(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages, subtiles=1,
         split="stream_k" if cut else "none",

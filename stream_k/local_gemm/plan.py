@@ -156,7 +156,6 @@ class GemmPlan:
             if squares is not None:
                 sent = Sent(store_with_squares, options, OutputWithSquares, (*strides, squares))
         self.c_template = template(out, how, config.block_m, product.part_n)
-        self.squares = squares
         own = _counted_apart(workspace)
         self.context = own.context
         self.fix_up = product.fix_up(own)
@@ -241,10 +240,11 @@ def plan_gemm(
     by_hand: bool = False,
     scheme: Scheme | None = None,
     roomy: bool = False,
+    squares: torch.Tensor | None = None,
 ) -> GemmPlan | BlasPlan:
-    """As for `GemmPlan`, but by the BLAS where `is_by_blas`. roomy: as for `BlasPlan`."""
+    """As for `GemmPlan`, but by the BLAS, which leaves no squares, where `is_by_blas`. roomy: as for `BlasPlan`."""
     given = (config, allow_tf32, bias, activation, out)
-    own = partial(GemmPlan, a, b, *given, workspace, sent, scheme=scheme)
+    own = partial(GemmPlan, a, b, *given, workspace, sent, squares=squares, scheme=scheme)
     if not is_by_blas(a, b, *given, by_hand, scheme):
         return own()
     fast = scheme is not None and not promoted(scheme)

@@ -5,8 +5,9 @@ The squares are always those of reduced, rounded values: of the sum over ranks (
 Whoever sums an element, in fp32, adds the residual, and rounds once.
 A product of a wave or less is one GEMM and one exchange by messages, in which whoever stores a row normalizes it: two
 launches, and one trip of the links or two. Larger ones overlap the all-reduce with the GEMM, and normalize afterwards.
-Column-parallel, each tile of the GEMM leaves one float a row, the sum of the squares of what it stores. The norm's
-kernel adds up those of a row, exchanges the sums, and reads the product once, when it normalizes it.
+Column-parallel, each tile of our GEMM leaves one float a row, the sum of the squares of what it stores. The norm's
+kernel adds up those of a row, exchanges the sums, and reads the product once, when it normalizes it. Where the BLAS
+multiplies, which is as in `gemm`, it reads the product twice.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from pyrocshmem.collectives.rms_norm_plan import Norm, NormPlan, new_results
 from pyrocshmem.collectives.rms_norm_plan import forward as norm_of_columns
 from pyrocshmem.collectives.row_norm import is_apart
 from pyrocshmem.elements import ELEMENTS
-from pyrocshmem.stream_k.choice.config import BY_MESSAGE, Config, check_config
+from pyrocshmem.stream_k.choice.config import BY_BLAS, BY_MESSAGE, Config, check_config
 from pyrocshmem.stream_k.choice.scaled import check_scaled, choose_scaled
 from pyrocshmem.stream_k.choice.table import check_invariant, choose, choose_together
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
 from pyrocshmem.stream_k.local_gemm.operands import check_product
-from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, run_gemm, with_inner_size
+from pyrocshmem.stream_k.local_gemm.plan import GemmPlan, plan_gemm, run_gemm, with_inner_size
 from pyrocshmem.stream_k.local_gemm.scales import (
     Operand,
     Scaling,
@@ -434,17 +436,18 @@ class _ScatteredPlan:
     ) -> None:
         M, N = data_of(a).shape[0], data_of(b).shape[1]
         block = data_of(a).new_empty(M, N, dtype=norm.out_dtype)
-        gemm: GemmPlan | None = None
+        gemm: GemmPlan | BlasPlan | None = None
+        squares: torch.Tensor | None = None
         if block.numel() > 0:
-            squares = None
-            if not invariance.current(workspace):  # the width of its tiles may depend on M
+            # In the modes the width of its tiles may depend on M.
+            if config.placement not in BY_BLAS and not invariance.current(workspace):
                 tiles_n = -(-N // config.block_n)
                 sums = workspace.buffer("squares of tiles", tiles_n * M, torch.float32, local=True)
                 squares = sums[: tiles_n * M].view(tiles_n, M)
             a, b, bias = _computed(a, b, bias)
             given = (config, allow_tf32, bias, "none", block, workspace)
-            gemm = GemmPlan(a, b, *given, squares=squares, scheme=scheme)
-        self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm)
+            gemm = plan_gemm(a, b, *given, squares=squares, scheme=scheme)
+        self.norm = NormPlan(workspace, block, weight, None, norm, gemm=gemm, squares=squares)
         self.like = shape_of(block, block.shape)
 
     def run(
@@ -470,13 +473,10 @@ def _scattered_config(
     if scaling is None or scheme is None:
         if config is not None:
             return config
-        sizes = ("gemm", M, N, K, a.dtype, 1, a.device)
-        return choose(*sizes, placement="after", allow_tf32=allow_tf32, invariance=mode)
+        return choose("gemm", M, N, K, a.dtype, 1, a.device, allow_tf32=allow_tf32, invariance=mode)
     if mode == invariance.TP:
         raise ValueError(f"gemm_rms_norm_all_scatter of 8-bit operands is not {mode}")
-    # The GEMM writes squares, which the BLAS can't.
-    facts = (M, N, K, 1, a.device, scheme, mode, scaling.result)
-    rules = choose_scaled("gemm", *facts, placement="after")
+    rules = choose_scaled("gemm", M, N, K, 1, a.device, scheme, mode, scaling.result)
     if config is not None:
         check_scaled("gemm", config, rules, scheme, mode)
     return config or rules

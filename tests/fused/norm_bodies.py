@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -26,6 +27,8 @@ from pyrocshmem.reference.accuracy import (
     sum_of_partials,
 )
 from pyrocshmem.shards import shard_range
+from pyrocshmem.stream_k.local_gemm.blas import BlasPlan
+from pyrocshmem.stream_k.ops import gemm_rms_norm
 from tests.fused.cases import digest
 from tests.stream_k.products import ON_CPU, check_product, device, small_config
 
@@ -91,12 +94,15 @@ class Whole:
             hidden=self.case.hidden, group=self.heap, bias=None if bias is None else bias.clone(), **more,
         )  # fmt: skip
 
-    def blocks(self, config: stream_k.Config | None = None) -> torch.Tensor:
-        """Every rank's columns of the product, with the bits that they have on that rank."""
+    def blocks(self, *configs: stream_k.Config | None) -> torch.Tensor:
+        """Every rank's columns of the product, with the bits that they have on that rank. configs: one for each rank,
+        or one for all; none: what is chosen."""
         world = self.heap.world_size
+        configs = configs if len(configs) == world else (configs or (None,)) * world
         biases = itertools.repeat(None) if self.bias is None else self.bias.tensor_split(world)
-        pairs = zip(self.b.tensor_split(world, 1), biases, strict=False)
-        product = torch.cat([stream_k.gemm(self.a, b, bias=bias, config=config) for b, bias in pairs], dim=1)
+        shares = zip(self.b.tensor_split(world, 1), biases, configs, strict=False)
+        parts = [stream_k.gemm(self.a, b, bias=bias, config=config) for b, bias, config in shares]
+        product = torch.cat(parts, dim=1)
         check_product(product, self.a, self.b, self.bias)
         return product
 
@@ -150,6 +156,27 @@ def forward(heap: Heap, cases: list[Case]) -> tuple[list[str], list[str]]:
         wrong += [
             f"{case}, all_scatter: {text}" for text in (whole.wrong_norm(y, whole.blocks(config)),) if text
         ]
+        bits.append(digest(y))
+    return wrong, bits
+
+
+def by_the_blas(heap: Heap, cases: list[Case], ranks: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """(what was wrong, the bits of all results) of `gemm_rms_norm_all_scatter` where the BLAS is chosen on these
+    ranks alone, whose products leave no squares: who multiplies is each rank's own affair."""
+    wrong, bits = [], []
+    chosen = [small_config(placement="blas" if rank in ranks else "after") for rank in range(heap.world_size)]
+    for seed, case in enumerate(cases):
+        whole = Whole(case, heap, seed, scattered=True)
+        workspace = Workspace(heap)
+        with mock.patch.object(gemm_rms_norm, "choose", return_value=chosen[heap.rank]):
+            y = whole.all_scatter(workspace=workspace)
+        heap.synchronize()
+        (plan,) = workspace.plans.values()
+        found = isinstance(plan.norm.gemm, BlasPlan), plan.norm.squares is None
+        if found != (heap.rank in ranks,) * 2:
+            wrong.append(f"{case}: by the BLAS, without squares: {found}")
+        text = whole.wrong_norm(y, whole.blocks(*chosen))
+        wrong += [f"{case}: {text}"] if text else []
         bits.append(digest(y))
     return wrong, bits
 
@@ -233,7 +260,7 @@ def squares(heap: Heap, case: Case, **changes: Any) -> list[str]:
     whole = Whole(case, heap, 5, scattered=True)
     y = whole.all_scatter(0.0, config=config, workspace=workspace)
     (plan,) = workspace.plans.values()
-    honest, sums = plan.norm.gemm.run, plan.norm.gemm.squares
+    honest, sums = plan.norm.gemm.run, plan.norm.squares
 
     def watched(a: Any, b: Any, bias: Any, out: torch.Tensor) -> None:
         sums.fill_(torch.nan)

@@ -162,6 +162,22 @@ def test_one_rank() -> None:
     assert_right(values(run_ranks(body, 1, True, timeout=TIMEOUT_S)))
 
 
+def by_the_blas(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]:
+    """On all ranks, and on the first alone."""
+    shared = [Case(37, 40, 24, F16, F32, residual=False), Case(6, 24, 16, F32, F32, residual=False, bias=F32)]
+    with Heap(HEAP_BYTES) as heap:
+        return [bodies.by_the_blas(heap, shared, ranks) for ranks in ((0,), tuple(range(world_size)))]
+
+
+@pytest.mark.num_ranks(2)
+def test_products_of_the_blas() -> None:
+    """Of columns: each rank multiplies as is fastest for its own, and all have the same result."""
+    first, *others = values(run_ranks(by_the_blas, 2, timeout=TIMEOUT_S))
+    assert [wrong for wrong, _ in first] == [[], []]
+    assert all(bits for _, bits in first)
+    assert others == [first] * len(others)
+
+
 SPLIT = {"split": "stream_k", "num_programs": 3}
 FEW_ROWS = {"block_m": 16, "block_n": 64}
 

@@ -49,4 +49,4 @@ def test_on_a_cpu(collective: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("collective", PROBLEMS)
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_on_an_h100(collective: str, num_ranks: int) -> None:
-    assert split_tiles(collective, num_ranks, on_gpu=True) == 80
+    assert split_tiles(collective, num_ranks, on_gpu=True) == 32

@@ -264,20 +264,19 @@ def test_a_threshold_that_is_crossed(
 
 
 def test_few_rows_alone_are_cut_where_k_is_long(h200: torch.device) -> None:
-    """Beside communication they are cut whatever K is, of which ranks may have different shares."""
+    """Beside communication more than a wave is cut whatever K is, of which ranks may have different shares, and less
+    than one never."""
 
     def explained(N: int, K: int) -> stream_k.Explanation:
         return stream_k.explain("gemm", 27, N, K, BF16, 1, h200, placement="after")
 
-    for N, split, words in (
-        (10240, "stream_k", ""),
-        (5120, "separate", "K = 8192 is long enough for 40 tiles"),
-    ):
+    for N, split, beside in ((10240, "stream_k", "stream_k"), (5120, "separate", "none")):
         short, long = explained(N, 8191), explained(N, 8192)
         assert (short.config.split, long.config.split) == ("none", split)
-        assert "K = 8191 is too short to cut them" in str(short)
-        assert words in str(long)
-        assert stream_k.choose("gemm_all_reduce", 27, N, 8191, BF16, 2, h200).split == "stream_k"
+        for K in (8191, 8192):
+            assert stream_k.choose("gemm_all_reduce", 27, N, K, BF16, 2, h200).split == beside
+    assert "K = 8191 is too short to cut them" in str(explained(10240, 8191))
+    assert "K = 8192 is long enough for 40 tiles of 128 columns" in str(explained(5120, 8192))
 
 
 def test_other_tiles_have_the_model_s_times(h200: torch.device) -> None:
