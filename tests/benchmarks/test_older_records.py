@@ -132,4 +132,4 @@ def test_the_records_that_are_committed() -> None:
             for name in wire.keys() & case["config"].keys():
                 assert case["config"][name]["partial_dtype"] == wire[name], (file.path, case["op"], case["M"])
                 seen[name] += 1
-    assert min(seen.values()) >= 100, seen
+    assert min(seen.values()) >= 50, seen
