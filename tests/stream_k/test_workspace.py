@@ -236,7 +236,7 @@ def test_the_current_device_is_of_no_account(monkeypatch: pytest.MonkeyPatch) ->
     workspace.device = torch.device("cuda", 1)
 
     class Plan:
-        def __init__(self, *arguments: object, scheme: object) -> None:
+        def __init__(self, *arguments: object, **options: object) -> None:
             devices.kernel("compiled")
 
         def run(self, *arguments: object) -> None:
