@@ -35,8 +35,9 @@ _SAVED_STEPS, _STEPS_FOR_TWO = 16, 64
 # Steps from which up to 128 rows gain by tiles of 128 columns as high as all rows together, in two parts or more, of
 # more than 64 rows in three: 1.1 times the speed on average, 0.98 to 1.85 (H200).
 _STEPS_FOR_WIDE = 96
-# Microseconds of tiles of 64 rows, by their columns: what they take but for steps, and a step; and what parts take that
-# a second kernel adds (H200).
+# Rows of the small tiles of more than 64 rows. Microseconds of such tiles, by their columns: what they take but for
+# steps, and a step; and what parts take that a second kernel adds (H200).
+_SMALL_ROWS = 64
 _STEP_US, _PARTS_US = {32: (3.0, 0.27), 64: (3.6, 0.24), 128: (4.6, 0.285)}, 2.8
 # With scales of blocks the BLAS takes rows by UNIT, so that results of other numbers of rows are copied. Rows of a
 # fused op's product from which that doesn't count, and microseconds of a sum's of fewer rows.
@@ -175,14 +176,14 @@ def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
     if num_tiles(config, M, N) == 0 or not _is_small(config):
         return config
     if M <= 2 * FEW_ROWS and steps >= _STEPS_FOR_WIDE:
-        block_m, fewest = (config.block_m, 2) if M <= FEW_ROWS else (2 * FEW_ROWS, 3)
+        block_m, fewest = (config.block_m, 2) if M <= FEW_ROWS else (128, 3)
         wide = _with_tile(config, block_m, _MOST_COLUMNS)
         if fewest * num_tiles(wide, M, N) <= num_sms:
             return changed(wide, split="separate", num_programs=num_sms)
     if M > FEW_ROWS:
         times = ((_small_tiles_us(columns, M, N, steps, num_sms), columns) for columns in _STEP_US)
         (_, parts), columns = min(times)
-        config = _with_tile(config, FEW_ROWS, columns)
+        config = _with_tile(config, _SMALL_ROWS, columns)
         return changed(config, split="separate" if parts > 1 else "none", num_programs=num_sms)
     # A step takes as long of half the columns.
     config = _with_tile(config, config.block_m, max(config.block_n, 64))
@@ -199,20 +200,20 @@ def _shared_out(config: Config, M: int, N: int, K: int, num_sms: int) -> Config:
 
 
 def _small_tiles_us(columns: int, M: int, N: int, steps: int, num_sms: int) -> tuple[float, int]:
-    """(microseconds of a product by tiles of 64 rows and so many columns, into how many parts each is cut)."""
+    """(microseconds of a product by tiles of _SMALL_ROWS and so many columns, into how many parts each is cut)."""
     start, step = _STEP_US[columns]
-    tiles = -(-M // FEW_ROWS) * -(-N // columns)
+    tiles = -(-M // _SMALL_ROWS) * -(-N // columns)
     parts = num_sms // tiles
     whole = start + -(-tiles // num_sms) * steps * step, 1
     return min(whole, (start + -(-steps // parts) * step + _PARTS_US, parts)) if parts > 1 else whole
 
 
 def _with_tile(config: Config, block_m: int, block_n: int) -> Config:
-    """`config` with a tile of that size, for its steps what `_for_promotion` gives one."""
-    warps = max(4, block_m * block_n // _MOST_OF_A_WARP)
-    return changed(
-        config, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=_stages(block_m, block_n)
-    )
+    """`config` with a tile of that size. Three sums take registers at once; a turn's steps are loaded, and let go of,
+    together."""
+    warps = max(config.num_warps, block_m * block_n // _MOST_OF_A_WARP)
+    stages = _stages(block_m, block_n)
+    return changed(config, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
 
 
 def _is_small(config: Config) -> bool:
@@ -233,10 +234,7 @@ def _for_promotion(config: Config, M: int, N: int, num_sms: int) -> Config:
     if M <= FEW_ROWS and -(-N // block_n) > num_sms:
         # A step costs as much whatever its columns: of wider tiles, fewer steps, where most SMs still have a tile.
         block_n = _MOST_COLUMNS
-    # Three sums take registers at once. A turn's steps are loaded, and let go of, together.
-    warps = max(config.num_warps, block_m * block_n // _MOST_OF_A_WARP)
-    stages = _stages(block_m, block_n)
-    return changed(config, block_n=block_n, block_k=BLOCK, num_warps=warps, num_stages=stages)
+    return changed(_with_tile(config, block_m, block_n), block_k=BLOCK)
 
 
 def check_scaled(op: str, config: Config, rules: Config, scheme: Scheme, invariance: Invariance) -> None:

@@ -219,13 +219,13 @@ def alone(first: Tiling, facts: Facts) -> Tiling:
 def _of_few_rows_alone(first: Tiling, M: int, N: int, K: int, num_sms: int) -> Tiling:
     """A GEMM of few rows, with tiles that are cut only where K is long enough for that to gain; where it has few
     columns, too, their parts are added by a second kernel."""
-    tiles, wide, block_m = -(-N // 64), -(-N // 128), first.config.block_m
-    if 2 * tiles <= num_sms < 3 * tiles and block_m == 32:
+    tiles, wide, height = -(-N // 64), -(-N // 128), first.config.block_m
+    if 2 * tiles <= num_sms < 3 * tiles and height == 32:
         if K >= _APART_K:
             why = f"{first.why}; {tiles} of them leave half of {num_sms} SMs idle, and K = {K} pays for a second kernel"
             return Tiling(changed(first.config, split="separate"), why)
-    elif 3 * tiles > num_sms and 5 * wide <= 2 * num_sms and block_m > 16:
-        least, stages = _THIRDS_K if 3 * wide <= num_sms else _HALVES_K, 4 if block_m == 32 else 3
+    elif 3 * tiles > num_sms and 5 * wide <= 2 * num_sms and height > 16:
+        least, stages = _THIRDS_K if 3 * wide <= num_sms else _HALVES_K, 4 if height == 32 else 3
         if least <= K:
             cut = changed(first.config, block_n=128, block_k=128, num_stages=stages, split="separate")
             why = f"{first.why}; K = {K} is long enough for {wide} tiles of 128 columns with parts"
