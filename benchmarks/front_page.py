@@ -114,7 +114,10 @@ def _losses(groups: Sequence[stats.Group], notes: Notes) -> str:
             f"{len(cases)} ({min(cases)[0]:.2f} at {min(cases)[1]}): {reason}" for reason, cases in by_number
         ]
         if texts:
-            more = f" {len(texts) - _REASONS} more reasons are on its page." if len(texts) > _REASONS else ""
+            left = len(texts) - _REASONS
+            more = (
+                f" {left} more {'reason is' if left == 1 else 'reasons are'} on its page." if left > 0 else ""
+            )
             lines.append(f"- `{group.op}`: {'; '.join(texts[:_REASONS])}.{more}\n")
     if not lines:
         return ""
