@@ -70,6 +70,8 @@ done
 source "$root/activate.sh" || exit 1
 mkdir -p "$folder" && folder=$(cd -- "$folder" && pwd) || exit 1
 cd -- "$root" || exit 1
+# Records say the command: without where the project lies.
+folder=${folder#"$root"/}
 sources=$(python -c 'from pyrocshmem.benchmarks.sources import digest; print(digest())') || exit 1
 # What outlives it hangs.
 limited=(timeout --kill-after=20 "${LIMIT_S:-3600}")
