@@ -181,9 +181,7 @@ class _Plan:
     ) -> None:
         self.workspace = workspace
         if algorithm == "auto":
-            # In two shots the squares travel beside the sums, in one they take a trip of their own: two are the faster
-            # ones from half as many bytes on (2 x H200: 64 rows of 8192 take 6.2 us against 7.4).
-            algorithm = cheaper_algorithm(2 * x.numel() * x.element_size(), workspace.world_size)
+            algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size)
         self.mode = invariance.current(workspace)
         # Whose kernels are other ones, behind the exchange: the norm's, and that which quantizes it.
         self.apart = is_apart(self.mode, x, x.shape[-1], weight)

@@ -83,7 +83,7 @@ def all_reduce(
     heap, workspace = find_workspace(group, workspace)
     check_place(heap, x)
     if algorithm == "auto":
-        algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size)
+        algorithm = cheaper_algorithm(x.numel() * x.element_size(), workspace.world_size, alone=True)
     return _exchanged(
         workspace, status.Op.ALL_REDUCE, algorithm, x, x.shape, out, async_op, reduction=reduction
     )

@@ -226,6 +226,15 @@ def unless(gone, words):
 
 
 @triton.jit
+def of_either(mask, words, others):
+    """`words` where `mask`, else `others`."""
+    chosen = ()
+    for k in tl.static_range(len(words)):
+        chosen = chosen + (tl.where(mask, words[k], others[k]),)  # type: ignore[assignment]
+    return chosen
+
+
+@triton.jit
 def sum_ranks(values, valid):
     """Sums [U] over the ranks of blocks [U, ranks], where `valid`."""
     sums = ()
