@@ -115,9 +115,8 @@ def _losses(groups: Sequence[stats.Group], notes: Notes) -> str:
         ]
         if texts:
             left = len(texts) - _REASONS
-            more = (
-                f" {left} more {'reason is' if left == 1 else 'reasons are'} on its page." if left > 0 else ""
-            )
+            reasons = "reason is" if left == 1 else "reasons are"
+            more = f" {left} more {reasons} on its page." if left > 0 else ""
             lines.append(f"- `{group.op}`: {'; '.join(texts[:_REASONS])}.{more}\n")
     if not lines:
         return ""
