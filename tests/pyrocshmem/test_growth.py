@@ -166,14 +166,16 @@ def _why_not(rank, world_size):
 
 
 @functools.cache
-def why_not() -> str:
-    return values(run_ranks(_why_not, 2))[0]
+def why_not(num_ranks: int) -> str:
+    return values(run_ranks(_why_not, num_ranks))[0]
 
 
 @pytest.fixture
-def grows():
-    """On GPUs only where the driver and the container let it: elsewhere the heap says why not, which is shown."""
-    if target.backend() != "host" and (why := why_not()):
+def grows(request):
+    """On GPUs only where the driver and the container let it: elsewhere the heap says why not, which is shown. It is
+    asked of as many ranks as the test starts."""
+    marker = request.node.get_closest_marker("num_ranks")
+    if target.backend() != "host" and (why := why_not(marker.args[0] if marker else 1)):
         pytest.skip(why)
 
 
