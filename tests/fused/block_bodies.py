@@ -160,7 +160,7 @@ def late_partials(rank: int, world_size: int, op: str, placement: str, waits: bo
         else:
             for place, name in sends:
                 setattr(place, name, partial(late, getattr(place, name)))
-        for call in range(CALLS):
+        for call in range(CALLS if waits else 1):
             wrong += not integer_call(heap, call, shape, config, workspace, op)
         heap.vote("done")
     return wrong
