@@ -24,6 +24,7 @@ declare -A benched=(
   [batches]="all --shapes batches"
   [collectives]="collectives"
   [layers]="layers"
+  [narrow]="gemm --shapes benchmarks/narrow.toml -n 1"
   [corpus]="gemm --shapes stream-k-corpus -n 1"
   [corpus-64]="gemm --shapes stream-k-corpus-64 -n 1"
 )
@@ -43,7 +44,7 @@ declare -A printed=(
   [synccheck]="$sanitizer --tool synccheck python -m tests.sanitize --ranks 2"
   [stress]="python -m tests.stress --minutes 10"
 )
-sets=(models models-fp32 llama3 sweep decode batches collectives layers corpus corpus-64)
+sets=(models models-fp32 llama3 sweep decode batches collectives layers narrow corpus corpus-64)
 sets+=(float8-gemm-tensorwise float8-gemm-rowwise float8-gemm-blockwise float8-rowwise float8-blockwise)
 sets+=(float8-gemm-rowwise-llama3 float8-gemm-blockwise-llama3 float8-rowwise-llama3 float8-blockwise-llama3 first-calls)
 sets+=(tests memcheck synccheck stress)

@@ -25,6 +25,7 @@ SETS = (
     "batches",
     "collectives",
     "layers",
+    "narrow",
     "corpus",
     "corpus-64",
 )
