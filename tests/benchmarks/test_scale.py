@@ -62,7 +62,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--hosts", "0"], "hosts is 0, allowed are 1 to 1024"),
         (["--gbit", "0"], "gbit is 0"),
         (["--latency-us", "-1"], "latency_us -1"),
-        ([str(ROOT / "benchmarks/results/2026-11-23-H200-corpus.jsonl")], "have no case of all_gather_gemm"),
+        ([str(ROOT / "benchmarks/results/2026-12-01-H200-corpus.jsonl")], "have no case of all_gather_gemm"),
     ],
 )
 def test_mistakes(arguments: list[str], text: str) -> None:
