@@ -23,6 +23,9 @@ _MOST_OF_A_WARP, _MOST_STAGES, _STAGED_BYTES = 2048, 8, 216 << 10
 _MOST_OF_A_PART = 8192
 # Elements of our tile up to which, where there is at most a wave of them, our GEMM alone is the faster one.
 _SMALL_TILE = 64 * 128
+# Rows of a GEMM alone from which the BLAS is the faster one where sums aren't added in fp32 outside of the matrix unit:
+# it has 1.04 of our speed on average, 0.97 to 1.11, from 2048 on; of fewer, and more than 64, 0.91 (H200, 69 GEMMs).
+_FAST_ROWS = 2048
 # Tiles of 128 x 128 for each SM from which the BLAS is the faster one, of rows that were gathered: with scales of
 # blocks and of rows.
 _GATHERED_BLOCKS, _GATHERED_ROWS = 0.45, 1.5
@@ -101,12 +104,13 @@ def _where(
 ) -> str:
     """The placement whose GEMM is `torch._scaled_mm`, where that is faster than with ours; elsewhere `own`. config: of
     a GEMM alone, whose tile is the same whoever multiplies. As measured on two H100, 2 x 66 GEMMs fused, and on two
-    H200, 170 GEMMs alone, gathers, and 140 sums with scales of rows, 81 with scales of blocks (docs/log.md)."""
+    H200, 170 GEMMs alone and 69 with fast sums, gathers, and 140 sums with scales of rows, 81 with scales of blocks
+    (docs/log.md)."""
     one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
     if M <= FEW_ROWS or not promoted(scheme):
-        return own
+        return "blas" if op == "gemm" and M >= _FAST_ROWS else own
     if op == "gemm":
         tile = changed(config, block_n=min(config.block_n, _MOST_COLUMNS))
         return own if _is_small(tile) and num_tiles(tile, M, N) <= num_sms else "blas"

@@ -267,7 +267,8 @@ def test_it_is_tried_on_a_gpu() -> None:
 CHOICES = [
     ("tensorwise", False, (1, 4096, 4096), "blas"),
     ("tensorwise", True, (4096, 4096, 4096), "blas"),
-    ("rowwise", True, (4096, 4096, 4096), "after"),
+    ("rowwise", True, (2047, 4096, 4096), "after"),
+    ("rowwise", True, (2048, 4096, 4096), "blas"),
     ("rowwise", False, (64, 16384, 4096), "after"),
     ("rowwise", False, (4096, 4096, 4096), "blas"),
     ("blockwise", False, (64, 4096, 4096), "after"),
