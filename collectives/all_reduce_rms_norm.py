@@ -19,10 +19,10 @@ from torch.nn import functional
 from pyrocshmem import status, trace
 from pyrocshmem.calls import invariance, planning
 from pyrocshmem.calls.call_name import CallName
-from pyrocshmem.calls.invariance import TP, Invariance
+from pyrocshmem.calls.invariance import NONE, TP, Invariance
 from pyrocshmem.calls.operators import dispatched, name_of, ops
 from pyrocshmem.calls.planned import agree
-from pyrocshmem.calls.tensors import check_eps, check_plain, kind, new_like
+from pyrocshmem.calls.tensors import check_eps, check_plain, kind, laid_alike, new_like
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.collectives.epilogue import Finish
 from pyrocshmem.collectives.exchange import Exchange, cheaper_algorithm
@@ -190,7 +190,7 @@ class _Plan:
         )
         out, after = self._results(x, residual, weight, eps, how)
         op = status.Op.ALL_REDUCE_RMS_NORM
-        self.exchange = Exchange(workspace, op, algorithm, x.resolve_neg().contiguous(), out, after=after)
+        self.exchange = Exchange(workspace, op, algorithm, self._read(x), out, after=after)
 
     def run(
         self,
@@ -204,7 +204,7 @@ class _Plan:
         out, after = self._results(x, residual, weight, eps, how)
         if planning.here.mode is None:
             with self.workspace.begin(self.called):
-                self.exchange.run(x.resolve_neg().contiguous(), out, after)
+                self.exchange.run(self._read(x), out, after)
         if self.apart:
             with invariance.at_least(self.mode):
                 return quantized(how, *normalized(out, None, weight, eps, self.workspace.world_size))
@@ -212,6 +212,11 @@ class _Plan:
         if how is None or self.quantizes_apart:
             return quantized(how, out, after.total)
         return how.results(out, after)
+
+    def _read(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the exchange reads it."""
+        x = x.resolve_neg().contiguous()
+        return laid_alike(x) if self.mode else x
 
     def _results(
         self,
@@ -221,7 +226,8 @@ class _Plan:
         eps: float,
         how: Quantization | None,
     ) -> tuple[torch.Tensor, AfterSum]:
-        out, after = results(x, residual, weight, eps, how=None if self.quantizes_apart else how)
+        how = None if self.quantizes_apart else how
+        out, after = results(x, residual, weight, eps, how=how, alike=self.mode > NONE)
         return (out, after._replace(total=None, weight=None)) if self.apart else (out, after)
 
 
@@ -265,13 +271,16 @@ def results(
     eps: float,
     bias: torch.Tensor | None = None,
     how: Quantization | None = None,
+    alike: bool = False,
 ) -> tuple[torch.Tensor, AfterSum]:
     """(a new result like `like`, of any strides, what becomes of the sums on their way to it). how: the exchange
-    quantizes the norm."""
+    quantizes the norm. alike: its bits must not depend on where residual and weight are."""
     total = new_like(like)
     out = new_like(like) if how is None or how.keep else total
     if residual is not None:
         residual = residual.contiguous()
+    if alike:
+        residual, weight = residual if residual is None else laid_alike(residual), laid_alike(weight)
     # A plan's kernel takes a float, whatever the type of a number that is equal.
     finish = Finish.of(bias)._replace(residual=residual)
     after = AfterSum(finish, like.shape[-1], total, weight, float(eps))

@@ -24,7 +24,15 @@ from pyrocshmem.calls.call_name import CallName
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, dispatched, find, name_of, once, ops, ranks
 from pyrocshmem.calls.planned import NUM_WARPS
-from pyrocshmem.calls.tensors import as_rows, check_eps, check_plain, kind, new_like
+from pyrocshmem.calls.tensors import (
+    as_rows,
+    check_eps,
+    check_plain,
+    kind,
+    laid_alike,
+    new_like,
+    rows_laid_alike,
+)
 from pyrocshmem.calls.workspace import Workspace, find_workspace
 from pyrocshmem.checks import as_integer
 from pyrocshmem.collectives import row_sums
@@ -203,6 +211,9 @@ def _forward(
         ]
         return found[0][0], found[1][0], found[0][2], found[1][2]
     recorded, mode = trace.recorder() is not None, invariance.current(workspace)
+    if mode:
+        both = rows_laid_alike(both[0]), rows_laid_alike(both[1])
+        weights = laid_alike(weights[0]), laid_alike(weights[1])
     key = ("rms_norm_pair", *map(kind, (*both, *weights)), eps, hidden, recorded, mode)
     plan: _Plan | None = workspace.plans.get(key)
     if plan is None:
@@ -291,9 +302,11 @@ def _of_heads(
             for x, weight in both
         )
         return first, second
-    sides = []
+    sides, mode = [], invariance.current()
     for x, weight in both:
         rows = as_rows(x)
+        if mode:
+            rows, weight = laid_alike(rows), laid_alike(weight)
         sides.append(Side(rows, weight, new_like(x), None, x.shape[-1], x.shape[-1] // D, rows.stride(0)))
     M = len(sides[0].x)
 

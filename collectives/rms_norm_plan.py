@@ -22,7 +22,15 @@ from pyrocshmem.calls.graphs import Graphs
 from pyrocshmem.calls.invariance import TP, blocks_of_share
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.planned import NUM_WARPS, agree, run
-from pyrocshmem.calls.tensors import as_rows, kind, new_like, shape_of
+from pyrocshmem.calls.tensors import (
+    as_rows,
+    is_laid_alike,
+    kind,
+    laid_alike,
+    new_like,
+    rows_laid_alike,
+    shape_of,
+)
 from pyrocshmem.calls.workspace import Workspace
 from pyrocshmem.collectives import rms_norm_over_hosts
 from pyrocshmem.collectives.rms_norm_kernels import rms_norm_backward_kernel, rms_norm_kernel
@@ -237,6 +245,12 @@ def forward(
     second is x itself."""
     if workspace.hosts is not None:
         return rms_norm_over_hosts.forward(workspace, x, weight, residual, *norm, out)
+    if invariance.current(workspace):
+        if out is not None and not is_laid_alike(as_rows(out)):
+            result, updated, scales = forward(workspace, x, weight, residual, norm)
+            return out.copy_(result), updated, scales
+        x, weight = rows_laid_alike(x), laid_alike(weight)
+        residual = residual if residual is None else rows_laid_alike(residual)
     key = plan_key(workspace, x, weight, residual, norm, out)
     plan: NormPlan | None = workspace.plans.get(key)
     if plan is None:
@@ -284,11 +298,13 @@ def backward(
     heap = workspace.heap
     assert heap is not None
     world, device = heap.world_size, heap.device
+    mode = invariance.current(workspace)
+    if mode:
+        g, h, weight = rows_laid_alike(g), rows_laid_alike(h), laid_alike(weight)
     rows = as_rows(h)
     M, N = rows.shape
     first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0
     gradient = as_rows(g)[:, first : first + N]
-    mode = invariance.current(workspace)
     pieces = pieces_of(mode, hidden, world)
     blocks = Blocks.of(M, N // pieces, device, alike=mode > 0)
     grad = torch.empty(h.shape, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from pyrocshmem.calls import remembered
 from pyrocshmem.calls.invariance import BATCH, TP, Invariance
 from pyrocshmem.calls.kernel_launch import Launch
 from pyrocshmem.calls.operators import define, ops
-from pyrocshmem.calls.tensors import as_rows, kind
+from pyrocshmem.calls.tensors import as_rows, kind, laid_alike
 from pyrocshmem.collectives import normalizing
 from pyrocshmem.collectives import words as units
 from pyrocshmem.collectives.exchange import MOST_THREADS, row_programs
@@ -199,7 +199,7 @@ def _launched(kernel: Any, tensors: tuple[torch.Tensor, ...], eps: float, ranks:
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int) -> torch.Tensor:
-    rows = as_rows(x).contiguous()
+    rows, weight = laid_alike(as_rows(x).contiguous()), laid_alike(weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
         _launched(row_norm_kernel, (rows, weight, out.view(rows.shape)), eps, ranks)
@@ -209,8 +209,8 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int) -> t
 def _backward(
     g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = as_rows(x).contiguous()
-    given = as_rows(g.to(x.dtype)).contiguous()
+    rows, weight = laid_alike(as_rows(x).contiguous()), laid_alike(weight)
+    given = laid_alike(as_rows(g.to(x.dtype)).contiguous())
     grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     if grad.numel() > 0:

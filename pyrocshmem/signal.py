@@ -351,7 +351,8 @@ def end(context, epoch):
 def is_last(context, ORDERS: tl.constexpr = True):
     """True in the last program of the grid to come here; what the others did before is visible to it. Without ORDERS
     nothing is visible, it knows only that they have read what they read: a release would wait until all that was pushed
-    has arrived."""
+    has arrived. Either way threads of a program meet, so that one may then store where another has loaded: a result may
+    be its operand."""
     if ORDERS:
         settle()
         write_back("gpu")

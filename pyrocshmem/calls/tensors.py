@@ -27,6 +27,8 @@ BLOCKS = 4
 # TMA addresses whole 16-byte units: the base and every stride but the contiguous one must be multiples of
 # that.
 _TMA_BYTES = 16
+# What Triton knows of an integer, and of a pointer in bytes: whether this divides it.
+_DIVISOR = 16
 
 
 def check_plain(name: str, x: torch.Tensor) -> None:
@@ -119,7 +121,7 @@ def _reach(x: torch.Tensor) -> int:
 
 def aligned(x: torch.Tensor | None) -> bool:
     """Whether Triton takes the pointer for divisible by 16 bytes. It compiles other code when it isn't."""
-    return x is None or x.data_ptr() % _TMA_BYTES == 0
+    return x is None or x.data_ptr() % _DIVISOR == 0
 
 
 def kind(x: Any) -> Any:
@@ -216,6 +218,23 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     M, N = math.prod(x.shape[:-1]), x.shape[-1]
     rows = x.resolve_neg().reshape(M, N)
     return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def is_laid_alike(x: torch.Tensor) -> bool:
+    """Whether kernels add along the rows of `x`, [N] or [.., N], in the order in which they do where rows follow one
+    another from a multiple of 16 bytes on. Triton lays a block in registers, and adds it, by what it knows of
+    addresses: whether 16 divides where x begins, and the stride of its rows."""
+    return aligned(x) and (x.ndim == 1 or (x.stride(-2) % _DIVISOR == 0) == (x.shape[-1] % _DIVISOR == 0))
+
+
+def laid_alike(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy for which `is_laid_alike` holds."""
+    return x if is_laid_alike(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def rows_laid_alike(x: torch.Tensor) -> torch.Tensor:
+    """`laid_alike` of the rows that kernels find in `x`, [.., N]."""
+    return laid_alike(as_rows(x)).view(x.shape)
 
 
 def shape_of(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:

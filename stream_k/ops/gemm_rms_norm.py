@@ -520,8 +520,9 @@ class _Plan:
         like = rows if dtype is None else rows.new_empty(0, dtype=dtype)
         # Of a result, but for its memory.
         self.like = shape_of(like, (rows.shape[0], data_of(b).shape[1]))
+        self.alike = invariance.current(workspace) > invariance.NONE
         self.fuses = how is not None and how.is_fused(self.like.shape[1], like.dtype, workspace.world_size)
-        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None)
+        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None, self.alike)
         self.sent = SentProduct(
             workspace,
             status.Op.GEMM_ALL_REDUCE_RMS_NORM,
@@ -548,7 +549,7 @@ class _Plan:
     ) -> Any:
         """Enqueue the call; returns what `gemm_all_reduce_rms_norm` does."""
         a, b, _ = _computed(a, b, None)
-        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None)
+        out, after = results(self.like, residual, weight, eps, bias, how if self.fuses else None, self.alike)
         if planning.here.mode is None:
             with self.workspace.begin(self.called):
                 tensors = (*parts_of(a), *parts_of(b), out, *after.tensors())

@@ -311,6 +311,31 @@ def test_a_workspace_s_norms_are_in_its_mode() -> None:
         assert found == [True, True, False]
 
 
+def results_anywhere(rank: int, world_size: int) -> list[bool]:
+    """Whether norms inside the mode come out right where a result is, in place or not, at no multiple of 16 bytes, or
+    in rows of a wider matrix; new and planned calls."""
+    draw, N, found = torch.Generator().manual_seed(3), 40, []
+    x, weight = torch.randn(9, N, generator=draw), torch.randn(N, generator=draw)
+    with Heap(bodies.HEAP_BYTES) as heap, pyrocshmem.batch_invariant():
+        call = partial(collectives.rms_norm, weight=weight, eps=bodies.EPS, group=heap)
+        right, updated = call(x, residual=x)
+        alone = call(x)
+        for _ in range(2):
+            for place in (torch.empty(9 * N + 1)[1:].view(9, N), torch.empty(9, N + 25)[:, :N]):
+                result, more = call(x, residual=x, out=place.fill_(torch.nan))
+                found += [result is place, torch.equal(place, right), torch.equal(more, updated)]
+                place.copy_(x)
+                found += [call(place, out=place) is place, torch.equal(place, alone)]
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.num_ranks(2)
+def test_results_may_be_anywhere() -> None:
+    for found in values(run_ranks(results_anywhere, 2)):
+        assert found == [True] * 20
+
+
 @pytest.mark.cpu
 def test_the_environment_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, mode in (("", NONE), ("0", NONE), ("1", BATCH), ("tp", TP)):
