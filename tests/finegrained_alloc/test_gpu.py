@@ -269,8 +269,10 @@ def test_pieces_in_reserved_space_are_one_memory() -> None:
         assert read(space.ptr, 42 * PAGE) == data
         with pytest.raises(ValueError, match="other memory lies there"):
             fga.alloc(PAGE, BACKEND, at=space.ptr + 2 * PAGE)
+        # From here on: the first kernels of a process take memory of their own.
+        full, _ = torch.cuda.mem_get_info()
         second.free()
-        assert before - torch.cuda.mem_get_info()[0] < 42 * PAGE
+        assert torch.cuda.mem_get_info()[0] - full >= 40 * PAGE
         assert read(space.ptr, 2 * PAGE) == data[: 2 * PAGE]
         again = fga.alloc(PAGE, BACKEND, at=space.ptr + 2 * PAGE)
         write(space.ptr, data[: 3 * PAGE])

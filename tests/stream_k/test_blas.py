@@ -335,17 +335,18 @@ def test_captured(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_what_a_gpu_is_given(multiplied: list[str]) -> None:
     """Without a configuration: the BLAS where it is the faster one."""
-    for dtype, rows, columns, expected in (
-        (BF16, 64, N, "own"),
-        (BF16, 72, N, "blas"),
-        (BF16, 72, N + 1, "own"),
-        (F16, 72, N, "blas"),
-        (F32, 1, N + 1, "blas"),
+    for dtype, rows, columns, inner, expected in (
+        (BF16, 64, N, 2056, "own"),
+        (BF16, 72, N, 2048, "own"),
+        (BF16, 72, N, 2056, "blas"),
+        (BF16, 72, N + 1, 2056, "own"),
+        (F16, 72, N, 2056, "blas"),
+        (F32, 1, N + 1, K, "blas"),
     ):
         multiplied.clear()
-        a, b = random(rows, K, dtype), random(K, columns, dtype)
+        a, b = random(rows, inner, dtype), random(inner, columns, dtype)
         check_product(stream_k.gemm(a, b), a, b)
-        assert multiplied == [expected], (dtype, rows, columns)
+        assert multiplied == [expected], (dtype, rows, columns, inner)
 
 
 @pytest.mark.gpu
