@@ -301,6 +301,7 @@ def backward(
     mode = invariance.current(workspace)
     if mode:
         g, h, weight = rows_laid_alike(g), rows_laid_alike(h), laid_alike(weight)
+        more = more if more is None else rows_laid_alike(more)
     rows = as_rows(h)
     M, N = rows.shape
     first = shard_range(hidden, heap.rank, world)[0] if g.shape[-1] != N else 0

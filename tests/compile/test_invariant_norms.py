@@ -82,16 +82,16 @@ def test_squares_are_added_alike(
         assert all(each == found["alone"] for each in found.values()), found
 
 
-# Rows of a matrix that is read as an operand, and what is wrong with where they are.
 def _misaligned(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.numel() + 1)[1:].view(x.shape)
 
 
 def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
-    """A stride of rows that 16 divides where the number of columns is not a multiple of it, or the other way round."""
+    """Columns of a wider matrix, `more` of them beyond a multiple of 16."""
     return x.new_empty(len(x), -(-x.shape[1] // 16) * 16 + more)[:, : x.shape[1]]
 
 
+# Where operands may be.
 PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "misaligned": _misaligned,
     "of a wider matrix": lambda x: _padded(x, 32),
@@ -116,9 +116,9 @@ def norms(
 
         return run
 
-    def backward() -> object:
+    def backward(more: torch.Tensor | None) -> object:
         space, columns = Workspace(PlanningHeap(ranks)), ranks * x.shape[1]
-        return rms_norm_plan.backward(space, x, x, x, weight, torch.ones(len(x)), columns, x.dtype)
+        return rms_norm_plan.backward(space, x, more, x, weight, torch.ones(len(x)), columns, x.dtype)
 
     out, bias = x if in_place else None, _misaligned(weight) if in_place else None
     calls = {
@@ -127,7 +127,8 @@ def norms(
         "row_norm_gradients": lambda: rows.row_norm_gradients(x, x, weight, EPS, ranks),
         "rms_norm": lambda: collectives.rms_norm(x, weight, EPS, out=out, **group()),
         "rms_norm of a sum": lambda: collectives.rms_norm(x, weight, EPS, residual=x, **group()),
-        "gradient of rms_norm": backward,
+        "gradient of rms_norm": lambda: backward(None),
+        "gradient of rms_norm of a sum": lambda: backward(x),
         "rms_norm_pair": lambda: collectives.rms_norm_pair(x, x, weight, weight, EPS, **group()),
         "rms_norm_pair of heads": lambda: collectives.rms_norm_pair(
             x, x, weight[: x.shape[1] // 4], weight[: x.shape[1] // 4], EPS, head_dim=x.shape[1] // 4
