@@ -109,7 +109,9 @@ def _where(
     one = scheme.recipe == "tensorwise"
     if op == "gemm" and one:
         return "blas"
-    if M <= FEW_ROWS or not promoted(scheme):
+    if M <= FEW_ROWS:
+        return own
+    if not promoted(scheme):
         return "blas" if op == "gemm" and M >= _FAST_ROWS else own
     if op == "gemm":
         tile = changed(config, block_n=min(config.block_n, _MOST_COLUMNS))

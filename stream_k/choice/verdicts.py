@@ -80,9 +80,9 @@ _IDLE_COLUMNS, _IDLE_K = 32, 7168
 _NARROWEST_COLUMNS, _DEEP_K = 13, 12288
 
 
-# Of 16 bits and more rows than that, our GEMM takes 0.85 of the BLAS' time, 1.12 at worst, where tiles of 128 x 128 are
-# a quarter of the SMs or fewer, up to the larger K; and 0.94, 1.14 at worst, whatever the tiles, up to the smaller one
-# (one H200, 230 GEMMs drawn for it and 392 of a corpus, docs/log.md).
+# Of 16 bits and more than _OWN_ROWS rows our GEMM takes 0.85 of the BLAS' time, 1.12 at worst, where tiles of 128 x 128
+# are a quarter of the SMs or fewer, up to the larger K; and 0.94, 1.14 at worst, whatever the tiles, up to the smaller
+# one (one H200, 230 GEMMs drawn for it and 392 of a corpus, docs/log.md).
 _SHORT_TILES, _SHORT_K, _SHORTEST_K = 0.25, 2048, 256
 
 
